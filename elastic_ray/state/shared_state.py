@@ -11,7 +11,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
+from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import (
     DictState,
@@ -23,6 +23,9 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
+
+_OF_EVERY_RUN = {"run", "shape"}
+_SAME_STATES = "train_loop_per_worker must register the same state on every worker before its first epoch"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +131,7 @@ class SharedState:
         """
         missing = self._states.keys() - trees.keys()
         if missing:
-            raise RuntimeError(
-                "train_loop_per_worker must register the same state on every worker before its first epoch, but the "
-                f"others have no {', '.join(sorted(missing))}"
-            )
+            raise RuntimeError(f"{_SAME_STATES}, but the others have no {', '.join(sorted(missing))}")
         self._take_progress(RunProgress.from_state(trees["run"]))
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
@@ -168,18 +168,21 @@ class SharedState:
         passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
         self.progress = dataclasses.replace(progress, passes=passes)
 
-    def exchange(self, communicator: Communicator, replicas: DriftingReplicas) -> Exchanged:
+    def exchange(self, communicator: Communicator, replicas: DriftingReplicas, samples: int | None) -> Exchanged:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
             communicator: the group.
             replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
                 take the mean of it over those of them that were through with the last average, which holds the rest.
+            samples: of an epoch of this rank's training data, None where they are not known.
 
         Raises:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
             UnsafeStateError: a state cannot be sent; where that is so from the beginning, every rank raises it.
-            ReplicasDifferError: ranks that all begin here have built different things; every rank raises it.
+            ReplicasDifferError: ranks that all begin here have built different things, or any two train on datasets of
+                other lengths; every rank raises it.
+            RuntimeError: this rank, which joins, has registered other states than the others.
         """
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
@@ -193,8 +196,10 @@ class SharedState:
                 int(self.complete),
                 replicas.marker,
                 digest(layout),
+                -1 if samples is None else samples,
             ]
         )
+        check_samples([row[-1] for row in rows])
         everyone = [
             StateVersion(
                 step=steps,
@@ -204,10 +209,10 @@ class SharedState:
                 passes=passes,
                 has_state=bool(complete),
             )
-            for steps, stepped, lineage, passes, complete, averaged, _ in rows
+            for steps, stepped, lineage, passes, complete, averaged, *_ in rows
         ]
         if not any(each.has_state for each in everyone):
-            _compare(communicator, layout, [row[-1] for row in rows])
+            _compare(communicator, layout, [row[-2] for row in rows])
         holders = [each for each in everyone if each.has_state]
         if len(holders) > 1:
             replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
@@ -241,6 +246,14 @@ class SharedState:
             return state.capture() if in_place and isinstance(state, ModuleState) else None
 
         trees, done = receive_state(communicator, source, own)
+        # A checkpoint may hold more: a program may drop a state and go on. Of ranks one may be the next to hold it all.
+        unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
+        if unknown:
+            raise RuntimeError(
+                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, and this worker, which joins them, "
+                "has not: have it run the same code up to its first epoch (register_state, AdaptiveDataParallel with "
+                "the same schedulers and scaler, the same policies), whatever its rank"
+            )
         self.install(trees, skip=done)
 
 
