@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
@@ -19,6 +20,7 @@ from elastic_ray.state.tree import (
     OptimizerState,
     SharedOut,
     Stateful,
+    UnsafeStateError,
     check_plain,
     receive_state,
     send_state,
@@ -58,6 +60,38 @@ class DriftingReplicas(Protocol):
         """
 
 
+@contextlib.contextmanager
+def _named(name: str, what: str) -> Iterator[None]:
+    """Errors of a state's own code name the state, which may be one of many that user code has registered.
+
+    Raises:
+        RuntimeError: such an error.
+    """
+    try:
+        yield
+    except (CommunicationFailedError, UnsafeStateError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rollback:
+    name: str
+    capture: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+    def snapshot(self) -> Any:
+        """What it is now."""
+        with _named(self.name, "tell what it is at the beginning of a step"):
+            return copy.deepcopy(self.capture())
+
+    def take_back(self, snapshot: Any) -> None:
+        """It is that again."""
+        with _named(self.name, "go back to the beginning of a step that is lost"):
+            self.restore(copy.deepcopy(snapshot))
+
+
 class SharedState:
     """States by name, the run's progress, and small per-step state that a lost step must undo."""
 
@@ -67,7 +101,7 @@ class SharedState:
         self.complete = False
         self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
         self._states: dict[str, Stateful] = {}
-        self._rollbacks: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self._rollbacks: list[_Rollback] = []
         self._snapshots: list[Any] = []
 
     def register(self, key: str, state: Stateful) -> None:
@@ -80,9 +114,15 @@ class SharedState:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
 
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
-        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers)."""
-        self._rollbacks.append((capture, restore))
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
+        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers).
+
+        Args:
+            capture: gives what it is now.
+            restore: takes that back.
+            name: what errors call it.
+        """
+        self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:
         """Check that all of it can be sent to another rank.
@@ -93,17 +133,25 @@ class SharedState:
         check_plain(self.capture())
 
     def snapshot(self) -> None:
-        """Remember the small state at the beginning of a step."""
-        self._snapshots = [copy.deepcopy(capture()) for capture, _ in self._rollbacks]
+        """Remember the small state at the beginning of a step.
+
+        Raises:
+            RuntimeError: one of them cannot be told; the message names it.
+        """
+        self._snapshots = [each.snapshot() for each in self._rollbacks]
 
     def forget_snapshot(self) -> None:
         """The step was committed: there is nothing to undo."""
         self._snapshots = []
 
     def roll_back(self) -> None:
-        """Return the small state to the beginning of the step."""
-        for (_, restore), snapshot in zip(self._rollbacks, self._snapshots, strict=False):
-            restore(copy.deepcopy(snapshot))
+        """Return the small state to the beginning of the step.
+
+        Raises:
+            RuntimeError: one of them does not take what it was; the message names it.
+        """
+        for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
+            each.take_back(snapshot)
 
     def capture(self) -> dict[str, Any]:
         """All states by name; tensors are not copied."""
@@ -127,7 +175,8 @@ class SharedState:
         """Take over captured states.
 
         Raises:
-            RuntimeError: this rank registered something that the captured states do not hold.
+            RuntimeError: this rank registered something that the captured states do not hold, or one of its states
+                cannot be restored; the message names it.
         """
         missing = self._states.keys() - trees.keys()
         if missing:
@@ -136,13 +185,14 @@ class SharedState:
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
-                state.restore(trees[key])
+                with _named(key, "take over what another worker, or a checkpoint, has told of it"):
+                    state.restore(trees[key])
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
         Raises:
-            RuntimeError: as :meth:`install`; ValueError, KeyError: a state cannot be loaded.
+            RuntimeError: as :meth:`install`.
         """
         self.install(trees)
         self.complete, self.loaded = True, loaded
