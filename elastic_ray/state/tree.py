@@ -343,7 +343,7 @@ class ModuleState:
         with torch.no_grad():
             for name, tensor in mine.items():
                 if 0 in tensor.stride():  # as expand() makes it: torch refuses to write into elements that are one
-                    tensor.data = tensor.clone(memory_format=torch.contiguous_format)
+                    tensor.set_(tensor.clone(memory_format=torch.contiguous_format))
                 tensor.copy_(tree[name])
 
 
