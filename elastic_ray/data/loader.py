@@ -182,7 +182,7 @@ class AdaptiveDataLoader(ResumableLoader):
         Raises:
             TypeError, ValueError: it is no such number.
             RuntimeError: not within a loop over this loader; twice for one micro-batch; not for an earlier one of the
-                step.
+                step; after ``backward()``.
         """
         if isinstance(count, bool) or not isinstance(count, int | float):
             raise TypeError(f"loader.weigh(n) takes a number (of a tensor its .item()), but got {count!r}")

@@ -38,7 +38,7 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
         raise KeyError(f"no dataset named {dataset_name!r} was given to ElasticTrainer(datasets=...), but {run.names}")
     coordinator = find_coordinator(run.coordinator, _PATIENCE_S)
     rows = insist(lambda: coordinator.describe.remote(dataset_name), timeout_s=None)
-    return RayDataShard(dataset_name, coordinator, rows)
+    return RayDataShard(dataset_name, coordinator, rows, run.token)
 
 
 class RayDataShard(IterableDataset[Any]):
@@ -50,9 +50,9 @@ class RayDataShard(IterableDataset[Any]):
             length.
     """
 
-    def __init__(self, name: str, coordinator: Any, known_rows: int | None) -> None:
+    def __init__(self, name: str, coordinator: Any, known_rows: int | None, run: str) -> None:
         self.name, self.known_rows = name, known_rows
-        self._coordinator = coordinator
+        self._coordinator, self._run = coordinator, run
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> RayDataBatches:
         """What a loader takes its batches from.
@@ -61,7 +61,7 @@ class RayDataShard(IterableDataset[Any]):
             collate: makes a batch, as Ray Data's ``collate_fn``: from a dict of column to NumPy array, or, for a
                 ``ray.data.collate_fn.ArrowBatchCollateFn`` or ``PandasBatchCollateFn``, from such a table.
         """
-        return RayDataBatches(self.name, self._coordinator, known_rows=self.known_rows, collate=collate)
+        return RayDataBatches(self.name, self._coordinator, known_rows=self.known_rows, collate=collate, run=self._run)
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(_way_out(self.name, "iter()"))

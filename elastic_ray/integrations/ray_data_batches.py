@@ -35,14 +35,15 @@ class RayDataBatches:
         coordinator: who reads it.
         known_rows: rows of an epoch; None where they are not known.
         collate: what makes a batch; None for a dict of tensors by column.
+        run: tells runs of train functions apart, see ``Reader``.
     """
 
     def __init__(
-        self, dataset: str, coordinator: Any, *, known_rows: int | None, collate: Callable[[Any], Any] | None
+        self, dataset: str, coordinator: Any, *, known_rows: int | None, collate: Callable[[Any], Any] | None, run: str
     ) -> None:
         self._dataset, self._coordinator, self._collate = dataset, coordinator, collate
         self._known_rows = known_rows
-        self._client = secrets.token_hex(8)
+        self._client, self._run = secrets.token_hex(8), run
         self._epoch, self._last_epoch = -1, True
         self._rank, self._world_size, self._generation = 0, 1, 0
         self._forget(0)
@@ -127,6 +128,7 @@ class RayDataBatches:
                 last_epoch=self._last_epoch,
                 reader=Reader(
                     client=self._client,
+                    run=self._run,
                     generation=self._generation,
                     world_size=self._world_size,
                     rank=self._rank,

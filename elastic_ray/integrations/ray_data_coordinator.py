@@ -18,8 +18,8 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from elastic_ray.integrations.ray_data_packing import PackedDatasets, forget, unpack
-from elastic_ray.integrations.ray_data_stream import RowStream
-from elastic_ray.integrations.row_window import Reader, Span
+from elastic_ray.integrations.ray_data_stream import RowStream, StreamClosed
+from elastic_ray.integrations.row_window import Reader, Readers, Span
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
 
@@ -105,8 +105,7 @@ class DatasetCoordinator:
         self._packed, self._controller = packed, controller
         self._datasets, self._error = _unpacked(packed)
         self._streams: dict[str, list[RowStream]] = {name: [] for name in self._datasets}
-        self._lengths: dict[str, int] = {}
-        self._read: dict[str, RowStream] = {}
+        self._readers = Readers()
         self._handle = ray.get_runtime_context().current_actor
         self._loop = asyncio.get_event_loop()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -128,28 +127,53 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Where these rows are, once they are there.
+        """Where these rows are, once they are there; nowhere for a reader that has left or asked for others meanwhile.
 
         Raises:
             Exception: the dataset could not be read.
         """
         stream = self._stream_for(wanted)
-        stream.want(wanted.reader, max(wanted.end, wanted.ahead))
-        while not stream.has(wanted.end):
-            news = self._loop.create_future()
-            self._waiting.add(news)
-            _, silent = await asyncio.wait({news}, timeout=_SLOW_S)
-            if silent:
-                logger.warning(await asyncio.to_thread(_slow, wanted.dataset))
+        while not await self._has(stream, wanted):
+            if not self._readers.is_latest(wanted.reader):
+                return RowsFound(spans=(), total=None)
+            stream = self._stream_for(wanted)
         if stream.total is not None and not wanted.last_epoch:
             self._begin_next(wanted)
         spans = stream.spans(wanted.first, max(wanted.end, wanted.ahead))
         return RowsFound(spans=spans, total=stream.total)
 
+    async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
+        """Wait until a stream has these rows; False where it will not, or not any more.
+
+        Raises:
+            Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
+                execution.
+        """
+        try:
+            while not stream.has(wanted.end):
+                if not await self._news() and not stream.has(wanted.end):
+                    logger.warning(await asyncio.to_thread(_slow, wanted.dataset))
+        except StreamClosed:
+            return False
+        except Exception:
+            self._close(stream)
+            raise
+        return stream.floor <= wanted.first
+
+    async def _news(self) -> bool:
+        """Wait for something new; whether there was anything before long."""
+        news = self._loop.create_future()
+        self._waiting.add(news)
+        try:
+            done, _ = await asyncio.wait({news}, timeout=_SLOW_S)
+        finally:
+            self._waiting.discard(news)
+        return bool(done)
+
     async def leave(self, client: str) -> None:
         """A reader's pass is over."""
-        stream = self._read.pop(client, None)
-        if stream is not None and stream.leave(client):
+        stream = self._readers.leave(client)
+        if isinstance(stream, RowStream) and stream.leave(client):
             self._close(stream)
 
     def _tell(self) -> None:
@@ -160,22 +184,30 @@ class DatasetCoordinator:
                 news.set_result(None)
 
     def _stream_for(self, wanted: RowsWanted) -> RowStream:
-        """The stream that still has the rows; another one is started where none has."""
+        """The stream that still has the rows, which the reader reads from now on; a new one where none has."""
         reader, streams = wanted.reader, self._streams[wanted.dataset]
+        for each in [each for each in streams if each.failed and each.generation < 0 and each.epoch == wanted.epoch]:
+            self._close(each)  # it was begun before anybody needed it, and that it could not be read concerns nobody
         fitting = [each for each in streams if each.epoch == wanted.epoch and each.floor <= wanted.first]
         if fitting:
             stream = max(fitting, key=lambda each: each.floor)
         else:
-            for each in [each for each in streams if _is_stale(each, wanted)]:
-                self._close(each)
+            for each in [each for each in streams if self._is_stale(each, wanted)]:
+                self._close(each, readers_gone=True)
             slack = wanted.end - wanted.first  # another rank may stand a step behind
             floor = max(0, min(wanted.first, reader.position) - slack)
             stream = self._begin(wanted.dataset, wanted.epoch, floor)
-        before = self._read.get(reader.client)
-        self._read[reader.client] = stream
-        if before is not None and before is not stream and before.leave(reader.client):
+        before = self._readers.note(reader, stream)
+        if isinstance(before, RowStream) and before.leave(reader.client):
             self._close(before)
+        stream.want(reader, max(wanted.end, wanted.ahead))
         return stream
+
+    def _is_stale(self, stream: RowStream, wanted: RowsWanted) -> bool:
+        """Whether nobody will read it: those are gone who did, or it was begun for an epoch that had no use for it."""
+        if stream.generation < 0:
+            return stream.epoch < wanted.epoch
+        return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)
 
     def _begin(self, dataset: str, epoch: int, floor: int) -> RowStream:
         """Start an execution."""
@@ -195,12 +227,14 @@ class DatasetCoordinator:
         if all(each.epoch != wanted.epoch + 1 for each in self._streams[wanted.dataset]):
             self._begin(wanted.dataset, wanted.epoch + 1, 0)
 
-    def _close(self, stream: RowStream) -> None:
+    def _close(self, stream: RowStream, *, readers_gone: bool = False) -> None:
+        """End an execution; questions to it that wait are put to another one, unless those are gone who ask."""
         stream.close()
         for streams in self._streams.values():
             if stream in streams:
                 streams.remove(stream)
-        self._read = {client: each for client, each in self._read.items() if each is not stream}
+        self._readers.forget(stream, gone=readers_gone)
+        self._tell()
 
     async def _watch(self) -> None:
         """End with the job."""
@@ -208,7 +242,7 @@ class DatasetCoordinator:
             await asyncio.sleep(_LOOK_S)
         for streams in tuple(self._streams.values()):
             for stream in tuple(streams):
-                self._close(stream)
+                self._close(stream, readers_gone=True)
         await asyncio.sleep(_POLL_S)  # executions that end give back what they have
         await asyncio.to_thread(forget, self._packed)
         ray.kill(self._handle)
@@ -225,13 +259,6 @@ class DatasetCoordinator:
             return True
         except (RayError, asyncio.TimeoutError):  # it may be on its way back
             return False
-
-
-def _is_stale(stream: RowStream, wanted: RowsWanted) -> bool:
-    """Whether nobody will read it: a group that is gone did, or it was begun for an epoch that had no use for it."""
-    if stream.generation < 0:
-        return stream.epoch < wanted.epoch
-    return stream.generation < wanted.reader.generation
 
 
 def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:

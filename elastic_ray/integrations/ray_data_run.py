@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import secrets
 from typing import Any
 
 _run: contextvars.ContextVar[DatasetsOfJob | None] = contextvars.ContextVar("elastic_ray_datasets", default=None)
@@ -14,12 +15,16 @@ class DatasetsOfJob:
     Args:
         coordinator: name of the actor.
         names: of the datasets.
+
+    Attributes:
+        token: of the train function's run in this process.
     """
 
     def __init__(self, coordinator: str, names: tuple[str, ...]) -> None:
-        self.coordinator, self.names = coordinator, names
+        self.coordinator, self.names, self.token = coordinator, names, ""
 
     def __enter__(self) -> DatasetsOfJob:
+        self.token = secrets.token_hex(8)
         _run.set(self)
         return self
 

@@ -17,6 +17,10 @@ logger = logging.getLogger("elastic_ray.data")
 _AHEAD = 2  # blocks read beyond what readers want: the next ones are there when they ask
 
 
+class StreamClosed(Exception):
+    """Nobody reads the stream on: it has no further rows."""
+
+
 class RowStream:
     """Rows of one epoch of a dataset, in order.
 
@@ -64,6 +68,11 @@ class RowStream:
         return self._window.floor
 
     @property
+    def failed(self) -> bool:
+        """Whether the dataset could not be read further."""
+        return self._error is not None
+
+    @property
     def total(self) -> int | None:
         """Rows of the whole epoch; None until its end has been read."""
         return self._window.end if self._window.ended else None
@@ -80,10 +89,13 @@ class RowStream:
 
         Raises:
             Exception: the dataset could not be read further.
+            StreamClosed: nor will it be, for the stream was closed.
         """
         with self._lock:
             if self._error is not None:
                 raise self._error
+            if self._closed:
+                raise StreamClosed
             return self._window.ended or self._window.end >= end
 
     def spans(self, first: int, end: int) -> tuple[Span, ...]:
@@ -99,6 +111,8 @@ class RowStream:
     def close(self) -> None:
         """End the execution; the blocks go with this object."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._lock.notify_all()
         executor = self._executor

@@ -20,7 +20,9 @@ from elastic_ray.session.registry import HookPoint
 logger = logging.getLogger(__name__)
 
 _OF_DDP = ("device_ids", "output_device")  # what Ray passes of its own
-_WAY_OUT = "wrap the model yourself: elastic_ray.AdaptiveDataParallel(model, optimizer, lr_scheduler=...)"
+_WAY_OUT = (
+    "wrap the model yourself: elastic_ray.AdaptiveDataParallel(model, optimizer, lr_scheduler=..., grad_scaler=...)"
+)
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
@@ -237,6 +239,14 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """AMP's gradient scaler, where there is one."""
-    found = _objects(torch.amp.GradScaler)
-    return found[0] if len(found) == 1 else None
+    """AMP's gradient scaler, where there is one; raises RuntimeError where there are several, which no model knows of.
+
+    One that is not enabled scales nothing.
+    """
+    found = [each for each in _objects(torch.amp.GradScaler) if each.is_enabled()]
+    if len(found) > 1:
+        raise RuntimeError(
+            f"prepare_model() cannot tell which GradScaler is the model's, for this process holds {len(found)}: let "
+            f"go of those that an earlier part of the script has left, or {_WAY_OUT}"
+        )
+    return found[0] if found else None

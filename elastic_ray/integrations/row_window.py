@@ -43,6 +43,8 @@ class Reader:
         world_size: ranks of that group.
         rank: its rank there.
         position: rows before this one are not asked for again.
+        run: the train function's run that it belongs to; one such run may have several loaders, and read with all of
+            them in turn.
     """
 
     client: str
@@ -50,6 +52,7 @@ class Reader:
     world_size: int
     rank: int
     position: int
+    run: str = ""
 
 
 class RowWindow:
@@ -126,3 +129,45 @@ class RowWindow:
     def _drop(self) -> None:
         while self._spans and self._spans[0].end <= self.floor:
             self._spans.popleft()
+
+
+class Readers:
+    """Which of several streams each client reads.
+
+    A train function that evaluates within its loop reads a stream with another loader, maybe in a newer group than it
+    has last asked for the loop's rows in: a client whose run is heard of in a group is there in that group.
+    """
+
+    def __init__(self) -> None:
+        self._reads: dict[str, tuple[Reader, object]] = {}
+        self._heard: dict[str, int] = {}
+
+    def note(self, reader: Reader, stream: object) -> object | None:
+        """A client asks for rows of a stream; the one that it has read before, where that is another."""
+        _, before = self._reads.get(reader.client, (None, None))
+        self._reads[reader.client] = reader, stream
+        self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))
+        return before if before is not stream else None
+
+    def leave(self, client: str) -> object | None:
+        """A client has no further questions; the stream that it has read."""
+        return self._reads.pop(client, (None, None))[1]
+
+    def forget(self, stream: object, *, gone: bool) -> None:
+        """A stream was closed; ``gone``: nobody reads it who is still there."""
+        for client, (reader, read) in tuple(self._reads.items()):
+            if read is stream and gone:
+                del self._reads[client]
+            elif read is stream:
+                self._reads[client] = reader, None
+
+    def is_latest(self, reader: Reader) -> bool:
+        """Whether the client still waits for this: it has not left, and asked for nothing else."""
+        return self._reads.get(reader.client, (None, None))[0] is reader
+
+    def has_others(self, stream: object, reader: Reader) -> bool:
+        """Whether others than this client read a stream who are still there, as far as its group knows."""
+        there = {run for run, generation in self._heard.items() if generation >= reader.generation} | {reader.run}
+        return any(
+            each.client != reader.client and each.run in there for each, read in self._reads.values() if read is stream
+        )

@@ -231,10 +231,10 @@ class JobController:
         await begun.wait()
         return self._name
 
-    async def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
+    async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
         """The allocator's decision for this job."""
         await self._recovered.wait()
-        self._job.allocate(nodes, reason)
+        self._job.allocate(nodes, reason, draining)
 
     async def unsatisfiable(self, reason: str, final: bool) -> None:
         """No node could ever offer what the job asks for, as the allocator sees the cluster.

@@ -23,7 +23,7 @@ class StartingJob(Protocol):
     def begin_again(self) -> None:
         """Give all workers back, and begin with others."""
 
-    def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
+    def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
         """The allocator's decision for the job."""
 
     def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
@@ -131,7 +131,7 @@ class JobStarter:
         self._job.begin_again()
         if (later := self._later) is not None:
             self._later = None
-            self._job.allocate(later.nodes, later.reason)
+            self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
         """Look what storage has of the run.

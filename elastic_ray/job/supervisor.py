@@ -148,13 +148,13 @@ class JobSupervisor:
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
 
-    def allocate(self, nodes: Mapping[str, int], reason: str) -> None:
+    def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
         """The allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if not nodes and self.record.phase is JobPhase.WAITING:
             self.record.waits_for_resources(reason)
-        target = Allocated(nodes=nodes, reason=reason)
+        target = Allocated(nodes=nodes, reason=reason, draining=draining)
         if self._starter.looking:
             self._starter.hold_back(target)
         elif self._preemption.active:

@@ -211,9 +211,9 @@ def register_state(name: str, target: Any) -> None:
     session = current_session()
     if session.synced:
         raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
-    registered = RegisteredState(target)
-    session.states.register(f"user/{name}", registered.state)
-    session.states.register_rollback(registered.remember, registered.roll_back)
+    registered, name = RegisteredState(target), f"user/{name}"
+    session.states.register(name, registered.state)
+    session.states.register_rollback(registered.remember, registered.roll_back, name)
 
 
 def current_epoch() -> int:

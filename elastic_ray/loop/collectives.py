@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -22,7 +23,23 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-_WIDER = {torch.bool: torch.uint8, torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_AS_THEY_ARE = {torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_COMPLEX = {torch.complex64, torch.complex128}
+_INT64 = torch.iinfo(torch.int64)
+_OF_WHOLE: dict[str, Callable[[Iterable[int]], int]] = {"sum": sum, "min": min, "max": max}
 
 
 @overload
@@ -39,10 +56,13 @@ def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | tor
 
     Args:
         value: a number, or a tensor of the same shape and type on every rank, on the CPU or a GPU; it stays as it is.
-        op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``. The mean of integers is a float.
+        op: ``"sum"``, ``"mean"``, ``"min"`` or ``"max"``. The mean of integers is a float; complex tensors have neither
+            a least nor a largest.
 
     Raises:
-        TypeError: it is neither. ValueError: there is no such ``op``.
+        TypeError: it is neither, or the tensor's type has no such ``op``. ValueError: there is no such ``op``.
+        OverflowError: whole numbers, or their sum, do not fit into 64 bits; on every rank alike. Sums of tensors wrap
+            around, as torch's do.
         RanksDisagreeError: the ranks make different calls, or pass tensors of different shapes.
     """
     if op not in _OPS:
@@ -53,20 +73,61 @@ def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | tor
         return _reduced(value.detach(), op)
     if not isinstance(value, (int, float)):
         raise TypeError(f"value must be a number or a tensor, but got {type(value).__name__}; see all_gather()")
-    whole = isinstance(value, int) and op != "mean"
-    result = _reduced(torch.tensor(value, dtype=torch.int64 if whole else torch.float64), op)
-    return int(result) if whole else float(result)
+    if isinstance(value, int) and op != "mean":
+        return _reduced_whole(int(value), op)
+    return float(_reduced(torch.tensor(float(value), dtype=torch.float64), op))
+
+
+def _reduced_whole(value: int, op: ReduceOp) -> int:
+    """The same of whole numbers, exactly: each rank knows all of them, and whether one of them is none of 64 bits."""
+    fits = _INT64.min <= value <= _INT64.max
+
+    def perform(communicator: Communicator) -> bytes:
+        return to_bytes(communicator.gather_ints([value if fits else 0, int(fits)]))
+
+    content = current_session().collectives.call(
+        "all_reduce", (op, "a whole number"), perform, lambda: to_bytes([[value if fits else 0, int(fits)]])
+    )
+    told = _told(content)
+    if not all(each_fits for _, each_fits in told):
+        ranks = [rank for rank, (_, each_fits) in enumerate(told) if not each_fits]
+        raise OverflowError(
+            f"all_reduce() takes whole numbers of 64 bits, but that of rank {ranks[0]} is larger: pass a float"
+        )
+    result: int = _OF_WHOLE[op](each for each, _ in told)
+    if not _INT64.min <= result <= _INT64.max:
+        raise OverflowError(f"all_reduce() gives whole numbers of 64 bits, but the sum is {result}: pass a float")
+    return result
+
+
+def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
+    """The type in which ranks add up tensors of this one: gloo and NCCL know few, and take an error for a lost rank.
+
+    Raises:
+        TypeError: there is none.
+    """
+    wide = _WIDER.get(dtype, dtype)
+    if wide in _AS_THEY_ARE or (wide in _COMPLEX and op in ("sum", "mean")):
+        return wide
+    known = sorted(str(each).removeprefix("torch.") for each in _AS_THEY_ARE | _WIDER.keys() | _COMPLEX)
+    raise TypeError(
+        f"all_reduce(op={op!r}) cannot take a tensor of {dtype}; it takes {', '.join(known)}, complex ones for 'sum' "
+        "and 'mean' only: convert it, or see all_gather()"
+    )
 
 
 def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """The same of a dense tensor; types that gloo cannot add up, or only roughly, travel as wider ones."""
     mean = op == "mean"
-    summed = tensor if not mean or tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    summed = tensor.to(torch.get_default_dtype()) if mean and whole else tensor.resolve_conj()
+    travels_as = _travels_as(summed.dtype, op)
 
     def perform(communicator: Communicator) -> bytes:
-        wide = summed.to(_WIDER.get(summed.dtype, summed.dtype), memory_format=torch.contiguous_format, copy=True)
+        wide = summed.to(travels_as, memory_format=torch.contiguous_format, copy=True)
         if wide.numel():
-            communicator.wait(communicator.all_reduce(wide, _OPS[op]))
+            parts = torch.view_as_real(wide) if wide.is_complex() else wide
+            communicator.wait(communicator.all_reduce(parts, _OPS[op]))
         if mean:
             wide /= communicator.world_size
         return to_bytes(wide.to(summed.dtype))

@@ -46,6 +46,7 @@ class JobMembership(GenerationChanges):
         super().__init__(config, named=named)
         self._first_most = first_most
         self._target: dict[str, int] = {}
+        self._draining: Collection[str] = ()
         self._reason = self._replace_reason = ""
         self._loaded = 0  # steps of the furthest automatic checkpoint that was loaded for this start
         self._patience = 1.0  # times join_timeout_s: on a busy machine, starting anew is what keeps it busy
@@ -154,7 +155,7 @@ class JobMembership(GenerationChanges):
         target = {node: count for node, count in goal.nodes.items() if count > 0}
         if target != self._target:
             self._bereft = False
-        self._target, self._reason = target, goal.reason
+        self._target, self._reason, self._draining = target, goal.reason, goal.draining
 
     def _replace(self, wish: Replace, now_s: float) -> None:
         """Mark who is to go once another is ready; not for a while after no other was to be had."""
@@ -295,7 +296,9 @@ class JobMembership(GenerationChanges):
             if leavers
             else self.in_phase(WorkerPhase.STARTING)
         )
-        patient = bool(coming) and now_s - self._first_wish_s < self.config.patience_s
+        may_wait = now_s - self._first_wish_s < self.config.patience_s
+        hurry = any(record.node in self._draining for record in leavers)
+        patient = bool(coming) and may_wait and not hurry
         reason = self._reason
         if self.current is None:
             wanted = min(self.config.min_workers, max(1, self.target_workers))
@@ -306,7 +309,8 @@ class JobMembership(GenerationChanges):
                     self._give_up(record, "it could not load the automatic checkpoint that another had loaded")
                 return
         else:
-            group = next_group(self, leavers, min_workers=self.config.min_workers, sizes=self.config.sizes)
+            least, sizes = self.config.min_workers, self.config.sizes
+            group = next_group(self, leavers, min_workers=least, sizes=sizes, patient=may_wait, hurry=hurry)
             if group == self.members():
                 self._first_wish_s = None
                 return

@@ -37,12 +37,27 @@ def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecor
 
 
 def next_group(
-    roster: Roster, leavers: Sequence[WorkerRecord], *, min_workers: int, sizes: AllowedSizes = ANY_SIZE
+    roster: Roster,
+    leavers: Sequence[WorkerRecord],
+    *,
+    min_workers: int,
+    sizes: AllowedSizes = ANY_SIZE,
+    patient: bool = True,
+    hurry: bool = False,
 ) -> list[WorkerRecord] | None:
     """Members of the next planned generation by rank; None where it is not worth one.
 
-    It is not announced as long as it would have fewer than ``min_workers``, or a size that is not allowed, and more are
-    on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any case.
+    It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
+    and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any
+    case.
+
+    Args:
+        roster: the workers.
+        leavers: members that are to leave.
+        min_workers: fewest workers to wait for.
+        sizes: how many are to train together.
+        patient: whether to wait for an allowed size; the resources of those on their way may never come free.
+        hurry: whether a leaver's node is about to go, so that nothing is waited for.
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}
@@ -50,8 +65,8 @@ def next_group(
     if not stayers:
         stayers = members[:1]  # one must bring the state along
     group = stayers + roster.in_phase(WorkerPhase.READY)
-    unfit = len(group) < min(min_workers, len(members)) or not sizes.allow(len(group))
-    if unfit and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
+    unfit = len(group) < min(min_workers, len(members)) or (patient and not sizes.allow(len(group)))
+    if unfit and not hurry and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
         return None
     return group[: max(sizes.at_most(len(group)), len(stayers))]
 

@@ -80,10 +80,17 @@ class Switched(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """The allocator's word: how many workers on which node, and why."""
+    """The allocator's word: how many workers on which node, and why.
+
+    Attributes:
+        nodes: workers by node.
+        reason: why, as a sentence.
+        draining: nodes that are about to go: who leaves them waits for nobody.
+    """
 
     nodes: Mapping[str, int]
     reason: str
+    draining: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class SharedStates(Protocol):
     def register(self, key: str, state: Stateful) -> None:
         """Make ``state`` part of what joiners receive."""
 
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
         """Undo for small state that user code moves on even when its step is lost."""
 
 

@@ -269,19 +269,19 @@ class AdaptiveDataParallel(torch.nn.Module):
         states.register(f"optimizer/{index}", trained)
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
-        states.register_rollback(self._sync.remember, self._sync.roll_back)
+        states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
         states.register(f"noise/{index}", self._tracker)
         self._register_schedulers(lr_scheduler, schedule)
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
-            states.register_rollback(lambda: None, lambda _: saved.mend())
+            states.register_rollback(lambda: None, lambda _: saved.mend(), f"buffers/{index}")
         if self._scaler is not None:
             if saved is not None:
                 after_step(self._scaler, optimizer, saved.mend)
             keep_scale_while_accumulating(self._scaler, self._run.ledger)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
-            states.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict)
+            states.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict, f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
@@ -292,10 +292,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         known = [scheduler for scheduler in schedulers if scheduler is not None]
         for number, scheduler in enumerate(known):
             count_optimizer_steps(scheduler, self._run.ledger, schedule)
-            states.register(f"lr_scheduler/{self._index}/{number}", DictState(scheduler))
-            states.register_rollback(scheduler.state_dict, scheduler.load_state_dict)
+            name = f"lr_scheduler/{self._index}/{number}"
+            states.register(name, DictState(scheduler))
+            states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, name)
         if known:
-            states.register_rollback(self._rates, self._set_rates)
+            states.register_rollback(self._rates, self._set_rates, f"learning rates/{self._index}")
         else:
             self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
 

@@ -135,7 +135,7 @@ class RegisteredStates(Protocol):
     def register(self, key: str, state: Stateful) -> None:
         """Make ``state`` part of what joiners receive."""
 
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
         """Undo for small state that user code moves on even when its step is lost."""
 
 
@@ -201,7 +201,7 @@ class Adaptation:
         if self.runner:
             self.runner.check_plain()
             states.register("adaptation", self.runner)
-            states.register_rollback(self.runner.capture, self.runner.restore)
+            states.register_rollback(self.runner.capture, self.runner.restore, "adaptation")
 
     @property
     def rate_factor(self) -> float:

@@ -20,12 +20,16 @@ class ExchangedState(Protocol):
     def shape(self) -> BatchChoice | None:
         """Batch shape that it was trained with last."""
 
-    def exchange(self, communicator: Communicator, replicas: DriftingReplicas) -> Exchanged:
+    def exchange(self, communicator: Communicator, replicas: DriftingReplicas, samples: int | None) -> Exchanged:
         """Bring every rank to the furthest rank's state."""
 
 
 class GroupParts(DriftingReplicas, Protocol):
     """What a train function has registered, as far as it depends on the group."""
+
+    @property
+    def samples(self) -> int | None:
+        """Samples of an epoch, where they are known; the same on every rank that knows them."""
 
     @property
     def buffer_layout(self) -> int:
@@ -88,9 +92,10 @@ class GroupEntry:
 
         Raises:
             CommunicationFailedError: the group broke meanwhile; this rank's state is whole, or it has none.
+            ReplicasDifferError: the ranks train on datasets of other lengths, or have built different things.
         """
         self._moment("receiving")
-        exchanged = self._state.exchange(communicator, self._parts)
+        exchanged = self._state.exchange(communicator, self._parts, self._parts.samples)
         self._parts.enter_group()
         self._consensus.enter_group()
         if communicator.world_size > 1:

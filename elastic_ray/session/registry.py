@@ -208,6 +208,11 @@ class Registry:
         return None if None in keys else "+".join(key for key in keys if key)
 
     @property
+    def samples(self) -> int | None:
+        """Samples of an epoch of the loader that leads, as it was made; None where they are not known."""
+        return self.loaders.info.dataset_size if self.loaders.info is not None else None
+
+    @property
     def loader_info(self) -> LoaderInfo | None:
         """What the job is told of the loader that the batch is chosen for, and of the models; None without one."""
         loader = self.loaders.info

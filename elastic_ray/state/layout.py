@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _NAMED = 5
 _DIGEST_BYTES = 5
 
 
 class ReplicasDifferError(RuntimeError):
-    """The ranks of a job hold different parameters, though each has applied the same steps."""
+    """The ranks of a job hold different parameters, though each has applied the same steps, or different data."""
 
 
 def digest(what: object) -> int:
@@ -40,6 +40,27 @@ def difference(layouts: Mapping[int, bytes]) -> str:
         "every rank must build the same models, optimizers and schedulers before its first epoch, but "
         f"{'; '.join(told[:_NAMED])}{more}"
     )
+
+
+def check_samples(samples: Sequence[int]) -> None:
+    """What the ranks deal out by position must be one dataset; its length is what can be told without reading it.
+
+    Args:
+        samples: of an epoch, by rank; below 0 where a rank does not know them.
+
+    Raises:
+        ReplicasDifferError: two ranks know different ones.
+    """
+    known = {rank: count for rank, count in enumerate(samples) if count >= 0}
+    one = next(iter(known), 0)
+    other = next((rank for rank, count in known.items() if count != known[one]), None)
+    if other is not None:
+        raise ReplicasDifferError(
+            f"every worker must train on the same dataset, but the training loader's has {known[one]} samples on rank "
+            f"{one} and {known[other]} on rank {other}: each would take its share of another order, so that samples "
+            "are left out and others used twice. Build it from the same files on every worker, and let the loader "
+            "share it out"
+        )
 
 
 def _shown(layout: Mapping[str, str], name: str) -> str:

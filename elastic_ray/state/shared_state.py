@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
-from elastic_ray.state.layout import ReplicasDifferError, difference, digest, packed
+from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import (
     DictState,
@@ -19,10 +20,14 @@ from elastic_ray.state.tree import (
     OptimizerState,
     SharedOut,
     Stateful,
+    UnsafeStateError,
     check_plain,
     receive_state,
     send_state,
 )
+
+_OF_EVERY_RUN = {"run", "shape"}
+_SAME_STATES = "train_loop_per_worker must register the same state on every worker before its first epoch"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,38 @@ class DriftingReplicas(Protocol):
         """
 
 
+@contextlib.contextmanager
+def _named(name: str, what: str) -> Iterator[None]:
+    """Errors of a state's own code name the state, which may be one of many that user code has registered.
+
+    Raises:
+        RuntimeError: such an error.
+    """
+    try:
+        yield
+    except (CommunicationFailedError, UnsafeStateError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rollback:
+    name: str
+    capture: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+    def snapshot(self) -> Any:
+        """What it is now."""
+        with _named(self.name, "tell what it is at the beginning of a step"):
+            return copy.deepcopy(self.capture())
+
+    def take_back(self, snapshot: Any) -> None:
+        """It is that again."""
+        with _named(self.name, "go back to the beginning of a step that is lost"):
+            self.restore(copy.deepcopy(snapshot))
+
+
 class SharedState:
     """States by name, the run's progress, and small per-step state that a lost step must undo."""
 
@@ -64,7 +101,7 @@ class SharedState:
         self.complete = False
         self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
         self._states: dict[str, Stateful] = {}
-        self._rollbacks: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+        self._rollbacks: list[_Rollback] = []
         self._snapshots: list[Any] = []
 
     def register(self, key: str, state: Stateful) -> None:
@@ -77,9 +114,15 @@ class SharedState:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
 
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None]) -> None:
-        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers)."""
-        self._rollbacks.append((capture, restore))
+    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
+        """Undo for small state that user code moves on even when its step is lost (schedulers, scalers).
+
+        Args:
+            capture: gives what it is now.
+            restore: takes that back.
+            name: what errors call it.
+        """
+        self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
 
     def check_plain(self) -> None:
         """Check that all of it can be sent to another rank.
@@ -90,17 +133,25 @@ class SharedState:
         check_plain(self.capture())
 
     def snapshot(self) -> None:
-        """Remember the small state at the beginning of a step."""
-        self._snapshots = [copy.deepcopy(capture()) for capture, _ in self._rollbacks]
+        """Remember the small state at the beginning of a step.
+
+        Raises:
+            RuntimeError: one of them cannot be told; the message names it.
+        """
+        self._snapshots = [each.snapshot() for each in self._rollbacks]
 
     def forget_snapshot(self) -> None:
         """The step was committed: there is nothing to undo."""
         self._snapshots = []
 
     def roll_back(self) -> None:
-        """Return the small state to the beginning of the step."""
-        for (_, restore), snapshot in zip(self._rollbacks, self._snapshots, strict=False):
-            restore(copy.deepcopy(snapshot))
+        """Return the small state to the beginning of the step.
+
+        Raises:
+            RuntimeError: one of them does not take what it was; the message names it.
+        """
+        for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
+            each.take_back(snapshot)
 
     def capture(self) -> dict[str, Any]:
         """All states by name; tensors are not copied."""
@@ -124,25 +175,24 @@ class SharedState:
         """Take over captured states.
 
         Raises:
-            RuntimeError: this rank registered something that the captured states do not hold.
+            RuntimeError: this rank registered something that the captured states do not hold, or one of its states
+                cannot be restored; the message names it.
         """
         missing = self._states.keys() - trees.keys()
         if missing:
-            raise RuntimeError(
-                "train_loop_per_worker must register the same state on every worker before its first epoch, but the "
-                f"others have no {', '.join(sorted(missing))}"
-            )
+            raise RuntimeError(f"{_SAME_STATES}, but the others have no {', '.join(sorted(missing))}")
         self._take_progress(RunProgress.from_state(trees["run"]))
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
-                state.restore(trees[key])
+                with _named(key, "take over what another worker, or a checkpoint, has told of it"):
+                    state.restore(trees[key])
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
         Raises:
-            RuntimeError: as :meth:`install`; ValueError, KeyError: a state cannot be loaded.
+            RuntimeError: as :meth:`install`.
         """
         self.install(trees)
         self.complete, self.loaded = True, loaded
@@ -168,18 +218,21 @@ class SharedState:
         passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
         self.progress = dataclasses.replace(progress, passes=passes)
 
-    def exchange(self, communicator: Communicator, replicas: DriftingReplicas) -> Exchanged:
+    def exchange(self, communicator: Communicator, replicas: DriftingReplicas, samples: int | None) -> Exchanged:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
             communicator: the group.
             replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
                 take the mean of it over those of them that were through with the last average, which holds the rest.
+            samples: of an epoch of this rank's training data, None where they are not known.
 
         Raises:
             CommunicationFailedError: a peer went away meanwhile; this rank's state is whole, or it has none.
             UnsafeStateError: a state cannot be sent; where that is so from the beginning, every rank raises it.
-            ReplicasDifferError: ranks that all begin here have built different things; every rank raises it.
+            ReplicasDifferError: ranks that all begin here have built different things, or any two train on datasets of
+                other lengths; every rank raises it.
+            RuntimeError: this rank, which joins, has registered other states than the others.
         """
         if not self.complete and communicator.world_size > 1:
             self.check_plain()
@@ -193,8 +246,10 @@ class SharedState:
                 int(self.complete),
                 replicas.marker,
                 digest(layout),
+                -1 if samples is None else samples,
             ]
         )
+        check_samples([row[-1] for row in rows])
         everyone = [
             StateVersion(
                 step=steps,
@@ -204,10 +259,10 @@ class SharedState:
                 passes=passes,
                 has_state=bool(complete),
             )
-            for steps, stepped, lineage, passes, complete, averaged, _ in rows
+            for steps, stepped, lineage, passes, complete, averaged, *_ in rows
         ]
         if not any(each.has_state for each in everyone):
-            _compare(communicator, layout, [row[-1] for row in rows])
+            _compare(communicator, layout, [row[-2] for row in rows])
         holders = [each for each in everyone if each.has_state]
         if len(holders) > 1:
             replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
@@ -241,6 +296,14 @@ class SharedState:
             return state.capture() if in_place and isinstance(state, ModuleState) else None
 
         trees, done = receive_state(communicator, source, own)
+        # A checkpoint may hold more: a program may drop a state and go on. Of ranks one may be the next to hold it all.
+        unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
+        if unknown:
+            raise RuntimeError(
+                f"{_SAME_STATES}, but the others have {', '.join(sorted(unknown))}, and this worker, which joins them, "
+                "has not: have it run the same code up to its first epoch (register_state, AdaptiveDataParallel with "
+                "the same schedulers and scaler, the same policies), whatever its rank"
+            )
         self.install(trees, skip=done)
 
 

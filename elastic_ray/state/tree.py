@@ -342,6 +342,8 @@ class ModuleState:
                 )
         with torch.no_grad():
             for name, tensor in mine.items():
+                if 0 in tensor.stride():  # as expand() makes it: torch refuses to write into elements that are one
+                    tensor.set_(tensor.clone(memory_format=torch.contiguous_format))
                 tensor.copy_(tree[name])
 
 

@@ -57,6 +57,9 @@ class StepView(Protocol):
     def counts(self) -> Sequence[Sequence[float]] | None:
         """What it has given on all ranks, ``counts[rank][micro]``; None before that is known."""
 
+    def begin_backward(self) -> None:
+        """A backward pass of the present micro-batch begins, with the weight that it has by now."""
+
     def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
         """What it has given on all ranks that are added up."""
 
@@ -102,6 +105,7 @@ class LoaderStep:
     sample_tag: int = 0
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
+    _backward: int = -1  # the latest micro-batch that had a backward pass
     count: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,8 +119,12 @@ class LoaderStep:
         """Give the present micro-batch this weight in the step's mean gradient, in place of its samples.
 
         Raises:
-            RuntimeError: it has one already, or an earlier one of the step has none.
+            RuntimeError: it has one already, or an earlier one of the step has none, or its gradient is there.
         """
+        if self._backward == self.micro:
+            raise RuntimeError(
+                "loader.weigh(n) must be called before backward(), which has taken the micro-batch for its samples"
+            )
         if len(self.own_counts) > self.micro:
             raise RuntimeError("loader.weigh(n) was called twice for one micro-batch")
         if len(self.own_counts) < self.micro:
@@ -124,6 +132,10 @@ class LoaderStep:
                 "loader.weigh(n) was not called for an earlier micro-batch of this step: call it for each, or for none"
             )
         self.own_counts.append(count)
+
+    def begin_backward(self) -> None:
+        """A backward pass of the present micro-batch begins, with the weight that it has by now."""
+        self._backward = self.micro
 
     def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
         """What the loop has given on all ranks that are added up: from now on weights are exact."""

@@ -75,7 +75,9 @@ class Controllers:
     async def _carry_out(self, instruction: Instruction) -> None:
         if isinstance(instruction, Allocate):
             nodes = dict(instruction.nodes)
-            await self._tell(instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason))
+            await self._tell(
+                instruction.job, lambda to: to.allocate.remote(nodes, instruction.reason, instruction.draining)
+            )
         else:
             await self._tell(instruction.job, lambda to: to.unsatisfiable.remote(instruction.reason, instruction.final))
 

@@ -6,7 +6,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
@@ -291,7 +291,8 @@ class AllocatorCore:
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
             job.give(change.after)
             self._changed_s = now_s
-            instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason))
+            goes = self._draining_of(change.before)
+            instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason, draining=goes))
         return instructions
 
     def _remind(self, name: str, instructions: list[Instruction]) -> list[Instruction]:
@@ -302,7 +303,12 @@ class AllocatorCore:
             return []
         if any(instruction.job == name for instruction in instructions):
             return []
-        return [Allocate(job=name, nodes=target, reason=job.reason, repeated=True)]
+        goes = self._draining_of(job.view.allocation)
+        return [Allocate(job=name, nodes=target, reason=job.reason, repeated=True, draining=goes)]
+
+    def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Those of the nodes that are about to go."""
+        return tuple(sorted({node.node_id for node in self._cluster.nodes if node.draining} & set(nodes)))
 
     def _judge(self, event: Event, now_s: float) -> None:
         """Find the jobs that this cluster could never run, where the event may have changed that."""

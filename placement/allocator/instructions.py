@@ -18,12 +18,14 @@ class Allocate:
         nodes: workers per node id; empty lets the job wait.
         reason: the decision's reason, a sentence.
         repeated: the job was told before and is not there yet.
+        draining: nodes of its own that are about to go.
     """
 
     job: str
     nodes: Mapping[str, int]
     reason: str
     repeated: bool = False
+    draining: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

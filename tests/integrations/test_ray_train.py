@@ -14,6 +14,7 @@ from ray.train.collective import barrier, broadcast_from_rank_zero
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
+from elastic_ray.integrations import ray_train
 from elastic_ray.session.group import Group
 from elastic_ray.worker.in_ray_train import in_ray_train
 from tests.loop.changing import Change, Kill, run_job
@@ -177,3 +178,14 @@ def test_ray_s_own_functions_are_as_before_afterwards() -> None:
     with in_ray_train():
         assert train_loop_utils.DistributedDataParallel is not before[0]
     assert (train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader) == before
+
+
+@pytest.mark.parametrize(("enabled", "refused"), [((True,), False), ((True, False), False), ((True, True), True)])
+def test_of_several_scalers_none_is_taken_silently(enabled: Sequence[bool], refused: bool) -> None:
+    """One that an earlier part of the script has left would scale the loss of a model that does not know of it."""
+    scalers = [torch.amp.GradScaler("cpu", enabled=each) for each in enabled]
+    if not refused:
+        assert ray_train._scaler() is scalers[0]
+        return
+    with pytest.raises(RuntimeError, match=r"GradScaler is the model's, .* holds 2: let go .* grad_scaler=\.\.\.\)"):
+        ray_train._scaler()

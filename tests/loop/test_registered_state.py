@@ -170,3 +170,66 @@ def test_epochs_are_begun_and_ended_in_turn() -> None:
         er.Epochs(-1)
     with pytest.raises(TypeError, match="an integer"):
         er.Epochs(2.0)  # type: ignore[arg-type]
+
+
+class Fails(Counter):
+    """Its own code raises, in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._method == "state_dict" and self.steps:
+            raise KeyError("mine")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._method == "load_state_dict" and state["steps"]:
+            raise KeyError("mine")
+        super().load_state_dict(state)
+
+
+def with_registered(target: Any) -> Any:
+    """A loop with this state."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3)
+    er.register_state("mine", target)
+    for _ in er.remaining_epochs_until(EPOCHS):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            if isinstance(target, Counter):
+                target.steps += 1
+    return target
+
+
+@pytest.mark.parametrize(
+    ("method", "script", "says"),
+    [
+        ("load_state_dict", [Change(2, (1, 2))], "cannot take over what another worker, or a checkpoint, has told"),
+        ("load_state_dict", [Kill(2, 2, "backward")], "cannot go back to the beginning of a step that is lost"),
+        ("state_dict", [], "cannot tell what it is at the beginning of a step"),
+    ],
+)
+def test_an_error_of_a_states_own_code_names_the_state(method: str, script: Any, says: str) -> None:
+    first = (1, 2) if isinstance(next(iter(script), None), Kill) else (1,)
+    with pytest.raises(RuntimeError, match=f"state 'user/mine' {says}.*: KeyError: 'mine'"):
+        run_job(lambda: with_registered(Fails(method)), script, first=first)
+
+
+@pytest.mark.parametrize(("script", "first"), [([Change(2, (1, 2))], (1,)), ([Kill(2, 2, "backward")], (1, 2, 3))])
+def test_a_module_whose_buffer_is_expanded_is_restored(script: Any, first: Sequence[int]) -> None:
+    made: list[nn.Module] = []
+
+    def train() -> None:
+        module = nn.Linear(1, 1)
+        module.register_buffer("scale", torch.full((1,), float(len(made))).expand(4))
+        made.append(module)
+        with_registered(module)
+
+    assert len(run_job(train, script, first=first).results) == 2
+    assert all(torch.equal(module.scale, made[0].scale) for module in made)  # type: ignore[arg-type]

@@ -202,3 +202,51 @@ def test_all_micro_batches_of_a_step_are_weighed_or_none() -> None:
 def test_within_no_sync_it_is_refused() -> None:
     with pytest.raises(RuntimeError, match=r"whose backward\(\) is within no_sync"):
         weighed_once(within_no_sync=True)
+
+
+def weighed_late(*, within_no_sync: bool = False) -> None:
+    """Each micro-batch is weighed when its gradient has been taken."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(texts(), batch_size=BATCH)
+    for _ in er.remaining_epochs_until(1):
+        for x, mask in loader:
+            with wrapped.no_sync() if within_no_sync else nullcontext():
+                token_loss(wrapped, x, mask + 1).backward()
+            loader.weigh(mask.sum().item())
+            optimizer.step()
+
+
+@pytest.mark.parametrize("first", [(1,), (1, 2)])
+@pytest.mark.parametrize("within_no_sync", [False, True])
+def test_after_backward_it_is_refused(first: Sequence[int], within_no_sync: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"must be called before backward\(\), which has taken the micro-batch for"):
+        run_job(lambda: weighed_late(within_no_sync=within_no_sync), first=first)
+
+
+def nothing_weighs(*, sparse: bool) -> list[torch.Tensor]:
+    """Every other step's loss is a mean over nothing."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.arange(32) % 4), batch_size=4, shuffle=False)
+    for _ in er.remaining_epochs_until(1):
+        for step, (x,) in enumerate(loader):
+            count = len(x) if step % 2 else 0
+            loader.weigh(count)
+            optimizer.zero_grad()
+            (wrapped(x).sum() / count if count else wrapped(x).sum() / torch.zeros(()) * 0.0).backward()
+            optimizer.step()
+    assert wrapped.noise_scale is None or wrapped.noise_scale.var == wrapped.noise_scale.var
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_of_no_weight_at_all_changes_nothing_on_one_worker_as_on_two(sparse: bool) -> None:
+    (alone,) = run_job(lambda: nothing_weighs(sparse=sparse)).results.values()
+    assert all(p.isfinite().all() for p in alone)
+    for found in run_job(lambda: nothing_weighs(sparse=sparse), first=(1, 2)).results.values():
+        for one, other in zip(alone, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

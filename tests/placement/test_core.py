@@ -345,3 +345,15 @@ def test_in_rounds_only_ticks_decide() -> None:
     calls = len(core.log)
     assert core.handle(TimePassed(), 120.0) == []
     assert len(core.log) == calls
+
+
+def test_a_job_is_told_which_of_its_nodes_are_about_to_go() -> None:
+    world = World(4, 4)
+    world.arrive(view("a"))
+    before = world.views["a"].allocation
+    assert len(before) == 2
+    (told,) = world.send(NodesChanged(cluster=cluster(4, 4).draining({min(before)})))
+    assert isinstance(told, Allocate) and told.draining == (min(before),) and min(before) not in told.nodes
+    world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
+    (again,) = world.beat("a")
+    assert isinstance(again, Allocate) and again.repeated and again.draining == told.draining

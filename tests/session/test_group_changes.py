@@ -43,7 +43,7 @@ class States:
     def set_shape(self, shape: BatchChoice | None) -> None:
         self.shape = shape
 
-    def exchange(self, communicator: Any, replicas: Any) -> Exchanged:
+    def exchange(self, communicator: Any, replicas: Any, samples: int | None) -> Exchanged:
         self.failing -= 1
         if self.failing >= 0:
             raise CommunicationFailedError("broke")
@@ -53,7 +53,7 @@ class States:
 class Registered:
     """What was registered; notes the hooks that are called."""
 
-    buffer_layout, marker, gradients_are_local = 7, 0, False
+    buffer_layout, marker, gradients_are_local, samples = 7, 0, False, None
 
     def __init__(self) -> None:
         self.called: list[HookPoint] = []

@@ -130,12 +130,13 @@ def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_
 class Parts:
     """What a group's entry goes through, in order."""
 
-    buffer_layout, marker, shape = 7, 0, BatchChoice(atomic_bsz=4)
+    buffer_layout, marker, samples, shape = 7, 0, 48, BatchChoice(atomic_bsz=4)
 
     def __init__(self) -> None:
         self.done: list[Any] = []
 
-    def exchange(self, communicator: Any, replicas: Any) -> Exchanged:
+    def exchange(self, communicator: Any, replicas: Any, samples: int | None) -> Exchanged:
+        assert samples == self.samples
         self.done.append("exchange")
         return Exchanged(received=True, passes=3)
 

@@ -336,7 +336,7 @@ class GradientReducer:
                 if self._measures:
                     self._statistics.measure_mean(self._buckets, first=True)
                 self._conclude_statistics(step, lambda: [float(norm) for norm in self._statistics.local_norms()])
-        elif self._measures:
+        elif not self._weights.leave_out(step, self._buckets) and self._measures:
             self._pair(step)
         if step is not None and step.is_last_micro and not self._ledger.failed:
             self._reduction.settle()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from elastic_ray.consensus.intents import Announced, Intent
@@ -10,6 +12,7 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.context import SyncConsensus
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.summing_group import SummingGroup
+from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 
@@ -35,6 +38,7 @@ class StepWeights:
         Raises:
             RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
         """
+        step.begin_backward()
         if not step.micro:
             self.factor = 1.0
         if step.weighed and len(step.own_counts) <= step.micro:
@@ -65,6 +69,20 @@ class StepWeights:
             self._statistics.scale_carried(self.factor)
             step.take_counts(counts)
         return self._group.share(step)
+
+    @torch.no_grad()
+    def leave_out(self, step: StepView | None, buckets: Sequence[GradientBucket]) -> bool:
+        """Whether this rank, which trains alone, has weighed the step's only micro-batch by 0: then ``.grad`` is 0.
+
+        It is what several ranks would have added up: the gradient of a mean over nothing may be no number.
+        """
+        if step is None or not step.is_last_micro or not step.weighed or any(step.own_counts):
+            return False
+        for bucket in buckets:
+            for param in bucket.params:
+                if param.grad is not None:
+                    param.grad.zero_()
+        return True
 
     def _of_all(self, own: list[float]) -> list[list[float]]:
         """By rank, what the loop has given for its micro-batches."""
@@ -100,6 +118,8 @@ def refuse_weights(step: StepView | None) -> None:
     Raises:
         RuntimeError: the loop weighs its micro-batch.
     """
+    if step is not None:
+        step.begin_backward()
     if step is not None and step.weighed:
         raise RuntimeError(
             "loader.weigh(n) cannot be called in a step whose backward() is within no_sync(): there gradients of "
