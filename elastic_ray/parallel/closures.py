@@ -14,6 +14,12 @@ _SEVERAL = (
 )
 
 
+def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer whose step evaluates the model several times (L-BFGS)."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(_SEVERAL)
+
+
 def evaluated(
     optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -22,12 +28,10 @@ def evaluated(
     The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
 
     Raises:
-        ValueError: the optimizer is one that calls it several times (L-BFGS); from its step, where it does so.
+        ValueError: the optimizer calls it several times; from its step, where it does so.
     """
     if closure is None:
         return None, dict(arguments)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(_SEVERAL)
     with torch.enable_grad():
         value = closure()
     return value, {**arguments, "closure": _Once(value)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,14 +15,17 @@ SCHEDULES = ("progress", "steps")
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
-    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others."""
+    """Route ``optimizer.step`` through ``step(original, closure, **kwargs)``, visibly the same method to others.
+
+    It stays a bound method: schedulers that are made later take it apart.
+    """
     original = optimizer.step
 
     @functools.wraps(original)
-    def wrapped(closure: Any = None, **kwargs: Any) -> Any:
+    def wrapped(self: Any, closure: Any = None, **kwargs: Any) -> Any:
         return step(original, closure, **kwargs)
 
-    optimizer.step = wrapped  # type: ignore[method-assign]
+    optimizer.step = types.MethodType(wrapped, optimizer)  # type: ignore[method-assign]
 
 
 def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) -> None:

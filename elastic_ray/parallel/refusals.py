@@ -75,6 +75,18 @@ def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
         )
 
 
+def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
+    """Raise TypeError for a model that a wrapper trains on several devices already; ``own`` is our wrapper."""
+    name = type(module).__name__
+    if isinstance(module, own):
+        raise TypeError(f"module must be a plain model, but got one that is wrapped in {name} already")
+    if isinstance(module, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"module must be a plain model, but got a {name}: each worker trains on one device, and elastic-ray "
+            "averages their gradients. Pass the model that it wraps"
+        )
+
+
 def refuse_several(optimizer: Any) -> None:
     """Raise TypeError for more than one optimizer of a model."""
     if isinstance(optimizer, (list, tuple, Mapping)):

@@ -16,7 +16,7 @@ from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
-from elastic_ray.parallel.closures import evaluated
+from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.nonfinite import check_choice
@@ -36,6 +36,7 @@ from elastic_ray.parallel.refusals import (
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
+    refuse_wrapped,
     warn_of_no_effect,
 )
 from elastic_ray.parallel.run_view import ModelRun
@@ -310,7 +311,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         if any("initial_lr" in group for group in self._optimizer.param_groups):
             raise ValueError(
                 "the optimizer has a learning-rate scheduler that AdaptiveDataParallel does not know, so workers who "
-                "join later would miss its state: pass it as AdaptiveDataParallel(model, optimizer, lr_scheduler=...)"
+                "join later would miss its state: make it before the model is wrapped, and pass it as "
+                "AdaptiveDataParallel(model, optimizer, lr_scheduler=...), accelerator.prepare(..., scheduler) or "
+                "fabric.setup(model, optimizer, scheduler=...)"
             )
 
     def _rates(self) -> list[dict[str, Any]]:
@@ -383,11 +386,11 @@ def _check_types(module: Any, optimizer: Any) -> None:
     """Raise TypeError unless there is one plain model and one optimizer."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
-    if isinstance(module, AdaptiveDataParallel):
-        raise TypeError("module must be a plain model, but got one that is wrapped in AdaptiveDataParallel already")
+    refuse_wrapped(module, AdaptiveDataParallel)
     refuse_several(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
             "AdaptiveDataParallel(model, optimizer) needs both"
         )
+    refuse_several_evaluations(optimizer)

@@ -255,3 +255,71 @@ def test_a_state_that_is_loaded_within_training_leaves_the_place(tmp_path: Path)
         return steps
 
     assert list(run_job(train, ()).results.values()) == [2 * STEPS]
+
+
+def test_what_is_for_the_main_process_runs_on_rank_0_and_trackers_are_its_own(tmp_path: Path) -> None:
+    begun: list[int] = []
+
+    class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[misc, name-defined]
+        name, requires_logging_directory = "noting", False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.values: list[Any] = []
+
+        @property
+        def tracker(self) -> Any:
+            return self
+
+        def start(self) -> None:
+            begun.append(er.get_context().get_world_rank())
+
+        def store_init_configuration(self, values: Any) -> None:
+            pass
+
+        def log(self, values: Any, step: int | None = None) -> None:
+            self.values.append(values)
+
+    def train() -> tuple[int, list[int], int]:
+        tracker = Tracker()
+        accelerator = Accelerator(cpu=True, log_with=tracker)
+        model, optimizer = pair()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        ran: list[int] = []
+        for epoch in er.remaining_epochs_until(1):
+            accelerator.init_trackers("run")
+            accelerator.on_main_process(ran.append)(epoch)
+            with accelerator.main_process_first():
+                pass
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.log({"epoch": epoch})
+        return er.get_context().get_world_rank(), ran, len(tracker.values)
+
+    results = run_job(train, (), first=(1, 2)).results.values()
+    assert sorted(results) == [(0, [0], 1), (1, [], 0)] and begun == [0]
+
+
+def test_plug_ins_are_refused_with_the_way_out() -> None:
+    for options, says in (
+        ({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]}, "elastic_options="),
+        ({"fsdp_plugin": object()}, "its shards cannot follow the group: leave it out"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Accelerator(cpu=True, **options)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_that_was_made_for_the_prepared_optimizer_is_prepared_later() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = pair()
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    for _ in er.remaining_epochs_until(1):
+        for x, y, _ in loader:
+            accelerator.backward((model(x) - y).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    assert scheduler.scheduler.last_epoch == STEPS

@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from elastic_ray.integrations.huggingface import ElasticTrainerMixin, Trainer  # noqa: E402
+from elastic_ray.integrations.huggingface.data import counts_items  # noqa: E402
+from elastic_ray.integrations.huggingface.position import read_position  # noqa: E402
 
 TEXTS, BATCH, EPOCHS, VOCABULARY = 48, 8, 3, 32
 STEPS = TEXTS // BATCH
@@ -302,6 +304,8 @@ def test_a_classifier_is_weighted_by_samples(tmp_path: Path) -> None:
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 cannot be kept"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
+        ({"ddp_find_unused_parameters": True}, "no DistributedDataParallel here"),
+        ({"fsdp": "full_shard"}, "its shards cannot follow the group: leave it out"),
         ({"trainer": {"gradient_accumulation": True}}, "max_batch_size"),
     ],
 )
@@ -318,3 +322,61 @@ def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
     made = Own(model=gpt(), args=args, train_dataset=Texts(), data_collator=collate)
     assert type(pickle.loads(pickle.dumps(made.args))) is transformers.Seq2SeqTrainingArguments
     assert made.args.process_index == 0
+
+
+def test_a_train_dataloader_of_the_user_s_own_is_shared_too(tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc, name-defined]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Texts(), BATCH, collate_fn=collate)
+
+    class Prepared(Own):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return self.accelerator.prepare(super().get_train_dataloader())
+
+    def train(kind: Any) -> dict[str, torch.Tensor]:
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, num_train_epochs=1, disable_tqdm=True, optim="sgd",
+            save_strategy="no", remove_unused_columns=False,
+        )  # fmt: skip
+        made = kind(model=Plain(gpt()), args=args, data_collator=collate)
+        made.train()
+        return {name: p.detach().clone() for name, p in made.model.named_parameters()}
+
+    (alone,) = run_job(lambda: train(Own), (), first=(1,)).results.values()
+    for weights in run_job(lambda: train(Own), (), first=(1, 2)).results.values():
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5)
+    with pytest.raises(TypeError, match=r"leave out accelerator.prepare\(\)"):
+        train(Prepared)
+
+
+class Plain(torch.nn.Module):
+    """Takes no ``numbers``."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, numbers: Any = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+def test_a_loss_of_the_user_s_own_is_weighted_by_samples() -> None:
+    def by_samples(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return model(inputs)
+
+    def by_items(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        return model(inputs) / num_items_in_batch
+
+    def passes_on(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return transformers.Trainer.compute_loss(self, model, *args, **kwargs)
+
+    assert not counts_items(by_samples)
+    assert counts_items(by_items) and counts_items(passes_on) and counts_items(transformers.Trainer.compute_loss)
+
+
+def test_a_damaged_position_is_named(tmp_path: Path) -> None:
+    (tmp_path / "elastic_ray_position.json").write_text('{"epoch": 1, "pas')
+    with pytest.raises(ValueError, match=r"elastic_ray_position.json is damaged.*delete the file"):
+        read_position(tmp_path)
+    assert read_position(tmp_path / "none") is None

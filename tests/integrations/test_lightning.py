@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 
 from elastic_ray.integrations.lightning import ElasticRayStrategy  # noqa: E402
@@ -359,6 +360,8 @@ class Two(Manual):
         ({"accumulate_grad_batches": 2}, "gradient_accumulation=True"),
         ({"callbacks": lambda: [GradientAccumulationScheduler({0: 2})]}, "gradient_accumulation=True"),
         ({"reload_dataloaders_every_n_epochs": 1}, "on_epoch="),
+        ({"sync_batchnorm": True}, "use GroupNorm or LayerNorm"),
+        ({"callbacks": lambda: [StochasticWeightAveraging(0.1)]}, "EMAWeightAveraging works"),
         ({"devices": 2}, "devices must be 1"),
         ({"num_nodes": 2}, "num_nodes must be 1"),
         ({"make": Lbfgs}, "needs one gradient a step"),
@@ -378,6 +381,28 @@ def test_of_several_loaders_it_is_said() -> None:
 
     with pytest.raises(ValueError, match="one loader over a dataset that gives an item of each"):
         fit(True, loader=loaders)
+
+
+def test_a_loader_that_is_given_in_a_dict_would_come_without_it() -> None:
+    with pytest.raises(ValueError, match="or one within a dict"):
+        fit(True, loader=lambda: {"a": DataLoader(dataset(), BATCH)})
+
+
+def test_a_second_fit_goes_on_alone_and_is_refused_in_a_job() -> None:
+    def twice(elastic: bool) -> tuple[int, int]:
+        strategy = {"strategy": ElasticRayStrategy()} if elastic else {}
+        trainer = L.Trainer(
+            max_epochs=1, enable_checkpointing=False, use_distributed_sampler=False, **QUIET, **strategy
+        )
+        module = Module()
+        for epochs in (1, 3):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(module, DataLoader(dataset(), BATCH), DataLoader(dataset(), BATCH))
+        return trainer.global_step, trainer.current_epoch
+
+    assert twice(True) == twice(False) == (3 * STEPS, 3)
+    with pytest.raises(ValueError, match="train all epochs in one fit"):
+        run_job(lambda: twice(True), (), first=(1,))
 
 
 def test_alone_without_a_job() -> None:

@@ -200,10 +200,22 @@ def test_a_job_that_wraps_a_model_per_fold_is_told_of_the_way() -> None:
 
 def test_optimizers_that_call_a_closure_several_times_are_refused() -> None:
     model, _ = parts()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    er.AdaptiveDataParallel(model, optimizer)
     with pytest.raises(ValueError, match="calls the closure several times"):
-        optimizer.step(lambda: torch.zeros(()))
+        er.AdaptiveDataParallel(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_models_that_are_spread_over_devices_already_are_refused() -> None:
+    model, optimizer = parts()
+    with pytest.raises(TypeError, match="got a DataParallel: each worker trains on one device"):
+        er.AdaptiveDataParallel(torch.nn.DataParallel(model), optimizer)
+
+
+def test_a_scheduler_that_is_made_after_the_model_was_wrapped_is_told_of_the_way() -> None:
+    model, optimizer = parts()
+    er.AdaptiveDataParallel(model, optimizer)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(ValueError, match=r"make it before the model is wrapped.*lr_scheduler="):
+        list(er.remaining_epochs_until(1))
 
 
 # -- sums ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.integrations.huggingface.arguments import check_options
+from elastic_ray.integrations.huggingface.main_process import OnMainProcess
+from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import PreparedLoader, PreparedModel
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context, session_of_new_model
@@ -31,10 +33,8 @@ check_overridden(
     },
 )
 
-_POSITION_FILE = "elastic_ray_position.json"
 
-
-class Accelerator(accelerate.Accelerator):
+class Accelerator(OnMainProcess):
     """``accelerate.Accelerator`` within a train function; epochs come from ``elastic_ray.remaining_epochs_until(n)``.
 
     ``prepare`` takes models, optimizers and schedulers in one call or in several. The ``batch_size`` of a loader is
@@ -67,17 +67,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
-        for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin"):
-            if options.get(name) is not None:
-                raise ValueError(f"{name} cannot be kept under elastic-ray: its state cannot follow the group")
-        if (
-            options.get("gradient_accumulation_steps", 1) != 1
-            or options.get("gradient_accumulation_plugin") is not None
-        ):
-            raise ValueError(
-                "gradient_accumulation_steps cannot be kept under elastic-ray: the job cuts micro-batches by itself: "
-                "pass a larger batch_size, and Accelerator(max_batch_size=, gradient_accumulation=True)"
-            )
+        check_options(options)
         super().__init__(**options)
         if self.state.num_processes > 1:
             raise ValueError(
@@ -194,7 +184,7 @@ class Accelerator(accelerate.Accelerator):
                 "each model with one: give it all parameters, in groups"
             )
         schedulers = [each.scheduler for each in self._schedulers]
-        followers = [each for each in schedulers if getattr(each, "optimizer", None) is optimizers[0]]
+        followers = [each for each in schedulers if _stepped_by(each) is optimizers[0]]
         return er.AdaptiveDataParallel(
             module, optimizers[0], lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
         )
@@ -254,9 +244,9 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
         """Rank 0 runs the block before the others."""
-        if not self.is_main_process:
-            er.barrier()
         main = self.is_main_process
+        if not main:
+            er.barrier()
         yield
         if main:
             er.barrier()
@@ -296,8 +286,7 @@ class Accelerator(accelerate.Accelerator):
             return output_dir
         with self._plain_models():
             folder = super().save_state(output_dir, *args, **kwargs)
-        place = current_session().resume_point().to_json()
-        (Path(folder) / _POSITION_FILE).write_text(json.dumps(place))
+        write_position(Path(folder))
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -310,9 +299,9 @@ class Accelerator(accelerate.Accelerator):
                 super().load_state(input_dir, *args, **kwargs)
         finally:
             hook.remove()
-        place = Path(found[0]) / _POSITION_FILE
-        if place.exists() and not current_session().synced:
-            er.AdaptiveDataLoader.load_state_dict(_Anywhere(), json.loads(place.read_text()))
+        place = read_position(Path(found[0]))
+        if place is not None and not current_session().synced:
+            er.AdaptiveDataLoader.load_state_dict(_Anywhere(), place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
@@ -388,3 +377,9 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in parts])
     return parts
+
+
+def _stepped_by(scheduler: Any) -> Any:
+    """A scheduler's plain optimizer; it may have been made for a prepared one."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    return getattr(optimizer, "optimizer", optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainingArguments
@@ -46,13 +47,17 @@ def check_arguments(args: Any) -> None:
         "n_gpu": args.n_gpu > 1,
         "train_sampling_strategy": getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
         "world_size": args.world_size > 1,
+        **{name: getattr(args, name, None) is not None for name in _OF_DDP},
     }
     for name, way_out in _REFUSED.items():
         if found[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} cannot be kept under elastic-ray: {way_out}")
 
 
+_OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
 _REFUSED = {
+    **dict.fromkeys(_OF_DDP, "there is no DistributedDataParallel here, and it is not needed: leave it out"),
     "gradient_accumulation_steps": (
         "the job cuts micro-batches by itself: pass a larger per_device_train_batch_size, and "
         "Trainer(max_batch_size=, gradient_accumulation=True)"
@@ -72,5 +77,33 @@ _REFUSED = {
     "world_size": (
         "torchrun or accelerate launch has set up processes of its own here: the job starts workers, each of them a "
         "process of its own"
+    ),
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of ``accelerate.Accelerator`` that cannot be kept when workers come and go."""
+    found = {name: options.get(name) is not None for name in _OF_ACCELERATOR}
+    found["gradient_accumulation_steps"] = (
+        options.get("gradient_accumulation_steps", 1) != 1 or options.get("gradient_accumulation_plugin") is not None
+    )
+    handlers = {type(each).__name__ for each in options.get("kwargs_handlers") or ()}
+    found["DistributedDataParallelKwargs"] = "DistributedDataParallelKwargs" in handlers
+    for name, way_out in _OF_ACCELERATOR.items():
+        if found[name]:
+            raise ValueError(f"{name} cannot be kept under elastic-ray: {way_out}")
+
+
+_NO_SHARDS = "its shards cannot follow the group: leave it out, and each worker holds the whole model"
+_OF_ACCELERATOR = {
+    **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"), _NO_SHARDS),
+    **dict.fromkeys(("torch_tp_plugin", "parallelism_config"), _NO_SHARDS),
+    "DistributedDataParallelKwargs": (
+        "there is no DistributedDataParallel here: leave them out, and pass "
+        "Accelerator(elastic_options={'strategy': 'bf16'}) in place of a comm_hook"
+    ),
+    "gradient_accumulation_steps": (
+        "the job cuts micro-batches by itself: pass a larger batch_size, and "
+        "Accelerator(max_batch_size=, gradient_accumulation=True)"
     ),
 }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import logging
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import elastic_ray as er
 from elastic_ray.loop.api import get_context
@@ -52,6 +56,46 @@ def train_loader(trainer: Any, batch_options: dict[str, Any]) -> er.AdaptiveData
             trainer._train_batch_size,
         )
     return loader
+
+
+def shared_loader(loader: Any, batch_options: dict[str, Any]) -> er.AdaptiveDataLoader:
+    """What a ``get_train_dataloader`` of the user's own gives, as a loader whose batches all workers share.
+
+    Raises:
+        TypeError: it is neither torch's nor ours.
+    """
+    if isinstance(loader, er.AdaptiveDataLoader):
+        return loader
+    if not isinstance(loader, DataLoader):
+        raise TypeError(
+            f"get_train_dataloader() must give an elastic_ray.AdaptiveDataLoader or a torch DataLoader, but gave a "
+            f"{type(loader).__name__}"
+        )
+    if type(loader) is not DataLoader:  # accelerate's, which would give each process its share of the batches
+        raise TypeError(
+            f"get_train_dataloader() gave a {type(loader).__name__}: leave out accelerator.prepare(), and return the "
+            "DataLoader itself"
+        )
+    shared = er.AdaptiveDataLoader(loader)
+    if batch_options["max_batch_size"] is not None:
+        shared.autoscale_batch_size(**batch_options)
+    return shared
+
+
+def counts_items(compute_loss: Callable[..., Any]) -> bool:
+    """Whether a ``compute_loss`` takes part in ``num_items_in_batch``, by its code.
+
+    Then it is a sum over items, divided by that; else it is a mean over samples.
+    """
+    code = inspect.unwrap(compute_loss).__code__
+    used = {each.argval for each in dis.get_instructions(code) if each.opname.startswith("LOAD")}
+    passes_on = bool(code.co_flags & inspect.CO_VARKEYWORDS) and code.co_varnames[_arguments(code)] in used
+    return "num_items_in_batch" in used or passes_on
+
+
+def _arguments(code: types.CodeType) -> int:
+    """Index of the name of ``**kwargs`` among a function's variables."""
+    return code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
 
 
 def _order_and_workers(trainer: Any, dataset: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 import elastic_ray as er
 from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
-from elastic_ray.integrations.huggingface.data import train_loader
+from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
+from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context
+from elastic_ray.parallel.refusals import refuse_wrapped
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
 from elastic_ray.steps.step import LoaderStep
@@ -41,7 +42,6 @@ check_overridden(
 _Theirs: Any = transformers.Trainer if TYPE_CHECKING else object
 
 _END = object()
-_POSITION_FILE = "elastic_ray_position.json"
 _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 
 
@@ -81,8 +81,12 @@ class ElasticTrainerMixin(_Theirs):
     ) -> None:
         if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if isinstance(given, transformers.TrainingArguments):
+            check_arguments(given)  # before theirs does, which knows of no way out
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
+        refuse_wrapped(self.model, er.AdaptiveDataParallel)
         elastic(self.args)
         self._batch_options: dict[str, Any] = {
             "max_batch_size": max_batch_size,
@@ -140,7 +144,7 @@ class ElasticTrainerMixin(_Theirs):
     ) -> Any:
         """Their loop over epochs, with the job's in place of its own."""
         self.accelerator.free_memory()
-        loader = self.get_train_dataloader()
+        loader = shared_loader(self.get_train_dataloader(), self._batch_options)
         epochs, per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)
         done, within = self._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
@@ -172,9 +176,9 @@ class ElasticTrainerMixin(_Theirs):
 
     def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> None:
         """Go on where a checkpoint of theirs stands, unless the job has one of its own."""
-        position = folder / _POSITION_FILE
-        if position.exists():
-            loader.load_state_dict(json.loads(position.read_text()))
+        position = read_position(folder)
+        if position is not None:
+            loader.load_state_dict(position)
             return
         states = current_session().states
         if not (states.progress.steps or states.progress.epoch or states.progress.passes):
@@ -249,6 +253,8 @@ class ElasticTrainerMixin(_Theirs):
     def _weigh(self, loader: er.AdaptiveDataLoader, inputs: Any) -> Any:
         """What the micro-batch's loss is divided by, where that is not its samples; it is weighted by as much."""
         count = self._get_num_items_in_batch([inputs], self.args.device)
+        if count is not None and not counts_items(type(self).compute_loss):
+            return count  # a loss of the user's own, which is a mean over samples
         if count is not None:
             loader.weigh(float(count))
         return count
@@ -347,8 +353,7 @@ class ElasticTrainerMixin(_Theirs):
                 super()._save_checkpoint(model, trial)
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if folder.is_dir():
-                place = current_session().resume_point().to_json()
-                (folder / _POSITION_FILE).write_text(json.dumps(place))
+                write_position(folder)
         theirs = self.state
         theirs.best_model_checkpoint = er.broadcast(theirs.best_model_checkpoint)
 

@@ -57,11 +57,13 @@ class ElasticFitLoop(_FitLoop):
             return
         trainer: Any = self.trainer
         loaders = made.flattened
-        if len(loaders) != 1 or isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+        kept = isinstance(made.iterables, (dict, list, tuple))
+        if len(loaders) != 1 or kept or isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             raise ValueError(
                 "under elastic-ray a LightningModule trains on one train_dataloader, whose batch training_step takes, "
-                f"but there are {len(loaders)} loaders, or it takes a dataloader_iter. Where batches of several "
-                "datasets belong together, use one loader over a dataset that gives an item of each"
+                f"but there are {len(loaders)} loaders, or one within a {type(made.iterables).__name__}, or it takes a "
+                "dataloader_iter. Where batches of several datasets belong together, use one loader over a dataset "
+                "that gives an item of each"
             )
         most = trainer.limit_train_batches
         limited = isinstance(most, int) or most != 1.0 or trainer.overfit_batches > 0
@@ -98,6 +100,8 @@ class ElasticFitLoop(_FitLoop):
     def _start_where_restored(self) -> None:
         """Begin at the place of a checkpoint that Lightning has read (``fit(ckpt_path=)``), if it has read any."""
         if not self._loaded_from_state_dict:
+            if self.epoch_loop.global_step:  # trained before, by this trainer
+                self._begin_at_own_place()
             return
         assert self._combined_loader is not None
         progress: Any = self.epoch_loop.batch_progress
@@ -106,9 +110,13 @@ class ElasticFitLoop(_FitLoop):
         if self._combined_loader_states_to_load:
             self._combined_loader._load_state_dicts(self._combined_loader_states_to_load)
             self._combined_loader_states_to_load = []
+        self._begin_at_own_place()
+
+    def _begin_at_own_place(self) -> None:
+        """Begin where the trainer's counters stand, unless the job begins at a place of its own."""
         states = current_session().states
         if not (states.progress.epoch or states.progress.passes or states.progress.steps):  # of another strategy
-            progress = self.epoch_progress
+            progress: Any = self.epoch_progress
             epoch, steps = progress.current.processed, self.epoch_loop.global_step
             states.start_from(RunProgress(epoch=epoch, steps=steps))
 

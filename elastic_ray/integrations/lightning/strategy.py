@@ -29,6 +29,7 @@ from elastic_ray.integrations.lightning.shared import (
     told,
 )
 from elastic_ray.integrations.overridden import check_overridden
+from elastic_ray.loop.api import current_session
 
 check_overridden(
     "lightning",
@@ -267,6 +268,10 @@ def _check(trainer: Any) -> None:
         "use_distributed_sampler": trainer._accelerator_connector.use_distributed_sampler,
         "accumulate_grad_batches": trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in own,
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
+        "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
+        "StochasticWeightAveraging": "StochasticWeightAveraging" in own,
+        "LearningRateFinder": "LearningRateFinder" in own,
+        "a second fit() in a job": current_session().synced and current_session().elastic,
     }
     for name, way_out in _REFUSED.items():
         if asked[name]:
@@ -274,6 +279,19 @@ def _check(trainer: Any) -> None:
 
 
 _REFUSED = {
+    "a second fit() in a job": (
+        "workers that join later could not tell which of them the others are in: train all epochs in one fit(), or "
+        "submit a job each"
+    ),
+    "sync_batchnorm": (
+        "it needs a process group that does not change: BatchNorm's statistics are averaged over the workers at the "
+        "end of each pass; or use GroupNorm or LayerNorm"
+    ),
+    "StochasticWeightAveraging": (
+        "it replaces schedulers within the training, of which workers that join would know nothing: "
+        "lightning.pytorch.callbacks.EMAWeightAveraging works"
+    ),
+    "LearningRateFinder": "it trains by itself before the job does: look for the rate in a script of its own",
     "use_distributed_sampler": (
         "samples are shared by the loader, in an order that holds for any number of workers: pass "
         "Trainer(use_distributed_sampler=False)"
