@@ -232,6 +232,8 @@ class _Simulation:
             placed=tuple(world.placed),
             log=world.core.log,
             decision_s=tuple(world.decision_s),
+            idle_s=world.idle.longest_s,
+            idle_gpu_hours=world.idle.gpu_s / 3600.0,
         )
 
     def _settings(self) -> dict[str, object]:
