@@ -92,6 +92,37 @@ def test_measured_points_are_trusted_before_the_model() -> None:
     assert sizes([measured], nodes) == {"a": 4}
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    others=st.lists(st.sampled_from([0.002, 0.01, 0.05]), min_size=1, max_size=3),
+    exact=st.sets(st.sampled_from([1, 2, 3, 4, 8, 12, 16])),
+    ratio=st.floats(0.3, 0.95),
+)
+def test_measured_faster_than_modelled_never_shrinks_a_job(others: list[float], exact: set[int], ratio: float) -> None:
+    nodes = parse_cluster("aws:4x4")
+    views = [gpu_view("a")] + [gpu_view(f"b{i}", goodput=model(sync_s=sync_s)) for i, sync_s in enumerate(others)]
+    job, *rest = carried_out(views, nodes)
+    assert job.goodput is not None
+    here = len(job.allocation), job.workers
+    seen = [
+        Observation(n, k, m, 0, (ratio if (n, k) == here else 1.0) * float(job.goodput.step_time(n, k, m, 0)))
+        for n, k in sorted({here} | {(-(-k // 4), k) for k in exact})
+        for m in (64, 128)
+    ]
+    faster = dataclasses.replace(job, observations={"aws": tuple(seen)}, models={"aws": job.goodput})
+    assert sizes([faster, *rest], nodes)["a"] >= job.workers
+
+
+def test_a_shape_next_to_one_that_was_measured_faster_does_not_look_slower() -> None:
+    """Corrected at four workers alone, a job of three times the modelled speed would lose by growing to eight."""
+    nodes = parse_cluster("aws:2x4")
+    base = gpu_view("a", max_workers=8, allocation={"aws-000": 4})
+    assert base.goodput is not None
+    seen = tuple(Observation(1, 4, m, 0, float(base.goodput.step_time(1, 4, m, 0)) / 3) for m in (64, 128, 256, 512))
+    measured = dataclasses.replace(base, observations={"aws": seen}, models={"aws": base.goodput})
+    assert sizes([measured], nodes) == sizes([base], nodes) == {"a": 8}
+
+
 def test_a_job_is_on_one_gpu_type_and_the_faster_one_if_there_is_one_job() -> None:
     nodes = parse_cluster("aws:1x4,rtx:1x4")
     fast, slow = model(), model(beta_c=1e-2)
