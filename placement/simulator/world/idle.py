@@ -100,4 +100,4 @@ def _pays(views: Sequence[JobView], workers: Ints, rates: Floats, now_s: float) 
     part = discount(speed, seconds_left(views, rate[:, 0]), cost_s, np.maximum(_HORIZON_S, lasted_s))
     enough = speed - 1.0 >= _SHARE * (workers - size) / size
     pays = (workers > size) & enough & (speed * part > _GAIN)
-    return [bool(each) for each in pays.any(axis=1)]
+    return [bool(np.any(row)) for row in pays]
