@@ -17,6 +17,7 @@ from placement.goodput.fitting import Observation
 from placement.goodput.remaining import remaining
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
+from placement.policies.goodput.speed_value import SpeedValue
 from placement.simulator.nodes.clusters import parse_cluster
 from tests.placement.views import model, view
 
@@ -67,6 +68,36 @@ def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
     chosen = sizes(views, parse_cluster("aws:6x4"))
     assert chosen["a"] >= chosen["c"] >= chosen["b"]
     assert chosen["a"] > chosen["b"]
+
+
+def test_the_last_long_jobs_share_the_best_type() -> None:
+    """One on all of it and the other on slow GPUs would end one after the other, the last one alone."""
+    slow, fast = model(noise=1e4, sync_s=0.05, beta_c=1e-2), model(noise=1e4, sync_s=0.05, beta_c=2e-3)
+    types = {"aws": slow, "dgx": fast}
+    views = [
+        gpu_view(job, goodput=slow, models=types, progress=length(epochs))
+        for job, epochs in (("sooner", 300), ("later", 330))
+    ]
+    targets = GoodputPolicy().decide(views, parse_cluster("aws:4x4,dgx:2x8"), 100.0)
+    assert {node.split("-")[0] for target in targets.values() for node in target.nodes or {}} == {"dgx"}
+    assert targets["sooner"].workers == targets["later"].workers == 8
+
+
+def test_what_a_pause_takes_counts_more_than_the_rank_of_a_long_job() -> None:
+    """Its GPUs stand still meanwhile, whosever they are; a job that weighs more is charged its own weight."""
+    value = SpeedValue(
+        weight=np.array([0.1, 0.8]),
+        left_s=np.array([1e6, 1e6]),
+        cost_s=np.array([300.0, 300.0]),
+        power=1.0,
+        horizon_s=np.array([300.0, 300.0]),
+        hysteresis=0.0,
+        charge=0.5,
+        crowded=False,
+    )
+    no, yes = np.zeros((2, 1), dtype=np.bool_), np.ones((2, 1), dtype=np.bool_)
+    lost = value.values(np.full((2, 1), 4.0), no, yes) - value.values(np.full((2, 1), 4.0), no, no)
+    assert lost[:, 0].tolist() == pytest.approx([0.5 * 2.0, 0.8 * 2.0])  # half of the horizon is lost, a speed of 2
 
 
 def test_a_late_job_is_no_longer_put_off() -> None:
