@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.step_time import Floats
+
+_MANY = 1_000  # jobs, of which pairs are no longer compared
 
 
 def remaining(progress: Progress | None) -> float | None:
@@ -98,22 +101,35 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
     return left
 
 
-def rank_weights(left_s: Floats, exponent: float) -> Floats:
-    """w = (rank / n)^a, rank 1 for the largest remaining time, n for the smallest; equal times share a rank.
+def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -> Floats:
+    """w_j = (rank_j / n)^a, the rank near 1 for the largest remaining time, near n for the smallest.
+
+        rank_j = 1/2 + sum over i of  left_i^q / (left_i^q + left_j^q)
 
     heSRPT (Berg, Vesilo, Harchol-Balter, "heSRPT: Parallel scheduling to minimize mean slowdown", Performance
     Evaluation 2020) is optimal for jobs of equal concave speed-up s(k) = k^p with shares that depend on the ranks
-    only. A job without known length gets the middle rank: it is neither favoured nor put off.
+    only: q infinite, where equal times share a rank. The smaller q, the nearer the weights of jobs with about as much
+    left, so that neither waits for the other and the last does not end alone. A job without known length gets the
+    middle rank: it is neither favoured nor put off.
+
+    Args:
+        left_s: remaining times [s], (J,), NaN where unknown.
+        exponent: a.
+        sharpness: q; among more than ``_MANY`` jobs it counts as infinite.
     """
     n = len(left_s)
     known = np.flatnonzero(~np.isnan(left_s))
     rank = np.full(n, (n + 1) / 2)
     if len(known):
         times = left_s[known]
-        order = np.sort(times)
-        larger = len(known) - np.searchsorted(order, times, side="right")
-        equal = np.searchsorted(order, times, side="right") - np.searchsorted(order, times, side="left")
-        rank[known] = (larger + (equal + 1) / 2) * (n / len(known))
+        if len(known) <= _MANY and sharpness < math.inf:
+            logs = sharpness * np.log(np.maximum(times, 1e-9))
+            ranks = 0.5 + (1.0 / (1.0 + np.exp(np.clip(logs[:, np.newaxis] - logs, -50.0, 50.0)))).sum(axis=1)
+        else:
+            order = np.sort(times)
+            below, upto = (np.searchsorted(order, times, side=side) for side in ("left", "right"))
+            ranks = len(known) - upto + (upto - below + 1) / 2
+        rank[known] = ranks * (n / len(known))
     weights: Floats = (rank / max(n, 1)) ** exponent
     return weights
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
     from placement.goodput.model import GoodputModel
 
+_HERE = 1.0  # a shape that was measured itself comes before one of as many workers on other nodes
+_BEYOND = 100.0  # further than any shape on the same side of the node's edge
 _LIMIT = 4.0  # a measured time counts as at most so many times faster or slower than the model says
 
 Ratios = Mapping[tuple[int, int], float]
@@ -113,8 +115,22 @@ def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> F
 
 
 def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
-    """What to divide the modelled goodput of every shape by."""
-    return np.array([known.get(shape, 1.0) for shape in zip(nodes.tolist(), workers.tolist(), strict=True)])
+    """What to divide the modelled goodput of every shape by, (C,): the ratio of the nearest measured shape.
+
+    Nearest by |log2(workers / workers measured)|, of two equally near the smaller, among shapes on one node for such
+    and on several for the others. A model that is wrong in one shape is about as wrong in the next: corrected there
+    alone, a job that is faster than modelled would seem to lose by growing. Across the node's edge only what was faster
+    is carried, so that a curve that falls there goes on doing so.
+    """
+    measured = sorted(known.items(), key=lambda item: (item[0][1], item[0][0]))
+    m, k = np.array([shape for shape, _ in measured], dtype=np.float64).T
+    of = np.array([ratio for _, ratio in measured])
+    apart = np.abs(np.log2(np.maximum(workers, 1)[:, np.newaxis] / k))
+    apart -= _HERE * ((nodes[:, np.newaxis] == m) & (workers[:, np.newaxis] == k))
+    beyond = (nodes > 1)[:, np.newaxis] != (m > 1)
+    nearest = np.argmin(apart + np.where(beyond, _BEYOND, 0.0), axis=1)
+    factors: Floats = of[nearest]
+    return np.where(beyond[np.arange(len(nearest)), nearest], np.minimum(factors, 1.0), factors)
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:

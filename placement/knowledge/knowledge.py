@@ -27,15 +27,12 @@ class KnowledgeConfig:
 
     Attributes:
         forget_s: an observation older than this no longer counts [s]; drivers and libraries change.
-        refit: a model is fitted anew when there are so many times as many shapes as it was fitted to.
     """
 
     forget_s: float = 30 * 86400.0
-    refit: float = 1.25
 
     def __post_init__(self) -> None:
         check_number("forget_s", self.forget_s, above=0, unit="seconds")
-        check_number("refit", self.refit, least=1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +54,7 @@ class _Family:
 
     seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
     cached: tuple[Observation, ...] | None = None
-    fits: dict[bool, tuple[ThroughputModel, int]] = dataclasses.field(default_factory=dict)
+    fits: dict[bool, ThroughputModel] = dataclasses.field(default_factory=dict)
     most: int = 0
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
 
@@ -67,8 +64,8 @@ class _Family:
         known = self.seen.get(shape)
         if known is not None and (known[0] == observation or known[1] > seen_s):
             return False
-        if known is not None and _corrects(observation, known[0]):
-            self.fits.clear()
+        if known is None or _corrects(observation, known[0]):
+            self.fits.clear()  # a model that has not seen a shape may be wrong by half there, and idle GPUs cost more
         self.seen[shape] = observation, seen_s
         self.cached = None
         self.most = max(self.most, observation.replicas)
@@ -217,11 +214,9 @@ class Knowledge:
     def _model(self, family: _Family, told: tuple[Observation, ...], *, fixed_batch: bool) -> ThroughputModel | None:
         if not told:
             return None
-        model, fitted_to = family.fits.get(fixed_batch, (None, 0))
-        if model is None or len(told) >= self._config.refit * fitted_to:
-            model = fit(told, fixed_batch=fixed_batch)
-            family.fits[fixed_batch] = model, len(told)
-        return model
+        if fixed_batch not in family.fits:
+            family.fits[fixed_batch] = fit(told, fixed_batch=fixed_batch)
+        return family.fits[fixed_batch]
 
     def measurements(self, fingerprints: Collection[str]) -> Measurements:
         """All that is known of these models, for keeping."""

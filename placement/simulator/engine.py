@@ -74,7 +74,8 @@ def simulate(
         policy: a registered name or a policy object.
         seed: of everything random.
         requested: jobs run at the trace's batch and count; by default if the policy is for rigid jobs.
-        knowledge: whether jobs of one application share what they measure.
+        knowledge: whether jobs of one application share what they measure; not under a policy that says that it
+            has ``shares_knowledge`` false, as Sia as published.
         lengths: how long jobs are and what they declare; by default as profiled, and truly.
         disturbances: what goes wrong; nothing by default.
         prices: of GPUs; rounded defaults if None.
@@ -110,7 +111,7 @@ def simulate(
         policy=chosen,
         seed=seed,
         requested=rigid,
-        knowledge=knowledge,
+        knowledge=knowledge and bool(getattr(chosen, "shares_knowledge", True)),
         lengths=lengths or Lengths(),
         wrong=wrong,
         prices=table,
@@ -232,6 +233,8 @@ class _Simulation:
             placed=tuple(world.placed),
             log=world.core.log,
             decision_s=tuple(world.decision_s),
+            idle_s=world.idle.longest_s,
+            idle_gpu_hours=world.idle.gpu_s / 3600.0,
         )
 
     def _settings(self) -> dict[str, object]:

@@ -17,6 +17,7 @@ from placement.goodput.fitting import Observation
 from placement.goodput.remaining import remaining
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
+from placement.policies.goodput.speed_value import SpeedValue
 from placement.simulator.nodes.clusters import parse_cluster
 from tests.placement.views import model, view
 
@@ -69,6 +70,36 @@ def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
     assert chosen["a"] > chosen["b"]
 
 
+def test_the_last_long_jobs_share_the_best_type() -> None:
+    """One on all of it and the other on slow GPUs would end one after the other, the last one alone."""
+    slow, fast = model(noise=1e4, sync_s=0.05, beta_c=1e-2), model(noise=1e4, sync_s=0.05, beta_c=2e-3)
+    types = {"aws": slow, "dgx": fast}
+    views = [
+        gpu_view(job, goodput=slow, models=types, progress=length(epochs))
+        for job, epochs in (("sooner", 300), ("later", 330))
+    ]
+    targets = GoodputPolicy().decide(views, parse_cluster("aws:4x4,dgx:2x8"), 100.0)
+    assert {node.split("-")[0] for target in targets.values() for node in target.nodes or {}} == {"dgx"}
+    assert targets["sooner"].workers == targets["later"].workers == 8
+
+
+def test_what_a_pause_takes_counts_more_than_the_rank_of_a_long_job() -> None:
+    """Its GPUs stand still meanwhile, whosever they are; a job that weighs more is charged its own weight."""
+    value = SpeedValue(
+        weight=np.array([0.1, 0.8]),
+        left_s=np.array([1e6, 1e6]),
+        cost_s=np.array([300.0, 300.0]),
+        power=1.0,
+        horizon_s=np.array([300.0, 300.0]),
+        hysteresis=0.0,
+        charge=0.5,
+        crowded=False,
+    )
+    no, yes = np.zeros((2, 1), dtype=np.bool_), np.ones((2, 1), dtype=np.bool_)
+    lost = value.values(np.full((2, 1), 4.0), no, yes) - value.values(np.full((2, 1), 4.0), no, no)
+    assert lost[:, 0].tolist() == pytest.approx([0.5 * 2.0, 0.8 * 2.0])  # half of the horizon is lost, a speed of 2
+
+
 def test_a_late_job_is_no_longer_put_off() -> None:
     views = [gpu_view("short", progress=length(3)), gpu_view("long", progress=length(300))]
     soon = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1.0)
@@ -90,6 +121,37 @@ def test_measured_points_are_trusted_before_the_model() -> None:
     ]
     measured = dataclasses.replace(base, observations={"aws": tuple(slow)}, models={"aws": base.goodput})
     assert sizes([measured], nodes) == {"a": 4}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    others=st.lists(st.sampled_from([0.002, 0.01, 0.05]), min_size=1, max_size=3),
+    exact=st.sets(st.sampled_from([1, 2, 3, 4, 8, 12, 16])),
+    ratio=st.floats(0.3, 0.95),
+)
+def test_measured_faster_than_modelled_never_shrinks_a_job(others: list[float], exact: set[int], ratio: float) -> None:
+    nodes = parse_cluster("aws:4x4")
+    views = [gpu_view("a")] + [gpu_view(f"b{i}", goodput=model(sync_s=sync_s)) for i, sync_s in enumerate(others)]
+    job, *rest = carried_out(views, nodes)
+    assert job.goodput is not None
+    here = len(job.allocation), job.workers
+    seen = [
+        Observation(n, k, m, 0, (ratio if (n, k) == here else 1.0) * float(job.goodput.step_time(n, k, m, 0)))
+        for n, k in sorted({here} | {(-(-k // 4), k) for k in exact})
+        for m in (64, 128)
+    ]
+    faster = dataclasses.replace(job, observations={"aws": tuple(seen)}, models={"aws": job.goodput})
+    assert sizes([faster, *rest], nodes)["a"] >= job.workers
+
+
+def test_a_shape_next_to_one_that_was_measured_faster_does_not_look_slower() -> None:
+    """Corrected at four workers alone, a job of three times the modelled speed would lose by growing to eight."""
+    nodes = parse_cluster("aws:2x4")
+    base = gpu_view("a", max_workers=8, allocation={"aws-000": 4})
+    assert base.goodput is not None
+    seen = tuple(Observation(1, 4, m, 0, float(base.goodput.step_time(1, 4, m, 0)) / 3) for m in (64, 128, 256, 512))
+    measured = dataclasses.replace(base, observations={"aws": seen}, models={"aws": base.goodput})
+    assert sizes([measured], nodes) == sizes([base], nodes) == {"a": 8}
 
 
 def test_a_job_is_on_one_gpu_type_and_the_faster_one_if_there_is_one_job() -> None:

@@ -46,6 +46,20 @@ def test_a_newcomer_knows_what_others_measured_and_need_not_explore() -> None:
     assert told.goodput.step_time(1, 4, 64, 0) == pytest.approx(MODEL.step_time(1, 4, 64, 0), rel=0.1)
 
 
+def test_every_new_shape_corrects_the_model() -> None:
+    """A model fitted before the cliff at the node's edge was seen would keep GPUs idle, or jobs slow, for hours."""
+    knowledge = Knowledge()
+    first = measured("old", (1, 2, 3, 4))
+    knowledge.learn(first, 0.0)
+    cliff = 20 * float(MODEL.step_time(1, 4, 64, 0))
+    before = knowledge.complete(fresh(), 1.0).goodput
+    assert before is not None and before.step_time(2, 8, 64, 0) < cliff / 4
+    beyond = (*first.observations["T4"], Observation(2, 8, 64, 0, cliff))
+    knowledge.learn(dataclasses.replace(first, observations={"T4": beyond}), 2.0)
+    after = knowledge.complete(fresh(), 3.0).goodput
+    assert after is not None and after.step_time(2, 8, 64, 0) == pytest.approx(cliff, rel=0.1)
+
+
 def test_other_models_and_jobs_without_fingerprint_learn_nothing() -> None:
     knowledge = Knowledge()
     knowledge.learn(measured("old", (1, 2, 4)), 0.0)

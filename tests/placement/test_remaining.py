@@ -21,6 +21,11 @@ def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> No
 def test_rank_weights_fall_with_the_remaining_time() -> None:
     weights = rank_weights(np.array([100.0, 1.0, 10.0]), 1.0)
     assert weights.tolist() == pytest.approx([1 / 3, 1.0, 2 / 3])
+    soft = rank_weights(np.array([100.0, 1.0, 10.0]), 1.0, 1.0)
+    assert soft.tolist() == pytest.approx([1 / 3, 1.0, 2 / 3], abs=0.04)
+    assert rank_weights(np.array([10.0, 11.0]), 1.0, 1.0).tolist() == pytest.approx(
+        [0.75, 0.75], abs=0.02
+    )  # near equal
     assert rank_weights(np.array([5.0, 5.0]), 1.0).tolist() == pytest.approx([0.75, 0.75])
     assert rank_weights(np.array([np.nan] * 4), 1.0).tolist() == pytest.approx([0.625] * 4)
     assert rank_weights(np.array([1.0, np.nan, 100.0]), 1.0)[1] == pytest.approx(2 / 3)

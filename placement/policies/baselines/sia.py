@@ -72,6 +72,11 @@ class SiaPolicy:
         """See ``Policy``."""
         return "sia"
 
+    @property
+    def shares_knowledge(self) -> bool:
+        """Sia's jobs know only what they have measured themselves: the simulator gives them no more."""
+        return False
+
     def load_solver(self) -> None:
         """Import what the first decision would: half a second of CPU, far longer on a busy machine."""
         for name in ("scipy.optimize", "scipy.sparse"):

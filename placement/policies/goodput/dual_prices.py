@@ -19,7 +19,8 @@ from placement.goodput.step_time import Floats
 
 Ints = NDArray[np.int64]
 
-_HALVINGS = 30  # a price is known to 1e-9 of the largest
+_HALVINGS = 30
+_PRECISION = 1e-4  # of a price: jobs that would answer otherwise within it are as well off either way
 _PASSES = 12  # over the GPU types, whose prices depend on each other
 GAP = 0.003  # part of the bound that may be missing before a small case is solved exactly
 _EXACT = 60_000, 2_000_000  # jobs x options x slots (of every type) up to which that is worth its milliseconds;
@@ -76,19 +77,24 @@ class Solution:
     multipliers: Floats
 
 
-def solve(options: Options) -> Solution:
+def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
     """Options that fit together, with nearly the best sum of values, and nothing left that would add to it.
 
     Of equal options the first is taken. Deterministic.
+
+    Args:
+        options: what there is to choose from.
+        near: prices of a like case, (K,), to begin with.
+        polished: whether a small case whose bound is not met is looked at again.
     """
     if not options.values.size:
         return Solution(
             picks=np.zeros(len(options.base), dtype=np.int64), multipliers=np.zeros(len(options.capacities))
         )
-    multipliers = find_multipliers(options)
+    multipliers = find_multipliers(options, near)
     picks = _realise(options, _best_responses(options, multipliers))
     picks = fill(options, picks)
-    if bound(options, multipliers) - options.worth(picks) > GAP * _spread(options):
+    if polished and bound(options, multipliers) - options.worth(picks) > GAP * _spread(options):
         whole = bool((options.sizes == np.rint(options.sizes)).all())
         if (
             whole
@@ -117,26 +123,26 @@ def _best_responses(options: Options, multipliers: Floats) -> Ints:
     return answers
 
 
-def find_multipliers(options: Options) -> Floats:
+def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
     """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
 
     A price that rises sends jobs to the other types. After some passes prices only rise, as in an ascending
-    auction, until every type has room for what is asked of it.
+    auction, until every type has room for what is asked of it. They begin at those ``near``, else at 0.
     """
     pools = len(options.capacities)
-    multipliers = np.zeros(pools)
+    multipliers = np.zeros(pools) if near is None else near.copy()
     for each_pass in range(_PASSES if pools > 1 else 1):
         before = multipliers.copy()
         rising = each_pass >= _PASSES // 2
         for pool in range(pools):
             multipliers[pool] = max(_find_multiplier(options, multipliers, pool), multipliers[pool] if rising else 0.0)
-        if each_pass and np.allclose(before, multipliers, rtol=1e-6, atol=1e-12):
+        if each_pass and np.allclose(before, multipliers, rtol=10 * _PRECISION, atol=1e-12):
             break
     return multipliers
 
 
 def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
-    """Bisection on one price, the others given.
+    """Bisection on one price, the others given, from where it was.
 
     The dearer, the less each job asks for. Those that ask for the same at both ends do so in between, too: they are
     counted once, so that all but the first few steps look at few jobs.
@@ -145,16 +151,22 @@ def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
     here = options.pool_of == pool
     size = np.where(here, options.sizes, 0.0)
     rest = options.values - np.where(here, 0.0, multipliers[options.pool_of]) * options.sizes
-    at_low = _asked(rest, size, 0.0)
-    if at_low.sum() <= capacity:
-        return 0.0
-    low, high = 0.0, max(float(multipliers[pool]), 1e-6)
+    high = max(float(multipliers[pool]), 1e-6)
+    low = high * (1.0 - 5 * _PRECISION)
+    at_low, at_high = _asked(rest, size, low), _asked(rest, size, high)
     for _ in range(100):
-        at_high = _asked(rest, size, high)
         if at_high.sum() <= capacity:
             break
-        low, high, at_low = high, 4 * high, at_high
+        low, high, at_low = high, 2 * high, at_high
+        at_high = _asked(rest, size, high)
+    while at_low.sum() <= capacity:
+        if low == 0.0:
+            return 0.0
+        low, high, at_high = (low / 2 if low > 1e-6 else 0.0), low, at_low
+        at_low = _asked(rest, size, low)
     for _ in range(_HALVINGS):
+        if high - low <= 10 * _PRECISION * high:
+            break
         differ = at_low != at_high
         if 2 * np.count_nonzero(differ) <= len(differ):
             capacity -= at_high[~differ].sum()
@@ -165,8 +177,6 @@ def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
             high, at_high = middle, at_middle
         else:
             low, at_low = middle, at_middle
-        if high - low <= 1e-7 * high:
-            break
     return high
 
 

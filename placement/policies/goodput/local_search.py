@@ -208,13 +208,14 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
     """Decide among regular sizes and fill up with any; where there are few jobs, decide among all sizes as well."""
     options, instance = alternatives.options, alternatives.instance
     regular = dataclasses.replace(options, values=np.where(alternatives.regular, options.values, -np.inf))
-    solution = solve(regular)
+    few = len(alternatives.jobs) <= _FEW
+    solution = solve(regular, polished=not few)
     instance.cache.note_prices(
         {pool.gpu: float(price) for pool, price in zip(instance.pools, solution.multipliers, strict=True)}
     )
     picks = [fill(options, solution.picks)]
-    if len(alternatives.jobs) <= _FEW:
-        picks.append(solve(options).picks)
+    if few:
+        picks.append(solve(options, solution.multipliers).picks)
     return picks
 
 

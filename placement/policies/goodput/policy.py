@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -24,21 +25,26 @@ _ROUNDS = 6  # a decision is repeated from its own outcome until it stays; more 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputPolicy:
-    """Maximises the sum over jobs of weight x phi(speed x discount).
+    """Maximises the sum over jobs of weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)).
 
     * speed: goodput of an option over that on the job's smallest size; measured step times count before the fitted
       model (``placement.goodput.speeds``).
     * weight = ``JobView.weight`` x (rank / n)^a, rank 1 for the job with most work left: heSRPT's idea
-      (``remaining.rank_weights``). It uses declared epochs x measured progress per epoch; jobs that declare nothing
-      weigh as much as the middle one. A job that would end later than ``late`` times its fair time
-      (``remaining.overdue``) weighs more by that ratio, at most ten times, so that no job starves.
+      (``remaining.rank_weights``), with GPUs of several types softened the more the emptier the cluster is: the last
+      few long jobs share the best type rather than end one after the other. It uses declared epochs x measured
+      progress per epoch; jobs that declare nothing weigh as much as the middle one. A job that would end later than
+      ``late`` times its fair time (``remaining.overdue``) weighs more by that ratio, at most ten times, so that no job
+      starves.
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
-      remaining time); another 1 / (1 + hysteresis) for taking workers away or moving.
+      remaining time); another 1 / (1 + hysteresis) for taking workers away or moving. What it takes is charged at a
+      weight of ``charge`` at least: while a job pauses its GPUs serve nobody, whosever they are, and a long job would
+      else pause for every short one that comes and goes.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
       ``fair_power`` unless the lengths of all jobs are known. Then p = ``power``, and on a crowded cluster (more than
       ``crowd`` jobs for each worker that fits) the larger the crowd, the more, up to 1: the nearer each job is to one
       worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time
-      first", which is optimal where speed grows linearly.
+      first", which is optimal where speed grows linearly. With fewer than half of ``crowd`` it falls towards 0: there
+      is enough for all, and even shares end soonest.
 
     Minimums come first (``admission``), except on a crowded cluster: there a job may wait, for which weight x phi(0)
     is the price, and a running one may be stopped if it says what that costs (``JobView.stop_cost_s``). Then every
@@ -58,9 +64,12 @@ class GoodputPolicy:
         crowd: jobs for each worker that fits from which a cluster is crowded.
         hysteresis: relative gain that is worth taking a worker away from a running job for.
         exponent: a; 0 weighs all jobs alike.
-        power: least p where all lengths are known; see above.
+        power: p where all lengths are known and jobs are between half of ``crowd`` and ``crowd``; see above.
         fair_power: p where they are not.
         late: estimated finish-time fairness from which a job weighs more.
+        charge: least weight of what a pause costs, as a part of the largest ``JobView.weight``.
+        sharpness: how sharply a job of twice the length counts as longer where there are ``crowd`` jobs; it is
+            proportional to the jobs, 1 at least, and infinite with one GPU type.
         lengths: whether to use declared lengths.
     """
 
@@ -71,13 +80,15 @@ class GoodputPolicy:
     power: float = 0.5
     fair_power: float = 0.0
     late: float = 3.0
+    charge: float = 0.5
+    sharpness: float = 2.0
     lengths: bool = True
     _cache: GoodputCache = dataclasses.field(default_factory=GoodputCache, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_number("horizon_s", self.horizon_s, above=0, unit="seconds")
         check_number("crowd", self.crowd, above=0, unit="jobs for each worker")
-        for field in ("hysteresis", "exponent"):
+        for field in ("hysteresis", "exponent", "charge", "sharpness"):
             check_number(field, getattr(self, field), least=0)
         for field in ("power", "fair_power"):
             if not 0 <= getattr(self, field) <= 1:
@@ -129,8 +140,13 @@ class GoodputPolicy:
         """What each job's speed is worth now."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
-        weight = rank_weights(left_s, self.exponent) * np.array([view.weight for view in views], dtype=np.float64)
         known = len(views) > 0 and not np.isnan(left_s).any()
+        room = self.crowd * max(float(instance.capacities.sum()), 1.0)
+        crowd = len(views) / room if instance.alike and known else 1.0
+        # Sizes on one type are shared out finely anyway; of several, the best would go whole to the one that is ahead.
+        sharpness = max(self.sharpness * crowd, 1.0) if len(instance.pools) > 1 else math.inf
+        weight = rank_weights(left_s, self.exponent, sharpness)
+        weight = weight * np.array([view.weight for view in views], dtype=np.float64)
         if known:
             share = max(float(instance.capacities.sum()) / len(views), 1.0) if instance.alike else 1.0
             fair = np.where(instance.possible & (instance.sizes <= share), instance.speed, 0.0).max(axis=1, initial=0.0)
@@ -138,15 +154,15 @@ class GoodputPolicy:
             weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
         cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
         lasted_s = np.array([max(now_s - v.submitted_s, 0.0) / (v.restarts + 1) for v in views], dtype=np.float64)
-        crowd = len(views) / max(float(instance.capacities.sum()), 1.0) if instance.alike and known else 0.0
         return SpeedValue(
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
-            power=min(self.power * max(crowd / self.crowd, 1.0), 1.0) if known else self.fair_power,
+            power=min(self.power * max(min(2.0 * crowd, 1.0), crowd), 1.0) if known else self.fair_power,
             horizon_s=np.maximum(self.horizon_s, lasted_s),
             hysteresis=self.hysteresis,
-            crowded=crowd > self.crowd,
+            charge=self.charge * max((view.weight for view in views), default=1.0),
+            crowded=crowd > 1.0,
         )
 
 

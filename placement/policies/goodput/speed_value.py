@@ -24,6 +24,7 @@ class SpeedValue:
         power: exponent p of phi.
         horizon_s: time within which a change must pay back, per job [s].
         hysteresis: relative gain that is worth taking a worker away for.
+        charge: least weight of what a change costs.
         crowded: whether long jobs may wait although their minimum fits, so that short ones run.
     """
 
@@ -33,6 +34,7 @@ class SpeedValue:
     power: float
     horizon_s: Floats
     hysteresis: float
+    charge: float
     crowded: bool
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
@@ -41,7 +43,7 @@ class SpeedValue:
         return dataclasses.replace(self, **parts)
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
-        """weight x phi(speed x discount), (J, C).
+        """weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
 
         Args:
             speed: of each option, (J, C).
@@ -50,7 +52,10 @@ class SpeedValue:
         """
         part = discount(speed, self.left_s, self.cost_s, self.horizon_s)
         part = np.where(fewer, part / (1.0 + self.hysteresis), part)
-        values: Floats = self.weight[:, np.newaxis] * concave_value(speed * np.where(same, 1.0, part), self.power)
+        worth = concave_value(speed, self.power)
+        lost = worth - concave_value(speed * np.where(same, 1.0, part), self.power)
+        weight = self.weight[:, np.newaxis]
+        values: Floats = weight * worth - np.maximum(weight, self.charge) * lost
         return values
 
 

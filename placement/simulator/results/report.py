@@ -77,6 +77,9 @@ class SimulationReport:
         placed: every change of a job's place.
         log: the core's decision log.
         decision_s: CPU time of each decision [s].
+        idle_s: longest time for which GPUs were idle that one job could have used
+            (``placement.simulator.world.idle``); an empty round of the published simulators is 60 s.
+        idle_gpu_hours: GPUs idle x hours while any job could have used some of their type.
     """
 
     trace: str
@@ -92,6 +95,8 @@ class SimulationReport:
     placed: tuple[Placed, ...]
     log: tuple[DecisionRecord, ...]
     decision_s: tuple[float, ...]
+    idle_s: float = 0.0
+    idle_gpu_hours: float = 0.0
 
     @property
     def jct_s(self) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -143,6 +148,8 @@ class SimulationReport:
             "makespan_s": self.makespan_s,
             "gpu_hours": self.gpu_hours,
             "utilisation": self.gpu_hours * 3600.0 / (self.gpus * self.makespan_s),
+            "idle_s": self.idle_s,
+            "idle_gpu_hours": self.idle_gpu_hours,
             "restarts_per_job": float(np.mean([job.resizes for job in self.jobs])),
             "paused_s_per_job": float(np.mean([job.paused_s for job in self.jobs])),
             "rho_mean": float(rho.mean()),

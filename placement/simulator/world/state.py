@@ -13,6 +13,7 @@ from placement.allocator.instructions import Allocate, Instruction
 from placement.cluster.cluster import Cluster
 from placement.knowledge.knowledge import Knowledge
 from placement.policies.shared.base import Policy
+from placement.simulator.world.idle import IdleWatch
 from placement.simulator.world.job import SimulatedJob
 from placement.simulator.world.rules import Location
 
@@ -40,6 +41,7 @@ class World:
         core: the very class that runs live.
         placed: every change of a job's place, in the order of time.
         decision_s: CPU time of each decision [s].
+        idle: how long GPUs were idle that a job could have used.
         touched: jobs that were placed anew since the driver last cleared it.
     """
 
@@ -56,8 +58,10 @@ class World:
         self.jobs = {job.name: job for job in jobs}
         self.placed: list[Placed] = []
         self.decision_s: list[float] = []
+        self.idle = IdleWatch()
         self.touched: set[str] = set()
         self._gpu: dict[str, str] = {}
+        self._cluster = cluster
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
@@ -78,10 +82,12 @@ class World:
     def tick(self, now_s: float) -> None:
         """Time has passed."""
         self.send(TimePassed(), now_s)
+        self.idle.look(self.core.views(now_s), self._cluster, now_s)
 
     def send(self, event: Event, now_s: float) -> None:
         """Tell the core, and carry out its answer."""
         if isinstance(event, NodesChanged):
+            self._cluster = event.cluster
             self._gpu |= {node.node_id: node.gpu_type for node in event.cluster.nodes}
         start = time.process_time()
         instructions = self.core.handle(event, now_s)

@@ -159,6 +159,25 @@ def test_every_option_reaches_the_record(folder: Path, tmp_path: Path) -> None:
     assert record["cost_usd"] == pytest.approx(0.5 * record["gpu_hours"])
 
 
+def test_sia_gets_no_shared_knowledge(folder: Path, tmp_path: Path) -> None:
+    """Its published jobs know only what they have measured themselves."""
+    out = tmp_path / "out.json"
+    asked = [
+        "--policy",
+        "sia,goodput",
+        "--cluster",
+        "t4:2x4",
+        "--rules",
+        "sia",
+        "--shared-knowledge",
+        "--json",
+        str(out),
+    ]
+    assert main([*common(folder), *asked]) == 0
+    told = {record["policy"]: record["settings"]["shared_knowledge"] for record in json.loads(out.read_text())}
+    assert told == {"sia": False, "goodput": True}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
