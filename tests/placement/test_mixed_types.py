@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster, Node, check
 from placement.cluster.jobs import JobView
+from placement.cluster.sizes import AllowedSizes
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from placement.planning.constraints import Constraints
@@ -101,6 +102,14 @@ def test_a_held_job_and_one_without_a_model_stay_on_one_type() -> None:
     assert len(types(allocated([job(goodput=None, models={})], cluster)["a"])) == 1
 
 
+def test_a_job_on_two_types_keeps_to_its_allowed_sizes_and_its_maximum() -> None:
+    cluster = typed(a100=4, t4=3)
+    assert sum(allocated([job(sizes=AllowedSizes(multiple_of=2))], cluster)["a"].values()) == 6
+    # One on each; now there is room for two on its own type, and the third would be above its maximum.
+    grown = [job(max_workers=2).placed({"a100-0": 1, "t4-0": 1})]
+    assert sum(allocated(grown, typed(a100=2, t4=2))["a"].values()) == 2
+
+
 gpu_counts = st.fixed_dictionaries({"a100": st.integers(1, 6), "t4": st.integers(1, 6), "v100": st.integers(0, 4)})
 
 
@@ -120,6 +129,7 @@ def problems(draw: st.DrawFn) -> tuple[list[JobView], Cluster]:
                 mixed_gpu_types=draw(st.booleans()),
                 priority=draw(st.integers(0, 1)),
                 held_at=draw(st.none() | st.just(least)),
+                sizes=draw(st.sampled_from([AllowedSizes(), AllowedSizes(multiple_of=least)])),
                 resize_cost_s=draw(st.sampled_from([0.0, 0.2, 30.0])),
             )
         )
@@ -135,6 +145,7 @@ def test_equal_input_changes_nothing_and_all_rules_hold(problem: tuple[list[JobV
     for each in jobs:
         workers = sum(first.get(each.job, {}).values())
         assert workers == 0 or each.min_workers <= workers <= each.max_workers
+        assert each.sizes.allow(workers) or workers == 0
         if not each.mixed_gpu_types:
             assert len(types(first.get(each.job, {}))) <= 1
     for _ in range(4):  # growth of jobs without a model takes several decisions

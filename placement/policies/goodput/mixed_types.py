@@ -97,6 +97,8 @@ class MixedTypes:
         best, best_value, best_rate = _Places(), alone if not present else alone * worth / (1 + self.hysteresis), alone
         for foreign in self._choices(view, own, gpu, present, room):
             together = {**own, **foreign}
+            if not view.sizes.allow(sum(together.values())):
+                continue
             if self._own_type(view, self._parts(together)) != gpu:
                 continue  # the next decision would take the others for its own
             rate = self._goodput(view, together)
@@ -114,7 +116,9 @@ class MixedTypes:
     ) -> Iterator[_Places]:
         """What it could have besides: what it has; one, two, four... and all free slots of a type; those of all."""
         free = dict(zip(room.node_ids, room.slots(view).tolist(), strict=True))
-        if present and all(workers <= free.get(node_id, 0) for node_id, workers in present.items()):
+        fits = all(workers <= free.get(node_id, 0) for node_id, workers in present.items())
+        # Its own type may have grown meanwhile, up to all that the job can use.
+        if present and fits and sum(own.values()) + sum(present.values()) <= view.max_workers:
             yield present
         nodes, everything = self.cluster.by_id(), _Places()
         for other in sorted({node.gpu_type for node in self.cluster.nodes} - {gpu}):
@@ -124,8 +128,10 @@ class MixedTypes:
             most = min(useful(view, gpu), useful(view, other)) - sum(own.values())
             total = min(sum(free[n] for n in open_nodes), most)
             sizes = {1 << bit for bit in range(max(total, 0).bit_length()) if 1 << bit <= total} | {max(total, 0)}
-            for size in sorted(sizes - {0}):
-                yield _first(open_nodes, free, size)
+            alone = sum(own.values())
+            for size in sorted({view.sizes.at_most(alone + size) - alone for size in sizes}):
+                if size > 0:
+                    yield _first(open_nodes, free, size)
             if total > 0:
                 left = most - sum(everything.values())
                 everything |= _first(open_nodes, free, min(total, max(left, 0)))
