@@ -218,6 +218,10 @@ class Allocator:
         """What the allocator knows and has decided."""
         return (await self._start()).snapshot()
 
+    async def views(self) -> tuple[JobView, ...]:
+        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        return tuple((await self._start()).views(time.time()))
+
     async def look(self, life: str, after: int) -> AllocatorLook:
         """What the page shows, again and again.
 

@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
-from placement.allocator.instructions import Instruction
 from placement.allocator.recorder import Recorder
-from placement.allocator.recording import Life, decision_line, event_line, read_recording, replay, start_line
+from placement.allocator.recording import Life, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
@@ -30,15 +28,11 @@ from placement.planning.tenants import Tenant
 from placement.policies import Policy, make_policy
 from placement.policies.baselines.fixed import FixedPolicy
 from placement.policies.goodput.policy import GoodputPolicy
-from placement.simulator.live import LiveDriver
-from placement.simulator.nodes.clusters import parse_cluster
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.workloads.profiles import load_profiles
 from placement.simulator.workloads.traces import TraceJob
-from placement.simulator.world.job import SimulatedJob
-from placement.simulator.world.rules import LiveRules
-from placement.simulator.world.state import World
 from tests.placement.simulator.worlds import profiles
+from tests.placement.telling import TellingCore, tell
 from tests.placement.views import cluster, model, node, view
 
 SEEN = Observation(1, 2, 32.0, 1, 0.1 + 0.2, grad_time=1 / 3, count=7.0)
@@ -117,22 +111,6 @@ EVENTS: tuple[Event, ...] = (
 )
 
 
-class TellingCore(AllocatorCore):
-    """The core, and what it is told and decides as lines."""
-
-    def __init__(self, policy: Policy, config: AllocatorConfig, knowledge: Knowledge) -> None:
-        super().__init__(policy, config, knowledge=knowledge)
-        self.lines = [start_line(policy, config, settling=False)]
-
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
-        """See ``AllocatorCore``."""
-        self.lines.append(event_line(event, now_s))
-        before = self.recorded
-        instructions = super().handle(event, now_s)
-        self.lines += [decision_line(record) for record in self.snapshot(before).log]
-        return instructions
-
-
 def lines_of(events: typing.Iterable[Event], policy: Policy, config: AllocatorConfig | None = None) -> list[str]:
     return [start_line(policy, config, settling=True), *(event_line(event, 1.5 + i) for i, event in enumerate(events))]
 
@@ -169,29 +147,16 @@ def test_policy_settings_and_configuration_come_back() -> None:
 
 
 def told(folder: Path, policy: Policy) -> TellingCore:
-    """A simulated cluster's allocator, whose jobs ask it all the time what others know."""
-    knowledge = Knowledge()
+    """Five jobs of two applications, on nodes that fail now and then, with measurements that are off by a fifth."""
     applications = load_profiles(profiles(folder, names=("toy", "other")), ("t4",))
-    nodes = parse_cluster("t4:2x4")
-    jobs = [
-        SimulatedJob(
-            TraceJob(name=f"j{i}", time_s=40.0 * i, application=name, num_replicas=1, batch_size=64),
-            applications[name],
-            LiveRules(),
-            requested=False,
-            gpus_per_node={"t4": 4},
-            sigma=0.2,
-            declared=4.0,
-        )
-        for i, name in enumerate(("toy", "other", "toy", "toy", "other"))
+    names = ("toy", "other", "toy", "toy", "other")
+    trace = [
+        TraceJob(name=f"j{i}", time_s=40.0 * i, application=name, num_replicas=1, batch_size=64)
+        for i, name in enumerate(names)
     ]
     config = AllocatorConfig(min_interval_s=5.0, silence_s=1e9)
-    world = World(jobs, Cluster(), policy, config, knowledge)
-    world.core = core = TellingCore(policy, config, knowledge)
-    world.send(NodesChanged(cluster=nodes), 0.0)
-    failing = Disturbances(node_mtbf_h=0.5, repair_s=120.0)
-    LiveDriver(world, nodes, failing, seed=3, longest_s=1e6).run(jobs, None)
-    return core
+    failing = Disturbances(node_mtbf_h=0.5, repair_s=120.0, noise=0.2)
+    return tell(trace, applications, "t4:2x4", policy, config, disturbances=failing)
 
 
 @pytest.mark.parametrize("policy", ["goodput", "fair_share", "pollux", "fixed", "tiresias"])
