@@ -44,6 +44,7 @@ class Recorder:
         self._append([decision_line(record) for record in records])
 
     def _append(self, lines: list[str]) -> None:
+        """Write whole lines, unless that has failed before."""
         if self._file is None or not lines:
             return
         left = "".join(lines).encode()

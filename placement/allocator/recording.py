@@ -178,6 +178,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
 
 def _life(start: dict[str, Any], events: list[tuple[float, Event]], decided: list[DecisionRecord]) -> Life:
+    """A life from its first line and what followed; raises KeyError, TypeError or ValueError for a bad first line."""
     if start["format"] != FORMAT:
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")
     return Life(

@@ -145,6 +145,8 @@ class Application:
 
     def gain(self, batch_size: int, epoch: int) -> float:
         """Progress of one step at this batch in an epoch, in steps at the initial batch."""
+        if self.fixed_batch:
+            return 1.0  # of shares that are not even the largest counts, which makes no larger batch
         key = batch_size, epoch
         if key not in self._gain:
             self._gain[key] = float(self.noise(batch_size, epoch).gain(batch_size / self.init_batch_size))

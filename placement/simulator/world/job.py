@@ -135,9 +135,8 @@ class SimulatedJob:
     @property
     def fixed_batch(self) -> int | None:
         """The global batch it may not leave [samples]; None adapts."""
-        if self.requested:
-            return self.trace.batch_size
-        return self.app.init_batch_size if self.app.fixed_batch else _SINGLE.get(self.app.name)
+        only = self.app.init_batch_size if self.app.fixed_batch else _SINGLE.get(self.app.name)
+        return self.trace.batch_size if self.requested else only
 
     def arrive(self, now_s: float) -> None:
         """It comes, or its clock starts with the round before it was seen."""
@@ -272,8 +271,6 @@ class SimulatedJob:
         batch = replicas * self.atomic_bsz * (self.accum_steps + 1)
         step_s, sync_s = self.app.step_times[gpu].times(counts, self.atomic_bsz)
         self._noise, gain = self.app.noise(batch, self.epoch), self.app.gain(batch, self.epoch)
-        if self.app.fixed_batch:
-            gain = 1.0  # shares that are not even are no larger batch
         self._learn(gpu, (len(counts), replicas, self.atomic_bsz), step_s, sync_s)
         self._most = max(self._most, replicas)
         step_s, sync_s = step_s * self.slowdown, sync_s * self.slowdown
@@ -353,8 +350,7 @@ class SimulatedJob:
         noise = self._noise if self._statistical else _ALL_NOISE
         if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
             return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)
-        throughput = fitted(tuple(known.values()), self.app.fixed_batch)
-        return GoodputModel(throughput, noise, self.app.init_batch_size)
+        return GoodputModel(fitted(tuple(known.values()), self.app.fixed_batch), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
         """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
