@@ -28,7 +28,7 @@ from placement.allocator.explaining import Explanation
 from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
-from placement.allocator.recorder import Recorder
+from placement.allocator.recording import Recorder
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
 from placement.allocator.waiting import StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
@@ -44,6 +44,7 @@ from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
+from placement.storage.line_file import LineFile
 from placement.text import log_plainly
 
 NAME = "allocator"
@@ -165,7 +166,8 @@ class Allocator:
         self._metrics = AllocatorMetrics(writer, scaling.node_types if scaling is not None else ())
         self._orphans = Orphans()
         self._core: AllocatorCore | None = None
-        self._recorder: Recorder | None = None
+        file = LineFile(config.record) if config is not None and config.record is not None else None
+        self._recorder = Recorder(file.append if file is not None else None)
         self._started = asyncio.Lock()
         self._controllers = Controllers(self._mourn)
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
@@ -283,8 +285,7 @@ class Allocator:
                     await asyncio.sleep(_POLL_S)
                 running = any(node.reserved for node in nodes)
                 core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
-                if self._config is not None and self._config.record is not None:
-                    self._recorder = Recorder(self._config.record, self._policy, self._config, settling=running)
+                self._recorder.begun(self._policy, self._config, settling=running)
                 self._core = core
                 self._handle(self._nodes_changed(usable(self._history, ())))
                 self._starts = StartTimes(lambda: core.snapshot(core.recorded))
@@ -366,8 +367,7 @@ class Allocator:
         """Let the core decide, and carry out what it says."""
         assert self._core is not None, "events come after the start"
         now_s = time.time()
-        if self._recorder is not None:
-            self._recorder.told(event, now_s)
+        self._recorder.told(event, now_s)
         before_s, begun_s = self._core.decided_s, time.thread_time()
         instructions = self._core.handle(event, now_s)
         if self._core.decided_s != before_s:
@@ -386,8 +386,7 @@ class Allocator:
             if record is self._logged:
                 break
             fresh.append(record)
-        if self._recorder is not None:
-            self._recorder.decided(reversed(fresh))
+        self._recorder.decided(reversed(fresh))
         for record in reversed(fresh):
             # Of a job's own size, its events tell, with the same reason; `elastic-ray allocator` lists all decisions.
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)

@@ -105,6 +105,32 @@ def decision_line(record: DecisionRecord) -> str:
     return _line({"decided": _plain(DecisionRecord, record)})
 
 
+class Recorder:
+    """Says what happens to a core, in lines.
+
+    Args:
+        write: takes the lines; None records nothing.
+    """
+
+    def __init__(self, write: Callable[[Iterable[str]], None] | None) -> None:
+        self._write = write
+
+    def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
+        """A core is made."""
+        if self._write is not None:
+            self._write([start_line(policy, config, settling=settling)])
+
+    def told(self, event: Event, now_s: float) -> None:
+        """It is about to be told this."""
+        if self._write is not None:
+            self._write([event_line(event, now_s)])
+
+    def decided(self, records: Iterable[DecisionRecord]) -> None:
+        """It has decided this."""
+        if self._write is not None:
+            self._write(map(decision_line, records))
+
+
 def _settings(policy: Policy) -> dict[str, Any]:
     """What was chosen of a policy that comes with the package: numbers, names and truth values."""
     kind: Any = type(policy)

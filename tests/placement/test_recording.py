@@ -13,8 +13,7 @@ import pytest
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
-from placement.allocator.recorder import Recorder
-from placement.allocator.recording import Life, event_line, read_recording, replay, start_line
+from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
@@ -31,6 +30,7 @@ from placement.policies.goodput.policy import GoodputPolicy
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.workloads.profiles import load_profiles
 from placement.simulator.workloads.traces import TraceJob
+from placement.storage.line_file import LineFile
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import TellingCore, tell
 from tests.placement.views import cluster, model, node, view
@@ -243,19 +243,22 @@ def test_a_policy_of_the_users_own_is_given(tmp_path: Path) -> None:
     assert record.job == "a" and record.to_workers == 1
 
 
-def test_the_file_is_the_users_own_and_holds_one_life_after_the_other(
+def test_the_file_is_the_users_own_and_ends_with_the_first_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "events.jsonl"
-    for event in EVENTS[:2]:
-        recorder = Recorder(str(path), make_policy("goodput"), None, settling=False)
-        recorder.told(event, 1.0)
-    with path.open() as file:
-        assert [life.events for life in read_recording(file)] == [((1.0, event),) for event in EVENTS[:2]]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with caplog.at_level(logging.WARNING, logger="placement.allocator"):
-        nowhere = Recorder(str(tmp_path / "missing" / "x"), make_policy("goodput"), None, settling=False)
-        nowhere.told(EVENTS[0], 1.0)
-    assert "not recorded" in caplog.text and len(caplog.records) == 1
+    for event in EVENTS[:2]:  # two lives
+        recorder = Recorder(LineFile(str(path)).append)
+        recorder.begun(make_policy("goodput"), None, settling=False)
+        recorder.told(event, 1.5)
+    with path.open() as lines:
+        assert [life.events for life in read_recording(lines)] == [((1.5, event),) for event in EVENTS[:2]]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and not caplog.records
+    with caplog.at_level(logging.WARNING, logger="placement.storage"):
+        nowhere, full = LineFile(str(tmp_path / "missing" / "x")), LineFile("/dev/full")
+        for _ in range(2):
+            nowhere.append(["a line\n"])
+            full.append(["a line\n"])
+    assert len(caplog.records) == 2 and "missing" in caplog.text and "/dev/full any more" in caplog.text
     with pytest.raises(ValueError, match="absolute path"):
         AllocatorConfig(record="events.jsonl")
