@@ -13,14 +13,13 @@ from torch.utils.data import DataLoader
 import elastic_ray as er
 from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.shared import (
+    OneDevice,
     accumulating,
     adaptive,
     batch_options,
     decided,
-    follow_rank,
     gathered,
     reduced,
-    refuse_several_devices,
     told,
 )
 from elastic_ray.integrations.overridden import check_overridden
@@ -43,7 +42,7 @@ check_overridden(
 )
 
 
-class ElasticRayFabricStrategy(ParallelStrategy):
+class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     """A Fabric loop as an elastic job: ``Fabric(strategy=ElasticRayFabricStrategy())``, within a train function.
 
     Set up the model, its one optimizer and its scheduler together,
@@ -76,28 +75,8 @@ class ElasticRayFabricStrategy(ParallelStrategy):
         self._backward_sync_control = _BackwardSync()
 
     @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The worker's device."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        refuse_several_devices(devices)
-        self._parallel_devices = devices
-
-    @property
-    def root_device(self) -> torch.device:
-        """The worker's device."""
-        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
-
-    @property
     def distributed_sampler_kwargs(self) -> None:
         """None: the loaders share their samples by themselves."""
-
-    def setup_environment(self) -> None:
-        """Set up the device; there is no process group to be made."""
-        super().setup_environment()
-        follow_rank()
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None

@@ -90,19 +90,36 @@ def batch_options(
     }
 
 
-def refuse_several_devices(devices: list[torch.device] | None) -> None:
-    """Raises ValueError where a worker is to train on several devices."""
-    if devices is not None and len(devices) > 1:
-        raise ValueError(
-            f"devices must be 1 (or 'auto' where a worker has one), but this is {len(devices)}: under elastic-ray each "
-            "worker trains on one device, and ScalingConfig(num_workers=) says how many workers there are"
-        )
+class OneDevice:
+    """What is the same for both strategies: a worker has one device, and no process group to make."""
 
+    _parallel_devices: list[torch.device] | None
 
-def follow_rank() -> None:
-    """Have Lightning's ``rank_zero_only`` follow this worker's rank, which changes with the group."""
-    set_rank()
-    current_session().registry.add_hook(HookPoint.SHAPE_CHANGED, set_rank)
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The worker's device; raises ValueError where there are several."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ValueError(
+                f"devices must be 1 (or 'auto' where a worker has one), but this is {len(devices)}: under elastic-ray "
+                "each worker trains on one device, and ScalingConfig(num_workers=) says how many workers there are"
+            )
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device."""
+        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
+
+    def setup_environment(self) -> None:
+        """Set up the device, and have Lightning's ``rank_zero_only`` follow the rank, which changes with the group."""
+        theirs: Any = super()
+        theirs.setup_environment()
+        set_rank()
+        current_session().registry.add_hook(HookPoint.SHAPE_CHANGED, set_rank)
 
 
 def set_rank() -> None:
