@@ -355,13 +355,16 @@ def compare(runs: Sequence[Reality]) -> None:
         )
     unlike = sum(row["replayed otherwise"] for row in rows)
     worst = max(abs(row["simulated / real"] - 1.0) for row in rows)
-    orders = [sorted(rows, key=lambda row: row[key]) for key in ("completion [s]", "simulated [s]")]
+    orders = [
+        [row["policy"] for row in sorted(rows, key=lambda row: row[key])] for key in ("completion [s]", "simulated [s]")
+    ]
     median_error = max((row["median error"] for row in rows if row["median error"] is not None), default=None)
     finish(
         "reality",
         rows=rows,
         bars=[
             bar("decisions replayed otherwise", value=float(unlike), limit=0, at_least=False),
+            bar("error of average completion, worst policy", value=worst, limit=0.10, at_least=False),
             bar("policies out of order", value=float(orders[0] != orders[1]), limit=0, at_least=False),
             bar("error of ends, median, worst policy", value=median_error, limit=0.15, at_least=False),
         ],
