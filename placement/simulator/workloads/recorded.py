@@ -144,14 +144,18 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
 
 
 def _epochs(view: JobView, *, ended: bool) -> int:
-    """Epochs that it trained; of one that has not ended, those that it declares."""
+    """Epochs that it trained; of one that has not ended, those that it declares.
+
+    The last heartbeat of a job that has ended may be a second old, in which it did the rest of its last epoch.
+    """
     progress = view.progress
-    trained = 0 if progress is None else len(progress.epoch_ends) * progress.stride
-    declared = None if progress is None else progress.epochs
-    epochs = trained if ended or declared is None else declared * (1 if progress is None else progress.stride)
-    if epochs < 1:
+    if progress is None or (progress.epochs is None and not progress.epoch_ends):
         raise InputError(f"job {view.job!r} of a recorded workload must have finished or declared an epoch")
-    return round(epochs)
+    finished = float(len(progress.epoch_ends))
+    if ended and progress.epoch_ends:
+        finished = progress.done * finished / progress.epoch_ends[-1]
+    declared = progress.epochs if progress.epochs is not None else finished
+    return max(1, round((min(finished, declared) if ended else declared) * progress.stride))
 
 
 def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Application:
