@@ -68,7 +68,7 @@ class JobView:
         attained_s: worker-seconds that the job has held so far.
         restarts: changes of its workers so far, the first start not counted.
         fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
-        progress: how far it is; None if it does not tell.
+        progress: how far it is; None while it has told nothing, its workers having yet to start.
         models: fitted model by GPU type, where it has run; ``goodput`` is that of the present or last type.
         observations: measured step times by GPU type, oldest first.
         atomic_bsz_ranges: ``atomic_bsz_range`` by GPU type, where the types differ.

@@ -200,7 +200,7 @@ class Reality:
         policy: its name here.
         life: what its allocator was told and decided.
         workload: what ran.
-        first_s: mean time from the grant of its first workers to a job's start [s].
+        first_s: mean time from the launch of workers to training, of jobs that have no others [s].
         start_s: mean time from a grant of more workers until they had joined [s].
         pause_s: mean pause of a change of size [s].
     """
@@ -227,8 +227,7 @@ def read(policy: str, folder: Path) -> Reality:
     told = json.loads((folder / "jobs.json").read_text())
     events = {job: [JobEvent.from_json(line) for line in lines] for job, lines in told.items()}
     workload = recorded_workload(life)
-    granted = {job.job: workload.started_s + (job.granted_s or 0.0) for job in workload.jobs}
-    firsts = [e.time_s - granted[job] for job, es in events.items() for e in es if e.kind is EventKind.STARTED]
+    firsts = [float(e.detail["start_s"]) for es in events.values() for e in es if "start_s" in e.detail]
     resizes = [(job, e) for job, es in events.items() for e in es if e.kind is EventKind.RESIZE]
     grows = []
     for job, event in resizes:

@@ -64,10 +64,29 @@ def test_the_job_with_less_left_gets_more() -> None:
 
 
 def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
-    views = [gpu_view(job, progress=length(epochs)) for job, epochs in (("a", 3), ("b", 30))] + [gpu_view("c")]
+    views = [gpu_view(job, progress=length(epochs)) for job, epochs in (("a", 3), ("b", 30))]
+    views.append(gpu_view("c", progress=Progress(done=10.0, epoch_ends=(10.0,))))
     chosen = sizes(views, parse_cluster("aws:6x4"))
     assert chosen["a"] >= chosen["c"] >= chosen["b"]
     assert chosen["a"] > chosen["b"]
+
+
+def test_a_job_that_has_yet_to_tell_its_length_makes_no_waiting_job_start_only_to_stop_again() -> None:
+    """Live jobs tell it when they train. Until then all lengths counted for nothing, and everybody got a minimum."""
+    nodes = parse_cluster("aws:1x4")
+    epochs = {"longest": 300, "long": 200, "c": 6, "b": 4, "a": 3}  # in the order of their arrival
+    views = [
+        gpu_view(job, progress=length(each), stop_cost_s=5.0, submitted_s=float(i))
+        for i, (job, each) in enumerate(epochs.items())
+    ]
+    targets = GoodputPolicy().decide(views, nodes, 100.0)
+    running = [view.placed(targets[view.job].nodes or {}) for view in views]
+    before = {view.job: view.workers for view in running}
+    assert before["longest"] == 0 and sum(before.values()) == 4
+    newcomer = gpu_view("new", goodput=None, submitted_s=100.0)
+    assert newcomer.progress is None
+    after = sizes([*running, newcomer], nodes)
+    assert {job: after[job] for job in before} == before, "as long as the others on average, it comes after the short"
 
 
 def test_the_last_long_jobs_share_the_best_type() -> None:

@@ -140,6 +140,12 @@ class GoodputPolicy:
         """What each job's speed is worth now."""
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
+        untold = np.array([view.progress is None for view in views], dtype=np.bool_)
+        if np.isfinite(left_s[~untold]).any():
+            # It has yet to start, and can tell nothing: it counts as long as the others are on average. Were its length
+            # unknown, lengths would count for nothing until it has told its own, and with each arrival jobs that wait
+            # would start, and stop again.
+            left_s = np.where(untold, np.nanmean(left_s[~untold]), left_s)
         known = len(views) > 0 and not np.isnan(left_s).any()
         room = self.crowd * max(float(instance.capacities.sum()), 1.0)
         crowd = len(views) / room if instance.alike and known else 1.0

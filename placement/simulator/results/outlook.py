@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged, TimePassed
@@ -14,7 +16,7 @@ from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.goodput.remaining import remaining
-from placement.goodput.speeds import model_of
+from placement.goodput.speeds import GoodputCache, model_of, table
 from placement.policies import make_policy
 from placement.policies.shared.base import Policy
 from placement.simulator.nodes.clusters import parse_cluster
@@ -139,7 +141,7 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
-    """Iterations at M0 per second; None without a model."""
+    """Iterations at M0 per second, by measured times before the model, as policies have it; None without a model."""
     by_id = cluster.by_id()
     gpu = min((by_id[node].gpu_type for node in nodes if node in by_id), default="")
     model = model_of(view, gpu)
@@ -147,14 +149,8 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
         return None
     if not nodes:
         return 0.0
-    goodput, _, _ = model.best(
-        len(nodes),
-        sum(nodes.values()),
-        max_batch_size=None if view.max_batch_size is None else max(view.max_batch_size, model.init_batch_size),
-        atomic_bsz_range=view.atomic_bsz_ranges.get(gpu, view.atomic_bsz_range),
-        accumulation=view.accumulation,
-    )
-    return float(goodput) / model.init_batch_size
+    shape = (np.array([[count]], dtype=np.int64) for count in (len(nodes), sum(nodes.values())))
+    return float(table([view], gpu, *shape, GoodputCache())[0, 0]) / model.init_batch_size
 
 
 def _missing(view: JobView) -> float:

@@ -107,9 +107,9 @@ class Application:
         return self._stretched[epochs]
 
     @property
-    def fixed_batch(self) -> bool:
-        """Whether the batch stays as it is: only one was profiled."""
-        return len(self.batch_sizes) == 1
+    def fixed_batch(self) -> int | None:
+        """The batch that it keeps, where only one was profiled [samples]; None where it adapts."""
+        return self.batch_sizes[0] if len(self.batch_sizes) == 1 else None
 
     @property
     def init_batch_size(self) -> int:

@@ -135,8 +135,7 @@ class SimulatedJob:
     @property
     def fixed_batch(self) -> int | None:
         """The global batch it may not leave [samples]; None adapts."""
-        only = self.app.init_batch_size if self.app.fixed_batch else _SINGLE.get(self.app.name)
-        return self.trace.batch_size if self.requested else only
+        return self.trace.batch_size if self.requested else self.app.fixed_batch or _SINGLE.get(self.app.name)
 
     def arrive(self, now_s: float) -> None:
         """It comes, or its clock starts with the round before it was seen."""
@@ -350,7 +349,8 @@ class SimulatedJob:
         noise = self._noise if self._statistical else _ALL_NOISE
         if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
             return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)
-        return GoodputModel(fitted(tuple(known.values()), self.app.fixed_batch), noise, self.app.init_batch_size)
+        fixed = self.app.fixed_batch is not None
+        return GoodputModel(fitted(tuple(known.values()), fixed), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
         """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""

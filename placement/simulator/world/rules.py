@@ -82,6 +82,8 @@ class Pace:
         refresh_s: see ``AllocatorConfig``.
         doubling: a job grows to twice its largest size so far at most, as under the published schedulers; live jobs
             that are no trials have no such limit once they have a model.
+        silent_start: a job tells neither how long it will be, nor what it costs to stop it, before it trains, as live
+            jobs do, whose train function only then runs.
     """
 
     heartbeat_s: float = 30.0
@@ -89,6 +91,7 @@ class Pace:
     min_interval_s: float = 15.0
     refresh_s: float = 60.0
     doubling: bool = True
+    silent_start: bool = False
 
     def __post_init__(self) -> None:
         check_number("heartbeat_s", self.heartbeat_s, above=0, unit="seconds", error=InputError)
@@ -96,7 +99,7 @@ class Pace:
             check_number(field, getattr(self, field), least=0, unit="seconds", error=InputError)
 
 
-LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=30.0, doubling=False)
+LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=30.0, doubling=False, silent_start=True)
 """That of jobs and allocators as they are by default, for short runs and comparisons with real ones."""
 
 

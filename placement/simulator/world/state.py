@@ -67,6 +67,8 @@ class World:
     def hear(self, job: SimulatedJob, now_s: float) -> None:
         """The job's heartbeat."""
         view = job.view()
+        if job.rules.pace.silent_start and not job.progress:
+            view = dataclasses.replace(view, progress=None, stop_cost_s=None)
         if self._knowledge is not None:
             job.share(self._knowledge.complete(view, now_s).models)  # as the live allocator tells its jobs
         self.send(JobHeartbeat(view=view), now_s)
