@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.data.resumable import resume_at
 from elastic_ray.integrations.huggingface.arguments import check_options
 from elastic_ray.integrations.huggingface.main_process import OnMainProcess
 from elastic_ray.integrations.huggingface.position import read_position, write_position
@@ -270,11 +271,6 @@ class Accelerator(OnMainProcess):
         """Of the plain model."""
         return super().get_state_dict(_plain(model), unwrap)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """On the first worker of each node."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
-
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """On rank 0."""
         if self.is_main_process:
@@ -301,7 +297,7 @@ class Accelerator(OnMainProcess):
             hook.remove()
         place = read_position(Path(found[0]))
         if place is not None and not current_session().synced:
-            er.AdaptiveDataLoader.load_state_dict(_Anywhere(), place)
+            resume_at(current_session(), place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
@@ -326,13 +322,6 @@ class Accelerator(OnMainProcess):
             "split_between_processes() is not there under elastic-ray, for the number of processes changes: prepare a "
             "DataLoader with shuffle=False, whose samples all workers share"
         )
-
-
-class _Anywhere(er.AdaptiveDataLoader):
-    """Stands for any loader of the run, whose places are the same."""
-
-    def __init__(self) -> None:
-        self._session = current_session()
 
 
 def _plain(model: Any) -> Any:

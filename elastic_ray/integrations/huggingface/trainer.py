@@ -314,7 +314,7 @@ class ElasticTrainerMixin(_Theirs):
         self.tr_weight = 0.0
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
-        """As theirs, with the loss of all workers, and buffers that are the same everywself."""
+        """As theirs, with the loss of all workers, and buffers that are the same everywhere."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._average_loss()
         if current_session().ledger.failed:  # drawn again, and all that follows with it
