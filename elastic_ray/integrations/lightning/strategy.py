@@ -14,13 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import IterableDataset
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.fetcher import UnreadStream
 from elastic_ray.integrations.lightning.loops import become_elastic, trains
 from elastic_ray.integrations.lightning.shared import (
     accumulating,
     adaptive,
-    batch_options,
     decided,
     follow_rank,
     gathered,
@@ -29,7 +29,7 @@ from elastic_ray.integrations.lightning.shared import (
     told,
 )
 from elastic_ray.integrations.overridden import check_overridden
-from elastic_ray.loop.api import current_session
+from elastic_ray.loop.api import current_session, session_of_new_model
 
 check_overridden(
     "lightning",
@@ -82,7 +82,11 @@ class ElasticRayStrategy(ParallelStrategy):
         super().__init__(
             cluster_environment=ElasticRayEnvironment(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._batch = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         self._options = options
         self._gone = False
 
@@ -144,6 +148,7 @@ class ElasticRayStrategy(ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
+        session_of_new_model()  # alone, a second fit is a run of its own, whose loader begins anew
         become_elastic(trainer)
         assert self.accelerator is not None
         assert self.model is not None
@@ -187,7 +192,7 @@ class ElasticRayStrategy(ParallelStrategy):
         """Of training: a loader whose batches all workers share. Others stay as they are."""
         if not self._shares:
             return dataloader
-        loader = dataloader if isinstance(dataloader, er.AdaptiveDataLoader) else adaptive(dataloader, self._batch)
+        loader = adaptive(dataloader, self._batch)
         return UnreadStream(loader) if isinstance(loader.dataset, IterableDataset) else loader
 
     def optimizer_step(
