@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
+from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
 from elastic_ray.data.batches import BringsBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
-from elastic_ray.data.ramp import read_ramp
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares

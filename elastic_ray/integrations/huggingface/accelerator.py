@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.utils import recursively_apply
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
 from elastic_ray.data.resumable import resume_at
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.huggingface.arguments import check_options
+from elastic_ray.integrations.huggingface.collectives import Collectives
 from elastic_ray.integrations.huggingface.main_process import OnMainProcess
 from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import AccelerateLoader, AccelerateModel, step_through_ours
@@ -41,7 +41,7 @@ check_overridden(
 )
 
 
-class Accelerator(OnMainProcess):
+class Accelerator(OnMainProcess, Collectives):
     """``accelerate.Accelerator`` within a train function; epochs come from ``elastic_ray.remaining_epochs_until(n)``.
 
     ``prepare`` takes models, optimizers and schedulers in one call or in several. The ``batch_size`` of a loader is
@@ -60,10 +60,8 @@ class Accelerator(OnMainProcess):
         ValueError: an argument that cannot be kept when workers come and go.
     """
 
-    flag_tensor: Any
     _models: list[Any]
     _custom_objects: list[Any]
-    _saves_alone = False
 
     def __init__(
         self,
@@ -205,70 +203,6 @@ class Accelerator(OnMainProcess):
         self._dataloaders.append(AccelerateLoader(loader, self, self._optimizers))
         return self._dataloaders[-1]
 
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all workers, one behind the other; their first sizes may differ."""
-        leaves: list[Any] = []
-        recursively_apply(leaves.append, tensor, test_type=_every_leaf)
-        parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
-        return recursively_apply(lambda _: next(parts), tensor, test_type=_every_leaf)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`gather`, since no sample is there twice; lists of other values are put together."""
-        if use_gather_object or (isinstance(input_data, list) and not _all_tensors(input_data)):
-            return [each for part in er.all_gather(list(input_data)) for each in part]
-        return self.gather(input_data)
-
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over all workers of each tensor in it."""
-        if reduction not in ("sum", "mean", "none"):
-            raise ValueError(f"reduction must be 'sum', 'mean' or 'none', but got {reduction!r}")
-        if reduction == "none":
-            return tensor
-        return recursively_apply(lambda each: er.all_reduce(each, reduction) * scale, tensor)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Each tensor as long on ``dim`` as the longest of any worker's."""
-
-        def padded(each: torch.Tensor) -> torch.Tensor:
-            if dim >= each.dim():
-                return each
-            missing = int(er.all_reduce(each.shape[dim], "max")) - each.shape[dim]
-            shape = [*each.shape[:dim], missing, *each.shape[dim + 1 :]]
-            parts = [each, each.new_full(shape, pad_index)]
-            return torch.cat(parts[::-1] if pad_first else parts, dim)
-
-        return recursively_apply(padded, tensor)
-
-    def wait_for_everyone(self) -> None:
-        """As ``elastic_ray.barrier``; while rank 0 saves a state, it waits for nobody."""
-        if not self._saves_alone:
-            er.barrier()
-
-    def check_trigger(self) -> bool:
-        """Whether any worker has called ``set_trigger``."""
-        own = float(self.flag_tensor.item()) if self.flag_tensor is not None else 0.0
-        if er.all_reduce(own, "max") == 0:
-            return False
-        self.flag_tensor = None
-        return True
-
-    def main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """Rank 0 runs the block before the others."""
-        return self._first(self.is_main_process)
-
-    def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The first worker of each node runs the block before the others."""
-        return self._first(self.is_local_main_process)
-
-    @contextlib.contextmanager
-    def _first(self, main: bool) -> Iterator[None]:
-        """Workers that are ``main`` run the block before the others."""
-        if not main:
-            self.wait_for_everyone()
-        yield
-        if main:
-            self.wait_for_everyone()
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """As accelerate's, of what a step will apply; the part that an accumulation has so far is left alone."""
         if self.sync_gradients:
@@ -322,17 +256,8 @@ class Accelerator(OnMainProcess):
         """Count on from the folder's states: accelerate counts those of this process, which may be rank 0 only now."""
         states = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
         found = [re.fullmatch(r"checkpoint_(\d+)", each.name) for each in states]
-        config = self.project_configuration
-        config.iteration = max([config.iteration, *(int(each[1]) + 1 for each in found if each is not None)])
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """What is called within meets no other worker."""
-        self._saves_alone = True
-        try:
-            yield
-        finally:
-            self._saves_alone = False
+        theirs = self.project_configuration
+        theirs.iteration = max([theirs.iteration, *(int(each[1]) + 1 for each in found if each is not None)])
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """As accelerate's, and as ``elastic_ray.register_state``: workers that join have what is registered, too.
@@ -397,25 +322,6 @@ def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
     """Whether it steps parameters of the model."""
     own = {id(p) for p in module.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-
-def _every_leaf(leaf: Any) -> bool:
-    return True
-
-
-def _all_tensors(tree: Any) -> bool:
-    if isinstance(tree, Mapping):
-        return all(map(_all_tensors, tree.values()))
-    if isinstance(tree, (list, tuple)):
-        return all(map(_all_tensors, tree))
-    return isinstance(tree, torch.Tensor)
-
-
-def _joined(parts: tuple[Any, ...]) -> Any:
-    """All ranks' tensors, one behind the other; other values as a list."""
-    if not isinstance(parts[0], torch.Tensor):
-        return list(parts)
-    return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in parts])
 
 
 def _stepped_by(scheduler: Any) -> Any:

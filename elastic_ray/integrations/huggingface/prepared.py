@@ -15,18 +15,18 @@ from elastic_ray.integrations.late_wrapping import LateWrapped, LoaderOnDevice
 from elastic_ray.loop.api import current_session
 
 
-def step_through_ours(prepared: Any) -> None:
+def step_through_ours(theirs: Any) -> None:
     """Have a prepared optimizer step through the wrapper that its model was given since.
 
     Beside a gradient scaler, accelerate keeps ``optimizer.step`` as it was when the optimizer was prepared, and puts it
     back with each step.
 
     Args:
-        prepared: accelerate's optimizer, or a plain one, which keeps nothing.
+        theirs: accelerate's optimizer, or a plain one, which keeps nothing.
     """
-    if getattr(prepared, "scaler", None) is not None:
-        prepared._optimizer_original_step_method = prepared.optimizer.step
-        prepared._optimizer_patched_step_method = patch_optimizer_step(prepared, prepared.optimizer.step)
+    if getattr(theirs, "scaler", None) is not None:
+        theirs._optimizer_original_step_method = theirs.optimizer.step
+        theirs._optimizer_patched_step_method = patch_optimizer_step(theirs, theirs.optimizer.step)
 
 
 class AccelerateModel(LateWrapped):
