@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+
+@pytest.fixture(autouse=True)
+def lightning_begins_on_rank_0() -> Iterator[None]:
+    """Workers are threads in many tests, and which of them Lightning takes for the process is left to chance."""
+    yield
+    theirs = sys.modules.get("lightning.fabric.utilities.rank_zero")
+    if theirs is not None:
+        theirs.rank_zero_only.rank = 0
 
 
 @pytest.fixture
