@@ -336,6 +336,31 @@ def test_clipping_and_accumulation() -> None:
         torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_an_adaptive_loader_of_the_user_s_own_has_the_strategy_s_limits() -> None:
+    wanted = {"max_batch_size": 2 * BATCH, "policy": er.adaptation.BatchSchedule({0: 2 * BATCH})}
+    results, _ = job((), (1,), loader=lambda: er.AdaptiveDataLoader(dataset(), BATCH), strategy=wanted)
+    assert results[1].steps == EPOCHS * STEPS // 2 + 1, "the first step is of the initial batch"
+
+
+class Estimating(Module):
+    """Asks for the length of the training when its optimizer is made, as warm-up schedules do."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == STEPS * self.trainer.max_epochs
+        return super().configure_optimizers()
+
+
+def test_alone_an_adaptive_loader_serves_a_second_fit() -> None:
+    strategy = ElasticRayStrategy(max_batch_size=2 * BATCH)
+    options = {"enable_checkpointing": False, "use_distributed_sampler": False, **QUIET, "strategy": strategy}
+    trainer = L.Trainer(max_epochs=1, **options)
+    module, loader = Estimating(), er.AdaptiveDataLoader(dataset(), BATCH)
+    for epochs in (1, 3):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader, DataLoader(dataset(), BATCH))
+        assert trainer.current_epoch == epochs
+
+
 class Manual(Module):
     """Steps by itself."""
 

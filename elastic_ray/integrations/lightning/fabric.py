@@ -11,12 +11,13 @@ from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
+from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.shared import (
     OneDevice,
     accumulating,
     adaptive,
-    batch_options,
     decided,
     gathered,
     reduced,
@@ -51,8 +52,8 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     share: a ``batch_size`` is that of all together.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
-            batch stays without.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it, of the
+            first loader that is set up; other loaders keep their batch, as all do without.
         local_bsz_bounds: least and largest samples that one worker takes at once.
         gradient_accumulation: allow several micro-batches a step.
         options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
@@ -70,7 +71,11 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__(cluster_environment=ElasticRayEnvironment())
-        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._batch = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         self._options = options
         self._backward_sync_control = _BackwardSync()
 
@@ -108,7 +113,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
         """A loader whose batches all workers share."""
         loader = adaptive(dataloader, self._batch)
-        self._batch = batch_options(None, None, gradient_accumulation=False)
+        self._batch = BatchOptions()  # one loader of a train loop adapts
         return loader
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -144,11 +149,11 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Of the plain model, so that any other strategy can load it."""
-        return super().get_module_state_dict(_plain(module))
+        return super().get_module_state_dict(plain_model(module))
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Into the plain model."""
-        super().load_module_state_dict(_plain(module), state_dict, strict)
+        super().load_module_state_dict(plain_model(module), state_dict, strict)
 
 
 class _BackwardSync(_BackwardSyncControl):
@@ -157,7 +162,3 @@ class _BackwardSync(_BackwardSyncControl):
         if not isinstance(module, er.AdaptiveDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
         return module.no_sync() if enabled else nullcontext()
-
-
-def _plain(module: torch.nn.Module) -> torch.nn.Module:
-    return module.module if isinstance(module, er.AdaptiveDataParallel) else module

@@ -169,6 +169,7 @@ def _live(metric: _ResultMetric) -> Iterator[dict[str, Any]]:
 
 
 def _described(metric: _ResultMetric) -> dict[str, Any]:
+    """What the same value is made of elsewhere: its name, how it is averaged, which attribute holds it."""
     meta = metric.meta
     return {
         "attribute": None if metric.is_tensor else meta.metric_attribute,
@@ -189,13 +190,13 @@ def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
     meta.sync = _Sync(
         _should=described["synced"], fn=trainer.strategy.reduce, rank_zero_only=described["rank_zero_only"]
     )
-    metric: Any = _ResultMetric(meta, is_tensor=described["attribute"] is None)
-    if not metric.is_tensor:
+    theirs: Any = _ResultMetric(meta, is_tensor=described["attribute"] is None)
+    if not theirs.is_tensor:
         meta.metric_attribute = described["attribute"]
-        metric.value = trainer.lightning_module.get_submodule(described["attribute"])
-    metric._update_count = 1  # it stands for no value, but is one of those that are averaged
-    results[key] = metric.to(trainer.strategy.root_device)
-    theirs: Any = trainer._logger_connector
+        theirs.value = trainer.lightning_module.get_submodule(described["attribute"])
+    theirs._update_count = 1  # it stands for no value, but is one of those that are averaged
+    results[key] = theirs.to(trainer.strategy.root_device)
+    theirs = trainer._logger_connector
     theirs._first_loop_iter = False  # else the first value that this rank logs would reset the others
 
 

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, IterableDataset
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.fetcher import UnreadStream
 from elastic_ray.integrations.lightning.loops import become_elastic, trains
@@ -22,14 +23,13 @@ from elastic_ray.integrations.lightning.shared import (
     OneDevice,
     accumulating,
     adaptive,
-    batch_options,
     decided,
     gathered,
     reduced,
     told,
 )
 from elastic_ray.integrations.overridden import check_overridden
-from elastic_ray.loop.api import current_session
+from elastic_ray.loop.api import current_session, session_of_new_model
 
 check_overridden(
     "lightning",
@@ -82,7 +82,11 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         super().__init__(
             cluster_environment=ElasticRayEnvironment(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._batch = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         self._options = options
         self._gone = False
 
@@ -124,6 +128,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
+        session_of_new_model()  # alone, a second fit is a run of its own, whose loader begins anew
         become_elastic(trainer)
         assert self.accelerator is not None
         assert self.model is not None
@@ -176,7 +181,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
                 "train_dataloader must be a torch DataLoader or an elastic_ray.AdaptiveDataLoader, whose samples the "
                 f"workers can share, but is a {type(dataloader).__name__}: put what it reads into a dataset"
             )
-        loader = dataloader if isinstance(dataloader, er.AdaptiveDataLoader) else adaptive(dataloader, self._batch)
+        loader = adaptive(dataloader, self._batch)
         return UnreadStream(loader) if isinstance(loader.dataset, IterableDataset) else loader
 
     def optimizer_step(
