@@ -149,8 +149,8 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
         return None
     if not nodes:
         return 0.0
-    shape = (np.array([[count]], dtype=np.int64) for count in (len(nodes), sum(nodes.values())))
-    return float(table([view], gpu, *shape, GoodputCache())[0, 0]) / model.init_batch_size
+    on, workers = (np.array([[count]], dtype=np.int64) for count in (len(nodes), sum(nodes.values())))
+    return float(table([view], gpu, on, workers, GoodputCache())[0, 0]) / model.init_batch_size
 
 
 def _missing(view: JobView) -> float:
