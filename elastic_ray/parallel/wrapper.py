@@ -25,6 +25,7 @@ from elastic_ray.parallel.patches import (
     check_schedule,
     count_optimizer_steps,
     keep_scale_while_accumulating,
+    patch_state_dict,
     patch_step,
     patch_zero_grad,
 )
@@ -49,6 +50,7 @@ from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
@@ -155,6 +157,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._register(lr_scheduler, schedule)
         session.add_policies(policies)
         patch_step(optimizer, self._step)
+        patch_state_dict(optimizer, self._tiles)
         if self._tables:
             patch_zero_grad(optimizer, self._tables.zero)
 
@@ -172,6 +175,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
+        self._tiles = TiledOptimizer(run, module, optimizer, self._index)
         self._sync = GradientEngine(
             run,
             module,
@@ -184,6 +188,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             check_finite=self._finite.looks,
             scaler=self._scaler,
             tables=self._tables,
+            divided=self._tiles,
         )
         if self._learning_rates.wants_statistics:
             self._sync.require_statistics(self._learning_rates.wants_statistics)
@@ -266,7 +271,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
         states.register(f"model/{index}", ModuleState(self.module))
-        trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync)
+        trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync, self._tiles)
         states.register(f"optimizer/{index}", trained)
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
@@ -332,7 +337,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.before_update()
         self._check_called()
         self._trainable.drop_strangers()
-        if not ledger.may_apply():
+        if not ledger.may_apply() or not self._tiles.decide():
             return value
         self._sync.applied()
         if not self._counts():
@@ -350,11 +355,12 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
         if self._statistics.meter.wants_update:
-            step = functools.partial(apply, **kwargs)
-            result, norms = with_update_norms(self._optimizer, self._trainable.groups, step)
+            step = functools.partial(self._tiles.update, apply, **kwargs)
+            whole = not self._tiles.divided
+            result, norms = with_update_norms(self._optimizer, self._trainable.groups, step, whole=whole)
             self._statistics.meter.updated(norms)
         else:
-            result = apply(**kwargs)
+            result = self._tiles.update(apply, **kwargs)
         self._tables.update()
         return result
 
