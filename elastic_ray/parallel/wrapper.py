@@ -176,6 +176,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
         self._tiles = TiledOptimizer(run, module, optimizer, self._index)
+        self._tracker.read_from(self._tiles.denominators)
         self._sync = GradientEngine(
             run,
             module,

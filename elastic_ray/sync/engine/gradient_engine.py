@@ -277,7 +277,11 @@ class GradientEngine:
             self._drift.agree_on_scale()
 
     def collapse(self) -> None:
-        """Where models differ from rank to rank: make them one."""
+        """Where models differ from rank to rank: make them one. Rank 0 holds the whole state of the optimizer."""
+        self._make_one()
+        self._divided.gather()
+
+    def _make_one(self) -> None:
         if self._drift.on:
             self._drift.collapse()
 
@@ -296,7 +300,7 @@ class GradientEngine:
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
-        self.collapse()
+        self._make_one()
 
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""

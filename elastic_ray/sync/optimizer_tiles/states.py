@@ -36,11 +36,20 @@ def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
     return found
 
 
-def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]]) -> State:
-    """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet."""
+def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
+    """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet.
+
+    Args:
+        param: the parameter.
+        parts: its spans, with their states.
+        device: where large tensors go; by default where they are.
+    """
     first_span, first = parts[0]
     if first_span.whole:
-        return {key: value.clone() if isinstance(value, Tensor) else value for key, value in first.items()}
+        return {
+            key: value.to(device or value.device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in first.items()
+        }
     found: State = {}
     for key, value in first.items():
         if not isinstance(value, Tensor):
@@ -48,7 +57,7 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]]) -> State:
         elif value.shape != (first_span.length,):
             found[key] = value.clone()
         else:
-            whole = torch.empty(param.shape, dtype=value.dtype, device=value.device)
+            whole = torch.empty(param.shape, dtype=value.dtype, device=device or value.device)
             flat = whole.view(-1)
             for span, state in parts:
                 flat[span.start : span.start + span.length].copy_(state[key])
@@ -162,11 +171,23 @@ def cut_tile(
     return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
 
 
-def assemble(tiling: Tiling, params: Mapping[str, Parameter], states: Mapping[int, list[State]]) -> dict[str, State]:
-    """The state of all parameters, by name, from that of all tiles; without those that have none yet."""
+def assemble(
+    tiling: Tiling,
+    params: Mapping[str, Parameter],
+    states: Mapping[int, list[State]],
+    device: torch.device | None = None,
+) -> dict[str, State]:
+    """The state of all parameters, by name, from that of all tiles; without those that have none yet.
+
+    Args:
+        tiling: of the parameters.
+        params: by name.
+        states: of each tile's spans.
+        device: where large tensors go; by default where they are.
+    """
     parts: dict[str, list[tuple[Span, State]]] = {}
     for tile, spans in enumerate(tiling.tiles):
         for span, state in zip(spans, states[tile], strict=True):
             parts.setdefault(span.name, []).append((span, state))
-    joined = {name: joined_state(params[name], found) for name, found in parts.items()}
+    joined = {name: joined_state(params[name], found, device) for name, found in parts.items()}
     return {name: state for name, state in joined.items() if state}

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.optimizer_tiles.denominators import Denominators
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.run_view import TileRun
@@ -67,6 +68,9 @@ class TiledOptimizer:
         module: the model.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
+
+    Attributes:
+        denominators: the optimizer as statistics see it.
     """
 
     def __init__(self, run: TileRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -85,7 +89,9 @@ class TiledOptimizer:
         self._pending: _Pending | None = None
         self._unpublished = False
         self._publisher: Publisher | None = None
+        self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
+        self.denominators = Denominators(optimizer, lambda: self.divided)
 
     # -- the strategy --------------------------------------------------------------------------------------------------
 
@@ -129,6 +135,7 @@ class TiledOptimizer:
         try:
             run.consensus.agree_on(self._announced(Intent.UPDATE, 1))
             self._settle()
+            self._close()
         except CommunicationFailedError as error:
             if run.ledger.step is None:
                 raise
@@ -141,7 +148,7 @@ class TiledOptimizer:
 
     def decide(self) -> bool:
         """Vote on the update that is about to be made; False where the step is lost."""
-        self._gathered = None
+        self._close()
         if not self.divided:
             return True
         run = self._run
@@ -159,6 +166,10 @@ class TiledOptimizer:
             run.ledger.fail(str(error))
             return False
         return True
+
+    def _close(self) -> None:
+        """Rank 0 has the whole state no more."""
+        self._open, self._gathered = False, None
 
     def _keep_pending(self) -> None:
         """The update may have been decided: keep what it takes to make it."""
@@ -218,8 +229,11 @@ class TiledOptimizer:
         """New parameters from their owners to all; what does not come through is repeated in the next group."""
         run = self._run
         run.moment("publish")
+        senders = [mine[0] for mine in self._owners]
         try:
-            self._send_parameters([mine[0] for mine in self._owners], again=True)
+            self._send_parameters(senders, again=True)
+            if self._held is not None and self.denominators.due(run.ledger.steps + 1):
+                self.denominators.gather(run.group.communicator, self._held, self._params, senders)
         except CommunicationFailedError as error:
             self._unpublished, self._publisher = True, None
             if run.ledger.step is None:
@@ -242,9 +256,11 @@ class TiledOptimizer:
         Raises:
             StateLostError: no rank holds some tiles; raised on every rank.
         """
-        self._gathered, self._publisher = None, None
+        self._gathered = None
         self._settle()
         self._begun = True
+        if self._open and self.divided:
+            self._gathered = self._collected()
 
     def _settle(self) -> None:
         """Hold what this rank is to hold in the present group under the present strategy."""
@@ -279,12 +295,15 @@ class TiledOptimizer:
         assert tiling is not None, "there are tiles"
         communicator, world = group.communicator, group.world_size
         everyone = self._everyone_holds(communicator)
-        if gone := lost(len(tiling), [held for held, _ in everyone]):
+        sets = [held for held, _, _ in everyone]
+        if gone := lost(len(tiling), sets):
             raise StateLostError(self._lost_text(gone))
+        self._open = any(is_open for _, _, is_open in everyone)
         self._pending = None  # all ranks have come so far, and hold the same update
-        sets = [held for held, _ in everyone]
+        self._publisher = None
+        self.denominators.invalidate(fresh=self._last.number == 0)
         owners = place(len(tiling), sets, [member.node for member in group.members] or ["here"], copies)
-        if any(unpublished for _, unpublished in everyone):
+        if any(unpublished for _, unpublished, _ in everyone):
             holders = [min(rank for rank in range(world) if tile in sets[rank]) for tile in range(len(tiling))]
             self._send_parameters(holders, again=False)
         sent = moves(sets, owners)
@@ -299,14 +318,14 @@ class TiledOptimizer:
         else:
             self._keep([tile for tile, mine in enumerate(owners) if group.rank in mine])
 
-    def _everyone_holds(self, communicator: Communicator) -> list[tuple[frozenset[int], bool]]:
-        """By rank: tiles, and whether it lacks parameters of the last update."""
+    def _everyone_holds(self, communicator: Communicator) -> list[tuple[frozenset[int], bool, bool]]:
+        """By rank: tiles, whether it lacks parameters of the last update, and whether rank 0 had the whole state."""
         tiling, held = self._tiling, self._held
         assert tiling is not None, "there are tiles"
         own = held.tiles if held is not None else range(len(tiling)) if self._whole else ()
-        words = [*to_words(own, len(tiling)), int(self._unpublished)]
+        words = [*to_words(own, len(tiling)), int(self._unpublished), int(self._open)]
         rows = communicator.gather_ints(words) if communicator.world_size > 1 else [words]
-        return [(from_words(row[:-1], len(tiling)), bool(row[-1])) for row in rows]
+        return [(from_words(row[:-2], len(tiling)), bool(row[-2]), bool(row[-1])) for row in rows]
 
     def _lost_text(self, gone: Sequence[int]) -> str:
         tiles = len(self._tiling) if self._tiling is not None else 1
@@ -358,7 +377,6 @@ class TiledOptimizer:
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
-        self._gathered = None
         given = hand_over(self._owners, stays) if self.divided else ()
         if given:
             self._receive(self._run.group.communicator, given)
@@ -371,9 +389,13 @@ class TiledOptimizer:
         return not self.divided or self._gathered is not None
 
     def gather(self) -> None:
-        """Have rank 0 hold the whole state until the next update; all ranks call it."""
-        if self.divided:
+        """Have rank 0 hold the whole state until the next update; all ranks call it.
+
+        At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
+        """
+        if self.divided and not self._open:
             self._gathered = self._collected()
+        self._open = True
 
     def _collected(self) -> dict[str, State] | None:
         """The state of whole parameters, by name, on rank 0; None elsewhere."""
@@ -383,25 +405,29 @@ class TiledOptimizer:
         found = dict(carry_out(group.communicator, needed, self._states_of))
         if group.rank != 0:
             return None
-        return assemble(tiling, self._params, {**found, **{tile: held.states_of(tile) for tile in held.tiles}})
+        states = {**found, **{tile: held.states_of(tile) for tile in held.tiles}}
+        return assemble(tiling, self._params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def whole_states(self) -> dict[Parameter, State] | None:
         """Those of parameters in tiles, by parameter, on rank 0 and none on the others; None where nothing is divided.
 
-        All ranks call it.
+        Between an update and the end of a pass all ranks call it.
 
         Raises:
             RanksDisagreeError: another rank does not.
         """
         if not self.divided:
             return None
-        self._run.consensus.agree_on(self._announced(Intent.STATE, 0))
-        found = self._collected() or {}
+        if not self._open:
+            self._run.consensus.agree_on(self._announced(Intent.STATE, 0))
+            self.gather()
+        found = self._gathered or {}
         return {self._params[name]: state for name, state in found.items()}
 
     def loaded(self) -> None:
         """The optimizer was given the whole state, on all ranks alike: keep what this rank holds of it."""
         held, tiling = self._held, self._tiling
+        self._gathered, self._open = None, held is None
         if held is None or tiling is None:
             return
         for tile in held.tiles:
@@ -448,7 +474,8 @@ class TiledOptimizer:
         pending, before = self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
         self._last = _Update(number, generation, tuple(rates))
-        self._gathered, self._pending = None, None
+        self._pending = None
+        self._close()
         if whole or tree is None:
             self._held, self._whole = None, True
         elif tree.get("kept"):

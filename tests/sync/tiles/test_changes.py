@@ -10,7 +10,12 @@ from elastic_ray.sync import Owner, StateLostError
 from tests.loop.changing import Change, Hold, Kill
 from tests.sync.tiles.trained import Case, check, run
 
-GROWS_AND_SHRINKS = [Change(3, (1, 2, 3)), Change(7, (1, 2, 3, 4)), Change(15, (3, 4)), Kill(20, 3, "allreduce")]
+GROWS_AND_SHRINKS = [
+    Change(3, (1, 2, 3)),
+    Change(7, (1, 2, 3, 4)),
+    Change(15, (3, 4)),
+    Kill(20, 3, "backward", last=True),
+]
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -20,12 +25,20 @@ def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop", "adafactor", "fused adamw", "foreach sgd"])
 def test_other_optimizers(optimizer: str) -> None:
-    check(Case(optimizer), [Change(3, (1, 2, 3, 4)), Kill(9, 2, "after_step"), Change(15, (3, 4, 5))], (1, 2, 3))
+    check(
+        Case(optimizer),
+        [Change(3, (1, 2, 3, 4)), Kill(9, 2, "after_step", last=True), Change(15, (3, 4, 5))],
+        (1, 2, 3),
+    )
 
 
 @pytest.mark.parametrize("strategy", ["partitioned_ps", "uneven_partitioned_ps", Owner(unit="tile", copies=3)])
 def test_other_tiles(strategy: Any) -> None:
-    check(Case(strategy=strategy), [Change(3, (1, 2, 3, 4)), Kill(9, 2, "after_step"), Change(15, (3, 4))], (1, 2, 3))
+    check(
+        Case(strategy=strategy),
+        [Change(3, (1, 2, 3, 4)), Kill(9, 2, "after_step", last=True), Change(15, (3, 4))],
+        (1, 2, 3),
+    )
 
 
 # Where replicated workers die for the same to become of the step: it is drawn again, or it counts.
@@ -35,7 +48,7 @@ AS_REPLICATED = {"forward": "forward", "backward": "backward", "optimizer_step":
 @pytest.mark.parametrize("moment", [*AS_REPLICATED, "after_step", "edge"])
 def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     found, wanted = (
-        [Kill(4, 2, when), Kill(6, 1, when), Change(9, (3, 4, 5))]
+        [Kill(4, 2, when, last=True), Kill(6, 1, when, last=True), Change(9, (3, 4, 5))]
         for when in (moment, AS_REPLICATED.get(moment, moment))
     )
     check(Case(), found, (1, 2, 3, 4), as_replicated=wanted)
@@ -51,12 +64,12 @@ def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: 
     """Of the four, one makes the update and dies; those that are held do not know that it was decided."""
     heard = tuple({1, 2, 3} - set(held))
     script = [Kill(3, 4, "publish", after=heard), *(Hold(3, worker, "vote") for worker in held)]
-    check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step")])
+    check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step", last=True)])
 
 
 def test_an_update_that_no_survivor_has_made_is_made_anew() -> None:
     script = [Kill(3, 4, "publish"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))]
-    check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "backward")])
+    check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "backward", last=True)])
 
 
 @pytest.mark.parametrize("next_one", [1, 2, 3])
