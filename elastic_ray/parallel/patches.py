@@ -15,7 +15,7 @@ from elastic_ray.parallel.run_view import UpdateLedger
 class DividedOptimizer(Protocol):
     """State of an optimizer of which each rank has a part."""
 
-    def whole_states(self) -> dict[torch.nn.Parameter, dict[str, Any]] | None:
+    def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
         """All of it, by parameter, on rank 0; None where this rank has all. All ranks call it."""
 
     def loaded(self) -> None:

@@ -189,7 +189,7 @@ class TrainedState(OptimizerState):
             self._trainable.restore(theirs)
             self._rebuild()
         divided, state = tree.get("divided"), self._optimizer.state
-        own = {p: state[p] for p in self._divided.tiled if p in state}
+        own: dict[torch.Tensor, Any] = {p: state[p] for p in self._divided.tiled if p in state}
         super().restore(tree)
         self._carried.restore(tree.get("carried", {}))
         whole = divided is None or bool(divided.get("whole"))

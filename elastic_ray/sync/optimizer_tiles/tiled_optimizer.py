@@ -408,7 +408,7 @@ class TiledOptimizer:
         states = {**found, **{tile: held.states_of(tile) for tile in held.tiles}}
         return assemble(tiling, self._params, states, torch.device("cpu"))  # no GPU may have room for it
 
-    def whole_states(self) -> dict[Parameter, State] | None:
+    def whole_states(self) -> dict[Tensor, State] | None:
         """Those of parameters in tiles, by parameter, on rank 0 and none on the others; None where nothing is divided.
 
         Between an update and the end of a pass all ranks call it.
