@@ -82,8 +82,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
             The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
-            averages models, which gives no statistics. The rates that user code and schedulers set are those at the
-            initial batch size.
+            averages models. The rates that user code and schedulers set are those at the initial batch size.
         nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
             rank they came up: ``"warn"`` tells so (log, event, status) and applies them as PyTorch would, ``"skip"``
             leaves such updates out on all ranks, with what their forward passes did to buffers, ``"raise"`` ends the
@@ -203,8 +202,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
             check_process_group(self._run.group.world_size)
-        if self._bounded_tables:
-            refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
+        refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -271,8 +269,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
-        states.register(f"model/{index}", ModuleState(self.module))
         trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync, self._tiles)
+        states.register(f"model/{index}", ModuleState(self.module))
         states.register(f"optimizer/{index}", trained)
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
@@ -356,8 +354,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
         if self._statistics.meter.wants_update:
-            step = functools.partial(self._tiles.update, apply, **kwargs)
-            whole = not self._tiles.divided
+            step, whole = functools.partial(self._tiles.update, apply, **kwargs), not self._tiles.divided
             result, norms = with_update_norms(self._optimizer, self._trainable.groups, step, whole=whole)
             self._statistics.meter.updated(norms)
         else:

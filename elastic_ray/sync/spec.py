@@ -118,24 +118,19 @@ ALL_REDUCE = Reduce()
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Parts of the model have owners.
+    """Each tensor has an owner, which collects its gradient and sends the mean back: a parameter server's traffic.
 
-    Whole tensors (``unit="tensor"``): each has an owner, which collects its gradient and sends the mean back, a
-    parameter server's traffic. Optimizer state stays whole on every rank, so that the loss of an owner loses nothing.
+    Optimizer state stays whole on every rank, so that the loss of an owner loses nothing.
 
-    Tiles (``unit="tile"``): the optimizer state of each lies with ``copies`` ranks, on different nodes as far as
-    balance allows (ZeRO-1). Gradients are all-reduced. All owners of a tile make the same update, and the first one
-    sends the new parameters to all. In a group of no more than ``copies`` ranks every rank owns all: replicated
-    training.
+    Tiles (``unit="tile"``): the optimizer state of each lies with ``copies`` ranks, which make the same updates and
+    send new parameters to all (ZeRO-1). A group of no more than ``copies`` ranks trains replicated.
 
     Attributes:
         unit: ``"tensor"`` or ``"tile"``.
-        gradients: that owners of tiles need: ``"full"``, all ranks have all of them, so that code which clips or
-            unscales them is right as it is.
-        copies: owners of a tile; with 1, the loss of a worker loses the only copy of its tiles.
-        cut: of tiles: ``"equal"`` parts of all tensors together, or parts of each tensor along its first dimension: as
-            many as its smallest divisor from 2 on (``"divisor"``), or as the smallest number that divides it not
-            (``"uneven"``). Optimizers that are not element-wise own whole tensors.
+        gradients: of tiles: ``"full"`` ones are all-reduced, so that code which clips or unscales them is right.
+        copies: owners of a tile, on different nodes as far as balance allows.
+        cut: of tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each (``"divisor"``,
+            ``"uneven"``). Optimizers that are not element-wise own whole tensors.
         placement: of whole tensors: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
         bucket_bytes: size from which another bucket (of one owner) is begun.
         wire: form of the gradients, without residuals.
@@ -160,7 +155,7 @@ class Owner:
         check_type("wire", self.wire, Wire)
         if self.wire.rank or self.wire.dtype == "int8":
             raise StrategyError("Owner.wire must be native, bf16 or fp16: an owner's tensors have no residuals")
-        if self.unit == "tile" and self.placement != "balanced":
+        if self.owns_tiles and self.placement != "balanced":
             raise StrategyError(f"Owner.placement must be 'balanced' for tiles, but got {self.placement!r}")
 
     @property
@@ -306,8 +301,8 @@ class Strategy:
         """What holds after each step."""
         if self.average is None:
             kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
-            copies = next((each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles), 0)
-            tiled = f"; each tile of the optimizer state is the same on {copies} of them" if copies else ""
+            copies = {each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles}
+            tiled = f"; each tile of the optimizer state is the same on {copies.pop()} of them" if copies else ""
             return f"parameters are bit-identical on all ranks{kept}{tiled}"
         if self.average.algorithm == "pair":
             return "the mean over ranks of their models moves by their mean update alone"

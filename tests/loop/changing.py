@@ -203,14 +203,17 @@ class _Job:
         for kill in list(self._kills):
             if (kill.worker, kill.step, kill.moment) == (worker, step, moment):
                 self._kills.remove(kill)
-                others = self.members if kill.last else kill.after
-                _wait(lambda: all((each, moment, step) in self._reached for each in others))
+                self._wait_for(self.members if kill.last else kill.after, moment, step)
                 raise _Killed(kill.joins)
         if (worker, step, moment) in self._holds:
             self._holds.remove((worker, step, moment))
             _wait(lambda: self._sessions[worker].membership.voided)
         if moment == "forward" and step in self._changes:
             self._prepare(worker, step)
+
+    def _wait_for(self, workers: Sequence[int], moment: str, step: int) -> None:
+        """Until these have come there as well."""
+        _wait(lambda: all((each, moment, step) in self._reached for each in workers))
 
     def _prepare(self, worker: int, step: int) -> None:
         """Hold each worker in the step until it has formed the group to go to, so that the step's end is where."""
