@@ -48,6 +48,10 @@ class TilePlan:
     owner: Owner
     divided: bool
 
+    def holds(self, params: Sequence[int]) -> bool:
+        """Whether the state of all these is."""
+        return set(params) <= set(self.params)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:

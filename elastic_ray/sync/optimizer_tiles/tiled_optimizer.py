@@ -290,7 +290,8 @@ class TiledOptimizer:
 
     def loaded(self) -> None:
         """The optimizer was given the whole state, on all ranks alike: keep what this rank holds of it."""
-        self._close()
+        if self.divided:
+            self._close()
         self._holder.reload()
 
     # -- what travels and what is kept ---------------------------------------------------------------------------------
@@ -331,6 +332,7 @@ class TiledOptimizer:
         self._pending = None
         self._close()
         if whole or tree is None:
+            self._open = True  # as at the beginning of a run: what is divided now is gathered at once
             self._holder.is_whole()
         elif tree.get("kept"):
             self._holder.take_kept(tree["kept"])

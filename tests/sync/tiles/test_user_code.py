@@ -109,7 +109,8 @@ def test_strategies_are_switched_while_training(optimizer: str, script: Any) -> 
 
 def test_rules_by_name_leave_other_parameters_whole() -> None:
     strategy = Strategy(rules=(Rule(pattern="last.*", sync=Reduce()),), default=Owner(unit="tile"))
-    check(Case(strategy=strategy), [Kill(5, 2, "after_step", last=True), Change(9, (1, 3, 4, 5))], FOUR)
+    found = check(Case(strategy=strategy), [Kill(5, 2, "after_step", last=True), Change(9, (1, 3, 4, 5))], FOUR)
+    assert "the same on 2 of them" in str(found.results[1].wrapped.explain_strategy())
 
 
 class _Tabled(nn.Module):
