@@ -28,6 +28,7 @@ from placement.allocator.actor import PolicyConflictError, get_or_create_allocat
 from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import ScalingDecision
+from placement.cluster.jobs import JobView
 from placement.policies import make_policy
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
@@ -224,6 +225,12 @@ def snapshot() -> CoreSnapshot | None:
     """What the allocator knows and has decided; None while there is none (it starts with the first job)."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
+
+
+def views() -> tuple[JobView, ...]:
+    """Every job that could run, where it is to be, with what others know of its model; none without an allocator."""
+    answer: tuple[JobView, ...] | None = _ask_allocator("views")
+    return answer or ()
 
 
 def explain(job: str) -> Explanation | None:

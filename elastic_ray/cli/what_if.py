@@ -41,11 +41,11 @@ def simulate(arguments: tuple[str, ...]) -> None:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--nodes", "text", required=True, help="Such as T4:4x8, or cpu:2x16: type, nodes x devices each.")
+@click.option("--nodes", "text", help="Others, such as T4:4x8 or cpu:2x16: type, nodes x devices each.")
 @click.option("--policy", help="By default the cluster's own.")
 @json_option
-def live(text: str, policy: str | None, as_json: bool) -> None:
-    """What the jobs that run now would have on other nodes, and when they would be done.
+def live(text: str | None, policy: str | None, as_json: bool) -> None:
+    """When the jobs that run now will be done, and what they would have on other nodes or under another policy.
 
     Their own models and declared lengths count; a type of GPU that a job has not been on is taken to be like the one
     that it knows. All else that jobs ask for (CPUs, memory) counts as plentiful there.
@@ -56,20 +56,30 @@ def live(text: str, policy: str | None, as_json: bool) -> None:
 
     cluster.connect()
     seen = cluster.snapshot()
-    views = [state.view for state in seen.jobs.values()] if seen is not None else []
+    views = cluster.views() if seen is not None and seen.jobs else ()
     if seen is None or not views:
         raise click.ClickException("no elastic job runs on this cluster, so there is nothing to ask about")
     chosen, now_s = policy or seen.policy, time.time()
     try:
-        then = outlook(views, read_nodes(text, views), chosen, now_s)
         now = outlook(views, seen.cluster, chosen, now_s, stay=True)
+        then = None if text is None else outlook(views, read_nodes(text, views), chosen, now_s)
     except InputError as error:
         raise click.UsageError(str(error)) from error
     if as_json:
         show_json({"policy": chosen, "nodes": text, "now": now, "then": then})
         return
+    if then is None:
+        say(f"policy {chosen}; present nodes")
+        show_table(COLUMNS, [row(each) for each in now], empty="no jobs")
+        return
     say(f"policy {chosen}; present nodes -> {text}")
     show_table(COLUMNS, rows(now, then), empty="no jobs")
+
+
+def row(here: Outlook) -> tuple[str, ...]:
+    """A job as it will go on."""
+    reason = " ".join(here.reason.split())
+    return here.job, str(here.workers), _rate(here.goodput), _span(here.ends_s), reason
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:

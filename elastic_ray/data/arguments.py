@@ -118,14 +118,23 @@ class LoaderArguments:
             return getattr(self, name)
         raise AttributeError(f"'AdaptiveDataLoader' object has no attribute {name!r}")
 
+    def keywords(self) -> dict[str, Any]:
+        """Keyword arguments of the ``AdaptiveDataLoader`` that has these."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**own.pop("options"), **own}
+
     @property
     def shuffles(self) -> bool:
         """Whether the order is a new one in each epoch: unless told otherwise, except for whole batches."""
         return (not self.whole_batches) if self.shuffle is None else self.shuffle
 
 
-def taken_over(given: LoaderArguments) -> LoaderArguments:
+def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
     """The arguments of the DataLoader that was given as dataset.
+
+    Args:
+        given: what an ``AdaptiveDataLoader`` was given.
+        batch_size: the global batch size in place of the DataLoader's own.
 
     Raises:
         ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
@@ -150,7 +159,7 @@ def taken_over(given: LoaderArguments) -> LoaderArguments:
             "a DataLoader with batch_size=None, whose samples are batches already, cannot be shared out: pass its "
             "dataset with batch_size=the number of such items in a global batch, and a collate_fn"
         )
-    batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    batches: dict[str, Any] = {"batch_size": batch_size or loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_size is None:
         batches = {"batch_sampler": loader.batch_sampler}
     elif not isinstance(loader.dataset, IterableDataset):

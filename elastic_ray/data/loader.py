@@ -11,18 +11,18 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
+from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
 from elastic_ray.data.batches import BringsBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
-from elastic_ray.data.ramp import read_ramp
+from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares
 from elastic_ray.data.sources import make_source, order_of
 from elastic_ray.data.whole import batches_of
 from elastic_ray.loop.api import current_session
-from elastic_ray.loop.resumable import ResumableLoader
 from elastic_ray.session.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
@@ -142,7 +142,7 @@ class AdaptiveDataLoader(ResumableLoader):
             gradient_accumulation: allow several micro-batches a step; ``optimizer.step()`` acts on the last.
 
         Raises:
-            RuntimeError: another loader of this loader_pass adapts its batch already, or training has begun.
+            RuntimeError: another loader of this train loop adapts its batch already, or training has begun.
             ValueError: limits that exclude each other or the batch size.
         """
         if self._given.whole_batches:

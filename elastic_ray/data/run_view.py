@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.loop.resumable import ResumedRun
+from elastic_ray.data.resumable import ResumedRun
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 

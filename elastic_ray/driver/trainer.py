@@ -29,13 +29,13 @@ from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import read_overrides, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
-from elastic_ray.integrations.ray_data_packing import (
+from elastic_ray.integrations.ray_data.packing import (
     check_datasets,
     name_coordinator,
     pack_datasets,
     with_datasets,
 )
-from elastic_ray.integrations.ray_data_run import DatasetsOfJob
+from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
@@ -174,7 +174,7 @@ class ElasticTrainer:
                 raise
             raise JobNameTakenError(_name_taken(spec.job)) from error  # another driver was faster
         if spec.datasets:
-            from elastic_ray.integrations.ray_data_coordinator import start_coordinator
+            from elastic_ray.integrations.ray_data.coordinator import start_coordinator
 
             most = {name: amount * spec.max_workers for name, amount in spec.bundle.items()}
             packed = pack_datasets(self._datasets, spec.job, most)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -13,6 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.data.arguments import LoaderArguments, taken_over
+from elastic_ray.integrations.late_wrapping import LateWrapped, LoaderOnDevice
 from elastic_ray.integrations.pass_epochs import epochs_of
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.session.registry import HookPoint
@@ -47,17 +48,17 @@ def check(function: str, given: Mapping[str, Any]) -> None:
         )
 
 
-def model(module: torch.nn.Module, **options: Any) -> PreparedModel:
+def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
     """What ``prepare_model`` wraps a model in."""
-    return PreparedModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
+    return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
-def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> PreparedLoader:
+def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> RayTrainLoader:
     """What ``prepare_data_loader`` wraps a loader in."""
-    return PreparedLoader(data_loader, device)
+    return RayTrainLoader(data_loader, device)
 
 
-class PreparedModel(torch.nn.Module):
+class RayTrainModel(LateWrapped):
     """A model whose optimizer does not exist yet: they are wrapped together when the first epoch begins.
 
     Args:
@@ -69,38 +70,27 @@ class PreparedModel(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._options = options
-        self._wrapped: list[er.AdaptiveDataParallel] = []  # not a module of this one: it holds the same parameters
         session = current_session()
         if session.synced:
             raise RuntimeError(
                 "prepare_model() must be called before the first epoch, so that all workers have the model"
             )
-        session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._wrap)
+        session.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self.wrap)
         epochs_of(session).add_model(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        return self._wrapped[0](*args, **kwargs) if self._wrapped else self.module(*args, **kwargs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
-        return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
-
-    def _wrap(self) -> None:
+    def make_wrapper(self) -> er.AdaptiveDataParallel:
+        """The model with its optimizer, which the script has made by now."""
         optimizer = _optimizer_of(self.module)
-        self._wrapped.append(
-            er.AdaptiveDataParallel(
-                self.module, optimizer, lr_scheduler=_schedulers_of(optimizer), grad_scaler=_scaler(), **self._options
-            )
+        return er.AdaptiveDataParallel(
+            self.module, optimizer, lr_scheduler=_schedulers_of(optimizer), grad_scaler=_scaler(), **self._options
         )
 
 
-class PreparedLoader:
+class RayTrainLoader(LoaderOnDevice):
     """An ``AdaptiveDataLoader`` whose batches come on the worker's device, for as many samples a step as all workers of
-    the job at its largest would take; whatever it has is to be had here.
+    the job at its largest would take.
 
     Args:
         data_loader: with the batch size of one worker.
@@ -117,9 +107,10 @@ class PreparedLoader:
                 "cuts batches by itself: give it batch_size, and a sampler if need be"
             )
         workers = current_session().group.most_workers
-        self.loader = er.AdaptiveDataLoader(_of_batch(data_loader, data_loader.batch_size * workers))
+        given = taken_over(LoaderArguments(dataset=data_loader), batch_size=data_loader.batch_size * workers)
+        super().__init__(er.AdaptiveDataLoader(**given.keywords()), device)
         self.sampler = _Sampler(self.loader.sampler)
-        self._given, self._device = data_loader, device
+        self._given = data_loader
         if get_context().get_world_rank() == 0:
             logger.info(
                 "a step takes %d samples, as %d workers of %d would, however many there are",
@@ -135,11 +126,11 @@ class PreparedLoader:
             # A worker that came behind the last step would run code after the loop without having run the loop's body.
             for batch in self.loader.batches(joined_later=True):
                 replays = False
-                yield _moved(batch, self._device)
+                yield _moved(batch, self.device)
             replays = replays and session.ledger.replays_passes
         if replays:
             with epochs.rehearsal():
-                yield from (_moved(batch, self._device) for batch in self._any_batch())
+                yield from (_moved(batch, self.device) for batch in self._any_batch())
 
     def _any_batch(self) -> Iterator[Any]:
         """A batch of one worker, if there is any data."""
@@ -147,14 +138,6 @@ class PreparedLoader:
         own = torch.Generator()  # else it would draw from torch's
         one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
         return itertools.islice(one, 1)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
 
 
 class _Sampler:
@@ -173,27 +156,6 @@ class _Sampler:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._sampler, name)
-
-
-def _of_batch(given: DataLoader[Any], batch_size: int) -> DataLoader[Any]:
-    """The same loader with another batch size."""
-    workers: dict[str, Any] = {"persistent_workers": given.persistent_workers, "prefetch_factor": given.prefetch_factor}
-    order: dict[str, Any] = (
-        {} if isinstance(given.dataset, torch.utils.data.IterableDataset) else {"sampler": given.sampler}
-    )
-    return DataLoader(
-        given.dataset,
-        batch_size=batch_size,
-        num_workers=given.num_workers,
-        collate_fn=given.collate_fn,
-        pin_memory=given.pin_memory,
-        drop_last=given.drop_last,
-        timeout=given.timeout,
-        worker_init_fn=given.worker_init_fn,
-        generator=given.generator,
-        **order,
-        **(workers if given.num_workers else {}),
-    )
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

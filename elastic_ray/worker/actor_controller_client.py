@@ -33,41 +33,18 @@ from elastic_ray.worker.messages import (
 )
 from elastic_ray.worker.run_view import MeasuredRun
 from elastic_ray.worker.setup import Assignment, WorkerSetup
+from placement.ray_cluster.named_actors import insist
 from placement.storage.storage_calls import StorageCalls
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 60.0  # a call that Ray holds back for a controller's next process is not refused meanwhile
-_POLL_S = 0.1
 _SOONEST_S = 0.1  # between beats that are not to wait
-_PATIENCE_S = 60.0
 _MOST_UNHEARD = 500  # about a second of a controller's time
+_POLL_S = 0.1
 _PAUSE_S = 2e-3
 _MOST_REPORTED = 2000
 _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the latest
-
-
-def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
-    """The answer to a call of the controller, which is called again while Ray restarts it.
-
-    Args:
-        call: makes the call; answering it twice must do no harm.
-        timeout_s: longest wait for one answer; None waits for as long as the controller lives.
-        patience_s: longest wait for a controller that is away.
-
-    Raises:
-        RayError: it is gone for good, or was away for too long.
-    """
-    away_since_s: float | None = None
-    while True:
-        try:
-            return ray.get(call(), timeout=timeout_s)
-        except ActorUnavailableError:
-            now_s = time.monotonic()
-            away_since_s = now_s if away_since_s is None else away_since_s
-            if now_s - away_since_s > patience_s:
-                raise
-            time.sleep(_POLL_S)
 
 
 class ActorControllerClient:

@@ -28,6 +28,7 @@ from placement.allocator.explaining import Explanation
 from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
+from placement.allocator.recording import Recorder
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
 from placement.allocator.waiting import StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
@@ -43,6 +44,7 @@ from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
+from placement.storage.line_file import LineFile
 from placement.text import log_plainly
 
 NAME = "allocator"
@@ -164,6 +166,8 @@ class Allocator:
         self._metrics = AllocatorMetrics(writer, scaling.node_types if scaling is not None else ())
         self._orphans = Orphans()
         self._core: AllocatorCore | None = None
+        file = LineFile(config.record) if config is not None and config.record is not None else None
+        self._recorder = Recorder(file.append if file is not None else None)
         self._started = asyncio.Lock()
         self._controllers = Controllers(self._mourn)
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
@@ -215,6 +219,10 @@ class Allocator:
     async def snapshot(self) -> CoreSnapshot:
         """What the allocator knows and has decided."""
         return (await self._start()).snapshot()
+
+    async def views(self) -> tuple[JobView, ...]:
+        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
         """What the page shows, again and again.
@@ -277,8 +285,9 @@ class Allocator:
                     await asyncio.sleep(_POLL_S)
                 running = any(node.reserved for node in nodes)
                 core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
-                core.handle(self._nodes_changed(usable(self._history, ())), time.time())
+                self._recorder.begun(self._policy, self._config, settling=running)
                 self._core = core
+                self._handle(self._nodes_changed(usable(self._history, ())))
                 self._starts = StartTimes(lambda: core.snapshot(core.recorded))
             return self._core
 
@@ -357,8 +366,10 @@ class Allocator:
     def _handle(self, event: Event) -> None:
         """Let the core decide, and carry out what it says."""
         assert self._core is not None, "events come after the start"
+        now_s = time.time()
+        self._recorder.told(event, now_s)
         before_s, begun_s = self._core.decided_s, time.thread_time()
-        instructions = self._core.handle(event, time.time())
+        instructions = self._core.handle(event, now_s)
         if self._core.decided_s != before_s:
             self._decision_cpu_s = time.thread_time() - begun_s
             self._metrics.decided(self._core.decided_for, self._decision_cpu_s)
@@ -375,6 +386,7 @@ class Allocator:
             if record is self._logged:
                 break
             fresh.append(record)
+        self._recorder.decided(reversed(fresh))
         for record in reversed(fresh):
             # Of a job's own size, its events tell, with the same reason; `elastic-ray allocator` lists all decisions.
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)

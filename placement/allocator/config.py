@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from placement.autoscaling.config import Autoscaling
 from placement.checks import check_number
@@ -35,6 +36,8 @@ class AllocatorConfig:
             without actions; the allocator logs its address.
         metrics: tell Prometheus of the cluster through Ray's metrics, and place the Grafana dashboard where Ray's own
             Grafana finds it (docs/metrics.md).
+        record: file of the head node to which all that the core is told, and all that it decides, is appended
+            (docs/simulator.md); None records nothing.
     """
 
     min_interval_s: float = 2.0
@@ -52,16 +55,19 @@ class AllocatorConfig:
     autoscaling: Autoscaling | None = None
     dashboard: bool = False
     metrics: bool = True
+    record: str | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name not in ("tenants", "notices", "autoscaling", "dashboard", "metrics"):
+            if field.name not in ("tenants", "notices", "autoscaling", "dashboard", "metrics", "record"):
                 check_number(field.name, getattr(self, field.name), least=0)
         check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
         for name in ("dashboard", "metrics"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
+        if self.record is not None and (not isinstance(self.record, str) or not os.path.isabs(self.record)):
+            raise ValueError(f"record must be None or the absolute path of a file, but got {self.record!r}")
 
     @property
     def constraints(self) -> Constraints:

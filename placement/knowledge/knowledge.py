@@ -50,11 +50,16 @@ class Prior:
 
 @dataclasses.dataclass(slots=True)
 class _Family:
-    """What is known of one fingerprint on one GPU type."""
+    """What is known of one fingerprint on one GPU type.
+
+    Models are fitted when one is asked for, to what was known right after the last news. Fitted to what is known when
+    they are asked for, the decisions of an allocator would depend on who looked on, and when.
+    """
 
     seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
     cached: tuple[Observation, ...] | None = None
     fits: dict[bool, ThroughputModel] = dataclasses.field(default_factory=dict)
+    fitted_to: tuple[Observation, ...] | None = None
     most: int = 0
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
 
@@ -66,6 +71,9 @@ class _Family:
             return False
         if known is None or _corrects(observation, known[0]):
             self.fits.clear()  # a model that has not seen a shape may be wrong by half there, and idle GPUs cost more
+            self.fitted_to = None
+        elif self.fitted_to is None:
+            self.fitted_to = self._told()
         self.seen[shape] = observation, seen_s
         self.cached = None
         self.most = max(self.most, observation.replicas)
@@ -77,8 +85,18 @@ class _Family:
         for shape in old:
             del self.seen[shape]
         if self.cached is None or old:
-            self.cached = tuple(observation for _, (observation, _) in sorted(self.seen.items()))
+            self.cached = self._told()
         return self.cached
+
+    def model(self, *, fixed_batch: bool) -> ThroughputModel | None:
+        """Fitted to what was measured; None where that was nothing."""
+        told = self.fitted_to if self.fitted_to is not None else self._told()
+        if fixed_batch not in self.fits and told:
+            self.fits[fixed_batch] = fit(told, fixed_batch=fixed_batch)
+        return self.fits.get(fixed_batch)
+
+    def _told(self) -> tuple[Observation, ...]:
+        return tuple(observation for _, (observation, _) in sorted(self.seen.items()))
 
 
 class Knowledge:
@@ -175,7 +193,7 @@ class Knowledge:
             if not family.seen:
                 continue
             told = family.observations(now_s, self._config.forget_s)
-            model = self._model(family, told, fixed_batch=view.max_batch_size is None)
+            model = family.model(fixed_batch=view.max_batch_size is None) if told else None
             own = models.get(gpu, view.goodput)
             noise = own.noise if own is not None else _noise(family, view)
             if model is None or noise is None or view.init_batch_size is None:
@@ -210,13 +228,6 @@ class Knowledge:
             for gpu, model in known.models.items()
             if gpu not in view.models and known.observations.get(gpu)
         }
-
-    def _model(self, family: _Family, told: tuple[Observation, ...], *, fixed_batch: bool) -> ThroughputModel | None:
-        if not told:
-            return None
-        if fixed_batch not in family.fits:
-            family.fits[fixed_batch] = fit(told, fixed_batch=fixed_batch)
-        return family.fits[fixed_batch]
 
     def measurements(self, fingerprints: Collection[str]) -> Measurements:
         """All that is known of these models, for keeping."""

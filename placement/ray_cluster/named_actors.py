@@ -1,17 +1,22 @@
-"""SHELL: actors of ours that others find by name: how they are made, found and listed."""
+"""SHELL: actors of ours that others find by name: how they are made, found, listed and asked again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import ActorUnavailableError
 
 from placement.ray_cluster.snapshot import on_head
 
 NAMESPACE = "elastic_ray"
 """Ray's namespace of all named actors of ours."""
+
+_PATIENCE_S = 60.0
+_POLL_S = 0.1
 
 
 @functools.cache
@@ -66,3 +71,26 @@ def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
     for name in names_of_actors(prefix):
         if (actor := find_actor(name)) is not None:  # else it has just ended
             yield name, actor
+
+
+def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
+    """The answer to a call of an actor, which is called again while Ray restarts it.
+
+    Args:
+        call: makes the call; answering it twice must do no harm.
+        timeout_s: longest wait for one answer [s]; None waits for as long as the actor lives.
+        patience_s: longest wait for an actor that is away [s].
+
+    Raises:
+        RayError: it is gone for good, or was away for too long; GetTimeoutError: it has not answered in time.
+    """
+    away_since_s: float | None = None
+    while True:
+        try:
+            return ray.get(call(), timeout=timeout_s)
+        except ActorUnavailableError:
+            now_s = time.monotonic()
+            away_since_s = now_s if away_since_s is None else away_since_s
+            if now_s - away_since_s > patience_s:
+                raise
+            time.sleep(_POLL_S)

@@ -37,7 +37,6 @@ from placement.simulator.world.state import World
 _LOG_LENGTH = 10_000_000
 # What is done about slow nodes is left to the policies, which are compared by it.
 _ROUNDS = AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH, avoid_slow_nodes=False)
-_LIVE = dataclasses.replace(_ROUNDS, rounds=False, min_interval_s=15.0, refresh_s=60.0)
 _LONGEST_S = 365 * 86400.0  # a job that is not done by then never will be
 
 OnProgress = Callable[[int, int, float], None]
@@ -46,7 +45,7 @@ OnProgress = Callable[[int, int, float], None]
 
 def simulate(
     trace: str | Path | Sequence[TraceJob],
-    profiles: str | Path,
+    profiles: str | Path | Mapping[str, Application],
     cluster: str,
     *,
     rules: str | Rules = "pollux",
@@ -68,7 +67,7 @@ def simulate(
 
     Args:
         trace: a file, or jobs.
-        profiles: folder with one folder per application.
+        profiles: folder with one folder per application, or the applications by name.
         cluster: such as ``aws:16x4``.
         rules: ``pollux``, ``sia``, ``live``, or rules of one's own.
         policy: a registered name or a policy object.
@@ -92,7 +91,7 @@ def simulate(
         RuntimeError: the trace does not come to an end, since the policy starves a job.
     """
     nodes = parse_cluster(cluster)
-    applications = load_profiles(profiles, gpu_types(nodes))
+    applications = load_profiles(profiles, gpu_types(nodes)) if isinstance(profiles, (str, Path)) else profiles
     specs = _read(trace, applications)
     wrong = disturbances or Disturbances()
     wrong.check(make_rules(rules), nodes)
@@ -179,13 +178,17 @@ class _Simulation:
         rounds = self.rules.round_s is not None
         known = Knowledge() if self.knowledge else None
         nodes = self.nodes if self.autoscale is None else Cluster()
-        world = World(jobs, nodes, self.policy, _ROUNDS if rounds else _LIVE, known)
+        pace = self.rules.pace
+        config = dataclasses.replace(
+            _ROUNDS, rounds=rounds, min_interval_s=pace.min_interval_s, refresh_s=pace.refresh_s
+        )
+        world = World(jobs, nodes, self.policy, config, known)
         if self.autoscale is not None:
             return world, self._run_scaled(world, jobs, self.autoscale, on_progress)
         if self.rules.round_s is not None:
             _run_rounds(world, jobs, self.rules.round_s, on_progress)
         else:
-            LiveDriver(world, self.nodes, self.wrong, self.seed, _LONGEST_S).run(jobs, on_progress)
+            LiveDriver(world, self.nodes, self.wrong, self.seed, _LONGEST_S, pace).run(jobs, on_progress)
         return world, None
 
     def _run_scaled(

@@ -11,12 +11,9 @@ from placement.allocator.events import NodesChanged
 from placement.cluster.cluster import Cluster
 from placement.simulator.nodes.disturbances import Disturbances, Kind
 from placement.simulator.world.job import SimulatedJob
+from placement.simulator.world.rules import Pace
 from placement.simulator.world.state import World
 
-TICK_S = 30.0
-"""How often every job tells how it stands, and the slow round of the allocator."""
-
-_MEASURED_S = 10.0  # after so many seconds of training a new size has been measured, and is told
 _SCRIPT_S = 30 * 86400.0
 
 
@@ -29,9 +26,19 @@ class LiveDriver:
         disturbances: what goes wrong.
         seed: of that.
         longest_s: a simulation that takes longer is given up [s].
+        pace: how often every job tells how it stands, with the slow round of the allocator; how soon it has measured.
     """
 
-    def __init__(self, world: World, cluster: Cluster, disturbances: Disturbances, seed: int, longest_s: float) -> None:
+    def __init__(
+        self,
+        world: World,
+        cluster: Cluster,
+        disturbances: Disturbances,
+        seed: int,
+        longest_s: float,
+        pace: Pace = Pace(),  # noqa: B008
+    ) -> None:
+        self._pace = pace
         self._world = world
         self._cluster = cluster
         self._disturbances = disturbances
@@ -82,7 +89,7 @@ class LiveDriver:
         for job in list(self._present.values()):
             self._world.hear(job, now_s)
         self._world.tick(now_s)
-        self._at(now_s + TICK_S, self._tick)
+        self._at(now_s + self._pace.heartbeat_s, self._tick)
 
     def _wake(self, job: SimulatedJob, version: int, now_s: float) -> None:
         """The job's epoch ends, or its new workers join, unless it was placed anew since this was foreseen."""
@@ -92,7 +99,7 @@ class LiveDriver:
         self._advance(job, now_s)
         if job.name in self._present:
             if joins:
-                self._at(now_s + _MEASURED_S, lambda at_s: self._tell(job, at_s))
+                self._at(now_s + self._pace.measured_s, lambda at_s: self._tell(job, at_s))
             self._foresee(job)
 
     def _tell(self, job: SimulatedJob, now_s: float) -> None:
@@ -133,7 +140,7 @@ class LiveDriver:
             for job in [self._present[name] for name in touched if name in self._present]:
                 self._foresee(job)
                 if job.training is not None and job.joined_s == float("inf"):
-                    told_s = now_s + job.restart_left_s + _MEASURED_S
+                    told_s = now_s + job.restart_left_s + self._pace.measured_s
                     self._at(told_s, lambda at_s, job=job: self._tell(job, at_s))  # type: ignore[misc]
             if self._disturbances.interference:
                 for job in self._present.values():

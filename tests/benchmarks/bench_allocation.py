@@ -1,9 +1,10 @@
-"""Average completion time of ``goodput`` on published traces, in three rows of what it may know.
+"""Average completion time of ``goodput`` on published traces, in four rows of what it may know.
 
-Rows: no length information; declared epochs; declared epochs and shared knowledge (jobs of one application share
-what they measure). Families: ``pollux`` under Pollux's rules against the averages that its artifact publishes;
-``philly`` and ``saturn`` under Sia's rules against ``sia`` and ``pollux`` in the same simulator, homogeneous and
-heterogeneous; ``live`` the same traces under our own rules against ``sia`` with its restart charges.
+Rows: no length information; none but what earlier jobs of the application tell (shared knowledge, nothing declared);
+declared epochs; declared epochs and shared knowledge (jobs of one application share what they measure). Families:
+``pollux`` under Pollux's rules against the averages that its artifact publishes; ``philly`` and ``saturn`` under Sia's
+rules against ``sia`` and ``pollux`` in the same simulator, homogeneous and heterogeneous; ``live`` the same traces
+under our own rules against ``sia`` with its restart charges.
 
 Claims hold for the mean over all traces of a family in ``$ELASTIC_RAY_DATA`` (the folder with ``workloads`` and
 ``profiles``); differences under 5 % on one trace mean nothing. A full run takes hours on one core: choose families.
@@ -26,12 +27,18 @@ from common import bar, finish, side_parser
 
 from placement.policies import GoodputPolicy
 from placement.simulator import simulate
+from placement.simulator.workloads.lengths import Lengths
 
 DATA = Path(os.environ.get("ELASTIC_RAY_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 HOMOGENEOUS = "aws:16x4"
 HETEROGENEOUS = "aws:6x4,rtx:3x8,dgx-ext:2x8"
-ROWS = {"no lengths": (False, False), "epochs": (True, False), "epochs + shared": (True, True)}
-"""Name: (declared lengths are used, measurements are shared)."""
+ROWS = {
+    "no lengths": (False, False, True),
+    "earlier jobs": (True, True, False),
+    "epochs": (True, False, True),
+    "epochs + shared": (True, True, True),
+}
+"""Name: (lengths are used, measurements are shared, jobs declare their epochs)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +123,16 @@ def _run_all(runs: list[Run], processes: int) -> list[dict[str, Any]]:
 
 def _run(run: Run) -> dict[str, Any]:
     start = time.process_time()
-    lengths, shared = ROWS.get(run.system, (True, False))
+    lengths, shared, declared = ROWS.get(run.system, (True, False, True))
     policy = GoodputPolicy(lengths=lengths) if run.system in ROWS else run.system
     report = simulate(
-        run.trace, DATA / "profiles", FAMILIES[run.family].cluster, rules=run.rules, policy=policy, knowledge=shared
+        run.trace,
+        DATA / "profiles",
+        FAMILIES[run.family].cluster,
+        rules=run.rules,
+        policy=policy,
+        knowledge=shared,
+        lengths=Lengths(declared=declared),
     )
     record = report.record()
     del record["per_job"]
@@ -141,6 +154,7 @@ def _short(record: dict[str, Any]) -> dict[str, Any]:
         "avg [h]": record["avg_jct_s"] / 3600,
         "p99 [h]": record["p99_jct_s"] / 3600,
         "makespan [h]": record["makespan_s"] / 3600,
+        "GPU h": record["gpu_hours"],
         "changes": record["restarts_per_job"],
         "rho > 2": record["rho_above_2"],
         "decision [ms]": record["decision_ms_mean"],
@@ -173,6 +187,7 @@ def _bars(family: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 ("", "avg_jct_s", limit),
                 (" p99", "p99_jct_s", 1.05),
                 (" makespan", "makespan_s", 1.05),
+                (" GPU hours", "gpu_hours", 1.02),
             ):
                 theirs = _baseline(records, baseline, key)
                 both = [trace for trace in ours if trace in theirs]

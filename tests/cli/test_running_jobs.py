@@ -74,6 +74,8 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     seen = run(ray_cluster, "top").stdout  # once, into a pipe
     assert "policy goodput" in seen and "seen" in seen and "NODE" in seen
     assert "0 -> " in run(ray_cluster, "logs", "seen").stdout
+    ends = run(ray_cluster, "simulate", "--live").stdout
+    assert "present nodes" in ends and "->" not in ends.partition("REASON")[0] and "seen" in ends
     then = run(ray_cluster, "simulate", "--live", "--nodes", "cpu:1x1").stdout
     assert "-> 1" in then and "seen" in then
     assert "cluster must look like" in run(ray_cluster, "simulate", "--live", "--nodes", "x", code=2).stderr

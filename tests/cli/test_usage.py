@@ -50,7 +50,7 @@ def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
         (["submit", __file__, "--runtime-env-json", "[]"], "must be a JSON object"),
         (["submit", __file__, "--working-dir", "examples"], "must hold the script"),
         (["submit", __file__, "--wait", "--json"], "choose one"),
-        (["simulate", "--live"], "Missing option '--nodes'"),
+        (["simulate", "--live", "--nodes"], "Option '--nodes' requires an argument"),
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["top", "--interval", "0"], "x>=0.2"),
         (["allocator", "set"], "Missing argument 'POLICY'"),

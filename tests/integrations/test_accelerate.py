@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import logging
 import math
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import elastic_ray as er
 from tests.loop.changing import Change, Kill, run_job
 
 accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
 
 from accelerate.utils import ProjectConfiguration  # noqa: E402
 
@@ -24,6 +27,7 @@ SAMPLES, BATCH, EPOCHS = 48, 8, 3
 STEPS = SAMPLES // BATCH
 GROWS = (Change(3, (1, 2, 3)), Change(STEPS + 3, (1, 2)))
 LOSES = (Kill(2, 2, "backward"), Kill(STEPS, 3, "edge"))
+LARGER = er.adaptation.BatchSchedule({0: 4 * BATCH})
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -323,3 +327,215 @@ def test_a_scheduler_that_was_made_for_the_prepared_optimizer_is_prepared_later(
             scheduler.step()
             optimizer.zero_grad()
     assert scheduler.scheduler.last_epoch == STEPS
+
+
+@pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
+def test_beside_a_gradient_scaler_steps_are_ours(script: Any, first: Any, new_scaler: Any) -> None:
+    """The scaler stands for fp16's, which accelerate makes on a GPU only."""
+
+    def train(elastic: bool) -> tuple[dict[str, torch.Tensor], float, float]:
+        accelerator = (Accelerator if elastic else accelerate.Accelerator)(cpu=True)
+        accelerator.scaler = new_scaler()
+        model, optimizer, scheduler = parts()
+        loader: Any = DataLoader(numbers(), BATCH)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for epoch in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
+            for x, y, index in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                overflow = bool(accelerator.reduce((index == 0).sum())) and epoch == 1
+                if overflow:
+                    for p in model.parameters():
+                        p.grad.fill_(math.inf)
+                optimizer.step()
+                assert accelerator.optimizer_step_was_skipped == overflow
+                scheduler.step()
+                optimizer.zero_grad()
+        weights = {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
+        progress = model.scale_invariant_steps if elastic else EPOCHS * STEPS - 1
+        return weights, scheduler.get_last_lr()[0], progress
+
+    weights, rate, steps = train(False)
+    for result in run_job(lambda: train(True), script, first=first).results.values():
+        for name, value in weights.items():
+            torch.testing.assert_close(result[0][name], value, rtol=1e-4, atol=1e-5)
+        assert math.isclose(result[1], rate, abs_tol=1e-9) and result[2] == steps
+
+
+@pytest.mark.parametrize(("clip", "limit"), [("clip_grad_norm_", 0.5), ("clip_grad_value_", 0.2)])
+def test_accumulated_gradients_are_clipped_once_beside_a_scaler(clip: str, limit: float, new_scaler: Any) -> None:
+    def train(**options: Any) -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(cpu=True, **options)
+        accelerator.scaler = new_scaler()
+        model, optimizer = pair()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        # Behind prepare(), which would have the model compute in 16 bits.
+        accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+        try:
+            for _ in er.remaining_epochs_until(EPOCHS):
+                for x, y, _ in loader:
+                    accelerator.backward((model(x) - y).square().mean())
+                    getattr(accelerator, clip)(model.parameters(), limit)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        finally:
+            accelerator.state._mixed_precision = "no"  # it is the process's
+        return {name: p.detach().clone() for name, p in accelerator.unwrap_model(model).named_parameters()}
+
+    wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
+    (whole,) = run_job(train, ()).results.values()
+    (cut,) = run_job(lambda: train(**wanted), ()).results.values()
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_states_are_numbered_on_by_whichever_worker_is_rank_0(loses: bool, tmp_path: Path) -> None:
+    used = tmp_path / "checkpoints" / "checkpoint_4"
+    used.mkdir(parents=True)
+
+    def train() -> None:
+        config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=4)
+        accelerator = Accelerator(cpu=True, project_config=config)
+        model, optimizer = pair()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.save_state()
+
+    outcome = run_job(train, (Kill(STEPS + 1, 1, "backward"),) if loses else (), first=(1, 2))
+    assert len(outcome.results) == (1 if loses else 2)
+    assert sorted(each.name for each in used.parent.iterdir()) == [f"checkpoint_{number}" for number in (4, 5, 6, 7)]
+
+
+class Counter:
+    """Something of the user's own, with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_what_is_registered_for_checkpointing_reaches_joiners(tmp_path: Path) -> None:
+    def train() -> tuple[int, int]:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, scheduler = parts()
+        loader: Any = DataLoader(numbers(), BATCH)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        counter = Counter()
+        accelerator.register_for_checkpointing(counter)
+        accelerator.register_for_checkpointing(scheduler)  # as accelerate's own example does
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                counter.count += 1
+        accelerator.save_state(str(tmp_path))
+        with pytest.raises(RuntimeError, match="before the first epoch"):
+            accelerator.register_for_checkpointing(Counter())
+        return counter.count, scheduler.scheduler.last_epoch
+
+    outcome = run_job(train, (*GROWS, LOSES[0]), first=(1,))
+    assert set(outcome.results.values()) == {(STEPS * EPOCHS, STEPS * EPOCHS)}
+    assert (tmp_path / "custom_checkpoint_1.pkl").exists()
+
+
+def test_alone_a_second_training_may_register_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True)
+        counter = Counter()
+        accelerator.register_for_checkpointing(counter)
+        model, optimizer = pair()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        for _ in er.remaining_epochs_until(1):
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                counter.count += 1
+        assert counter.count == STEPS
+
+
+@pytest.mark.parametrize("which", ["main_process_first", "local_main_process_first"])
+def test_who_is_first_runs_a_block_before_the_others(which: str) -> None:
+    entered = threading.Event()
+
+    def train() -> None:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = pair()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        for _ in er.remaining_epochs_until(1):
+            accelerator.wait_for_everyone()
+            with getattr(accelerator, which)():
+                if accelerator.is_main_process:
+                    assert not entered.wait(0.5)
+                else:
+                    entered.set()
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run_job(train, (), first=(1, 2))
+    assert entered.is_set()
+
+
+class Scores(NamedTuple):
+    """As models give them."""
+
+    logits: torch.Tensor
+    more: list[torch.Tensor]
+
+
+def test_collectives_keep_the_structure_that_they_are_given() -> None:
+    def train() -> None:
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = pair()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        for _ in er.remaining_epochs_until(1):
+            rank = accelerator.process_index
+            given = Scores(torch.full((rank + 1,), float(rank)), [torch.tensor(rank)])
+            padded = accelerator.pad_across_processes(given)
+            assert type(padded) is Scores and padded.logits.tolist() == [float(rank)] * (rank + 1) + [0.0] * (1 - rank)
+            summed = accelerator.reduce(padded)
+            assert type(summed) is Scores and summed.logits.tolist() == [1.0, 1.0] and int(summed.more[0]) == 1
+            gathered = accelerator.gather_for_metrics(given)
+            assert type(gathered) is Scores and gathered.logits.tolist() == [0.0, 1.0, 1.0]
+            assert gathered.more[0].tolist() == [0, 1]
+            texts = transformers.BatchEncoding({"ids": torch.tensor([[rank]])})
+            assert type(accelerator.gather(texts)) is transformers.BatchEncoding
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run_job(train, (), first=(1, 2))
+
+
+def test_the_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="elastic_ray.integrations.batch_options")
+
+    def train() -> tuple[int, ...]:
+        accelerator = Accelerator(cpu=True, max_batch_size=4 * BATCH, elastic_options={"policy": LARGER})
+        model, optimizer = pair()
+        own = er.AdaptiveDataLoader(numbers(), BATCH)
+        model, optimizer, loader, check = accelerator.prepare(model, optimizer, own, DataLoader(numbers(), 16))
+        for _ in er.remaining_epochs_until(2):
+            for x, y, _ in loader:
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return loader.current_batch_size, check.current_batch_size
+
+    assert list(run_job(train, ()).results.values()) == [(4 * BATCH, 16)]
+    (said,) = {each.getMessage() for each in caplog.records}
+    assert said.startswith(f"max_batch_size={4 * BATCH} is that of the loader over a TensorDataset, with batches of 8")

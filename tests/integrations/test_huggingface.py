@@ -69,6 +69,22 @@ def collate(texts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
+def bare(texts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Without the numbers, which models do not take."""
+    batch = collate(texts)
+    del batch["numbers"]
+    return batch
+
+
+def arguments(folder: Path) -> Any:
+    """One epoch, as it is."""
+    return transformers.TrainingArguments(
+        output_dir=str(folder), report_to=[], use_cpu=True, num_train_epochs=1, disable_tqdm=True, optim="sgd",
+        save_strategy="no", remove_unused_columns=False, per_device_train_batch_size=BATCH, learning_rate=0.2,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+
+
 def gpt() -> Any:
     transformers.set_seed(1)
     config = transformers.GPT2Config(
@@ -235,6 +251,57 @@ def test_micro_batches_are_accumulated_and_clipped_whole(tmp_path: Path) -> None
     results, _ = job(tmp_path, (), (1,), trainer=wanted)
     check_alike(results, alone)
     assert max(len(batch) for _, batch in USED) == 4
+
+
+@pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (LOSES, (1, 2, 3))])
+def test_beside_a_gradient_scaler_steps_are_ours(script: Any, first: Any, new_scaler: Any, tmp_path: Path) -> None:
+    """The scaler stands for fp16's, which accelerate makes on a GPU only."""
+
+    def with_scaler(base: Any) -> type:
+        class Scaling(base):  # type: ignore[misc]
+            def create_accelerator_and_postprocess(self) -> None:
+                super().create_accelerator_and_postprocess()
+                self.accelerator.scaler = new_scaler()
+
+        return Scaling
+
+    def train(base: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        made = with_scaler(base)(model=gpt(), args=arguments(tmp_path), train_dataset=Texts(), data_collator=bare)
+        made.train()
+        weights = {name: p.detach().clone() for name, p in made.model.named_parameters()}
+        return weights, getattr(made.model_wrapped, "scale_invariant_steps", STEPS)
+
+    alone, steps = train(transformers.Trainer)
+    for weights, progress in run_job(lambda: train(Trainer), script, first=first).results.values():
+        assert progress == steps
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5)
+
+
+class Adaptive(Trainer):  # type: ignore[misc, name-defined]
+    """Gives a loader of ours."""
+
+    loader: er.AdaptiveDataLoader | None = None
+
+    def get_train_dataloader(self) -> Any:
+        if self.loader is None:
+            self.loader = er.AdaptiveDataLoader(Texts(), BATCH, collate_fn=bare)
+        return self.loader
+
+
+def test_an_adaptive_loader_of_the_user_s_own_has_the_trainer_s_limits(tmp_path: Path) -> None:
+    def train(times: int) -> list[int]:
+        made = Adaptive(model=gpt(), args=arguments(tmp_path), max_batch_size=2 * BATCH)
+        steps = []
+        for _ in range(times):
+            made._elastic_options["policy"] = er.adaptation.BatchSchedule({0: 2 * BATCH})  # each asks once
+            made.train()
+            steps.append(made.state.global_step)
+        return steps
+
+    expected = STEPS // 2 + 1  # the first is of the initial batch
+    assert list(run_job(lambda: train(1), ()).results.values()) == [[expected]]
+    assert train(2) == [expected] * 2, "alone, the same loader begins anew"
 
 
 def test_a_checkpoint_of_rank_0_goes_on_at_its_batch(tmp_path: Path) -> None:

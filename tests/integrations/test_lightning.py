@@ -23,6 +23,7 @@ torchmetrics = pytest.importorskip("torchmetrics")
 from lightning.pytorch.callbacks import (  # noqa: E402
     Callback,
     EarlyStopping,
+    EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -149,6 +150,43 @@ def uses() -> collections.Counter[int]:
     used = collections.Counter((epoch, each) for module in MODULES for epoch, batch in module.used for each in batch)
     assert len(used) == SAMPLES * EPOCHS
     return collections.Counter(used.values())
+
+
+@pytest.mark.parametrize(
+    ("script", "first"), [(GROWS, (1,)), ([Kill(2, 1, "after_step"), Kill(STEPS + 2, 2, "edge", joins=(3, 4))], (1, 2))]
+)
+def test_averaged_weights_reach_joiners_and_take_each_step_once(script: Any, first: Any) -> None:
+    options: Any = {"callbacks": lambda: [EMAWeightAveraging(decay=0.8)]}
+    alone = fit(False, **options)
+    results, _ = job(script, first, **options)
+    check_alike(results, alone)  # the weights are the average in the end
+    assert not all(torch.equal(value, fit(False).weights[name]) for name, value in alone.weights.items())
+
+
+class LogsRarely(Module):
+    """Logs a metric in one step of an epoch only, and a value in the first epoch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.global_step % STEPS == 1:
+            self.rare.update(float(len(batch[0])))
+            self.log("rare", self.rare, on_step=False, on_epoch=True)
+        if self.global_step == 2:
+            self.log("first", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def test_what_joiners_have_not_logged_is_averaged_with_them_and_what_is_past_without() -> None:
+    # One joins after the step that logs; one in an epoch after that in which "first" was logged.
+    script = (Change(3, (1, 2)), Change(STEPS + 1, (1, 2, 3)))
+    results, _ = job(script, (1,), make=LogsRarely)
+    for result in results.values():
+        assert result.metrics["rare"] == BATCH
+    check_alike(results, fit(False, make=LogsRarely))
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
@@ -298,6 +336,31 @@ def test_clipping_and_accumulation() -> None:
         torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_an_adaptive_loader_of_the_user_s_own_has_the_strategy_s_limits() -> None:
+    wanted = {"max_batch_size": 2 * BATCH, "policy": er.adaptation.BatchSchedule({0: 2 * BATCH})}
+    results, _ = job((), (1,), loader=lambda: er.AdaptiveDataLoader(dataset(), BATCH), strategy=wanted)
+    assert results[1].steps == EPOCHS * STEPS // 2 + 1, "the first step is of the initial batch"
+
+
+class Estimating(Module):
+    """Asks for the length of the training when its optimizer is made, as warm-up schedules do."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == STEPS * self.trainer.max_epochs
+        return super().configure_optimizers()
+
+
+def test_alone_an_adaptive_loader_serves_a_second_fit() -> None:
+    strategy = ElasticRayStrategy(max_batch_size=2 * BATCH)
+    options = {"enable_checkpointing": False, "use_distributed_sampler": False, **QUIET, "strategy": strategy}
+    trainer = L.Trainer(max_epochs=1, **options)
+    module, loader = Estimating(), er.AdaptiveDataLoader(dataset(), BATCH)
+    for epochs in (1, 3):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(module, loader, DataLoader(dataset(), BATCH))
+        assert trainer.current_epoch == epochs
+
+
 class Manual(Module):
     """Steps by itself."""
 
@@ -381,6 +444,18 @@ def test_of_several_loaders_it_is_said() -> None:
 
     with pytest.raises(ValueError, match="one loader over a dataset that gives an item of each"):
         fit(True, loader=loaders)
+
+
+def test_batches_that_no_loader_cuts_are_refused() -> None:
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(DataLoader(dataset(), BATCH))
+
+        def __len__(self) -> int:
+            return STEPS
+
+    with pytest.raises(TypeError, match="put what it reads into a dataset"):
+        fit(True, loader=Batches)
 
 
 def test_a_loader_that_is_given_in_a_dict_would_come_without_it() -> None:

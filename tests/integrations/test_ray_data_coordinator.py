@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from elastic_ray.integrations import ray_data_coordinator
-from elastic_ray.integrations.ray_data_coordinator import DatasetCoordinator, RowsFound, RowsWanted
-from elastic_ray.integrations.ray_data_stream import RowStream
-from elastic_ray.integrations.row_window import Reader, Readers
+from elastic_ray.integrations.ray_data import coordinator
+from elastic_ray.integrations.ray_data.coordinator import DatasetCoordinator, RowsFound, RowsWanted
+from elastic_ray.integrations.ray_data.row_window import Reader, Readers
+from elastic_ray.integrations.ray_data.stream import RowStream
 
 _WAIT_S = 20.0
 
@@ -66,7 +66,7 @@ class Executions:
 def executions(monkeypatch: pytest.MonkeyPatch) -> Executions:
     made = Executions()
     monkeypatch.setattr(RowStream, "_read", lambda self: made.read(self))
-    monkeypatch.setattr(ray_data_coordinator, "_slow", lambda dataset: f"{dataset}: no rows; CPUs")
+    monkeypatch.setattr(coordinator, "_slow", lambda dataset: f"{dataset}: no rows; CPUs")
     return made
 
 
@@ -155,7 +155,7 @@ def test_an_epoch_that_was_begun_ahead_and_failed_does_not_count(executions: Exe
 def test_a_question_of_a_loop_that_was_left_is_answered(
     executions: Executions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_data_coordinator, "_SLOW_S", 0.2)
+    monkeypatch.setattr(coordinator, "_SLOW_S", 0.2)
 
     async def main(coordinator: Any) -> None:
         executions.stuck = True
@@ -175,7 +175,7 @@ def test_a_question_of_a_loop_that_was_left_is_answered(
 def test_a_wait_is_explained_while_somebody_waits(
     executions: Executions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_data_coordinator, "_SLOW_S", 0.05)
+    monkeypatch.setattr(coordinator, "_SLOW_S", 0.05)
 
     async def main(coordinator: Any) -> None:
         executions.stuck = True

@@ -189,3 +189,21 @@ def test_of_several_scalers_none_is_taken_silently(enabled: Sequence[bool], refu
         return
     with pytest.raises(RuntimeError, match=r"GradScaler is the model's, .* holds 2: let go .* grad_scaler=\.\.\.\)"):
         ray_train._scaler()
+
+
+def test_a_prepared_loader_keeps_the_options_of_the_one_that_was_given() -> None:
+    given = DataLoader(
+        rows(), BATCH, num_workers=2, multiprocessing_context="spawn", in_order=False, pin_memory_device="cuda:0",
+        prefetch_factor=3, timeout=7,
+    )  # fmt: skip
+    prepared = ray_train.loader(given, torch.device("cpu"))
+    assert prepared.multiprocessing_context.get_start_method() == "spawn" and prepared.in_order is False
+    assert (prepared.pin_memory_device, prepared.prefetch_factor, prepared.timeout) == ("cuda:0", 3, 7)
+    assert prepared.batch_size == BATCH * prepared.loader._session.group.most_workers
+    assert ray_train.loader(DataLoader(rows(), 1), torch.device("cpu")).batch_size == 1
+
+
+def test_a_prepared_model_has_the_attributes_of_the_model() -> None:
+    module: Any = net()
+    module.hidden = 6
+    assert ray_train.model(module).hidden == 6

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.integrations.row_window import Reader, RowWindow
+from elastic_ray.integrations.ray_data.row_window import Reader, RowWindow, Span
 
 
 def reader(rank: int, position: int, *, world_size: int = 2, generation: int = 1) -> Reader:
@@ -99,3 +99,18 @@ def test_no_rank_misses_a_row_and_nothing_is_kept_that_all_have_passed(
             assert found[position - spans[0].first if spans else 0 :] == rows[position:]
         if len(asked) == 3:
             assert all(span.end > min(positions) for span in made.held)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_rows_that_another_execution_has_cut_otherwise_are_taken_up_once(first: list[int], second: list[int]) -> None:
+    end, rows = 0, list[int]()
+    for sizes in (first, second):
+        at = 0
+        for size in sizes:
+            block = list(range(at, at + size))
+            rest = Span(first=at, rows=size, block=block).behind(end)
+            if rest is not None:
+                rows += rest.block[rest.offset : rest.offset + rest.rows]
+                end = rest.end
+            at += size
+    assert rows == list(range(max(sum(first), sum(second))))

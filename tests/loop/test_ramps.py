@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.data.ramp import read_ramp
+from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.session.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 

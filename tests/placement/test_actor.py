@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from placement.allocator.actor import Allocator, PolicyConflictError, get_or_create_allocator
 from placement.allocator.config import AllocatorConfig
+from placement.allocator.recording import read_recording, replay
 from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import AutoscalerConfig
 from placement.autoscaling.config import Autoscaling
@@ -328,6 +330,31 @@ def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixtur
     jobs.stop("a")
     wait_until(lambda: not snapshot().jobs, "no job is known any more")
     assert configured(get_or_create_allocator(config=second)) == second and snapshot().policy == "fair_share"
+    get_or_create_allocator("goodput", config=AllocatorConfig())
+
+
+def test_what_it_was_told_is_recorded_and_decided_anew_to_the_letter(jobs: Jobs, tmp_path: Path) -> None:
+    """Over two lives: the second is made beside jobs that it has yet to hear of."""
+    path = tmp_path / "events.jsonl"
+    get_or_create_allocator("goodput", config=AllocatorConfig(record=str(path)))
+    jobs.start("a", fingerprint="net")
+    wait_until(lambda: jobs.held() == {"a": 8}, "one job has everything")
+    jobs.start("b", fingerprint="net")
+    wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    first = snapshot().log
+    ray.kill(get_or_create_allocator(), no_restart=False)
+    wait_until(lambda: set(snapshot().jobs) == {"a", "b"} and snapshot().settled, "it has heard of both again")
+    jobs.stop("a")
+    wait_until(lambda: jobs.held() == {"b": 8}, "the other one grows")
+    second = snapshot().log
+    with path.open() as file:
+        lives = read_recording(file)
+    assert [life.settling for life in lives] == [False, True]
+    for life, log in zip(lives, (first, second), strict=True):
+        assert log and life.decided[: len(log)] == log
+        assert list(map(repr, replay(life))) == list(map(repr, life.decided))
+    jobs.stop("b")
+    wait_until(lambda: not snapshot().jobs, "no job is known any more")
     get_or_create_allocator("goodput", config=AllocatorConfig())
 
 

@@ -186,7 +186,9 @@ def test_best_is_as_good_as_trying_everything(
     )
     highest = exhaustive(model, nodes, replicas, limit, (low, high), accumulation)
     if highest > 0:
-        assert highest * 0.97 <= goodput  # once in ten thousand cases the other micro-step count is 2.1 % better <= highest * (1 + 1e-9)
+        assert (
+            highest * 0.97 <= goodput
+        )  # once in ten thousand cases the other micro-step count is 2.1 % better <= highest * (1 + 1e-9)
         assert replicas * m * (s + 1) >= init
     if goodput == 0:
         assert (m, s) == (0, 0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.data.resumable import resume_at
+from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.huggingface.arguments import check_options
+from elastic_ray.integrations.huggingface.collectives import Collectives
 from elastic_ray.integrations.huggingface.main_process import OnMainProcess
 from elastic_ray.integrations.huggingface.position import read_position, write_position
-from elastic_ray.integrations.huggingface.prepared import PreparedLoader, PreparedModel
+from elastic_ray.integrations.huggingface.prepared import AccelerateLoader, AccelerateModel, step_through_ours
+from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context, session_of_new_model
 from elastic_ray.session.registry import HookPoint
@@ -29,12 +34,14 @@ check_overridden(
             *("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "gather", "gather_for_metrics"),
             *("reduce", "pad_across_processes", "no_sync", "accumulate", "unwrap_model", "get_state_dict", "save"),
             *("save_state", "load_state", "wait_for_everyone", "check_trigger", "set_trigger", "main_process_first"),
+            *("local_main_process_first", "register_for_checkpointing", "unscale_gradients", "clip_grad_norm_"),
+            "clip_grad_value_",
         ],
     },
 )
 
 
-class Accelerator(OnMainProcess):
+class Accelerator(OnMainProcess, Collectives):
     """``accelerate.Accelerator`` within a train function; epochs come from ``elastic_ray.remaining_epochs_until(n)``.
 
     ``prepare`` takes models, optimizers and schedulers in one call or in several. The ``batch_size`` of a loader is
@@ -42,8 +49,8 @@ class Accelerator(OnMainProcess):
     go through elastic-ray's collectives: tensors and plain values, never pickled.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
-            batch stays without.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it, of the
+            first loader that is prepared; other loaders keep their batch, as all do without.
         local_bsz_bounds: least and largest samples that one worker takes at once.
         gradient_accumulation: allow several micro-batches a step.
         elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
@@ -53,8 +60,8 @@ class Accelerator(OnMainProcess):
         ValueError: an argument that cannot be kept when workers come and go.
     """
 
-    flag_tensor: Any
     _models: list[Any]
+    _custom_objects: list[Any]
 
     def __init__(
         self,
@@ -65,8 +72,11 @@ class Accelerator(OnMainProcess):
         elastic_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
-            raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+        self._batch_options = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         check_options(options)
         super().__init__(**options)
         if self.state.num_processes > 1:
@@ -74,13 +84,6 @@ class Accelerator(OnMainProcess):
                 "torchrun or accelerate launch has set up processes of its own here: the job starts workers, each of "
                 "them a process of its own"
             )
-        self._autoscale: dict[str, Any] | None = None
-        if max_batch_size is not None:
-            self._autoscale = {
-                "max_batch_size": max_batch_size,
-                "local_bsz_bounds": local_bsz_bounds,
-                "gradient_accumulation": gradient_accumulation,
-            }
         self._elastic_options = elastic_options or {}
 
     @property
@@ -138,13 +141,13 @@ class Accelerator(OnMainProcess):
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """A model that is wrapped with its optimizer when training begins; with ``evaluation_mode``, it never is."""
-        known = [each for each in self._models if each is model or _plain(each) is model]
+        known = [each for each in self._models if each is model or plain_model(each) is model]
         if known:
             return known[0]
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if evaluation_mode:
             return prepared
-        self._models[-1] = PreparedModel(prepared, self._wrap)
+        self._models[-1] = AccelerateModel(prepared, self._wrap)
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -162,7 +165,7 @@ class Accelerator(OnMainProcess):
 
     def _wrap_models(self) -> None:
         """Wrap the models whose optimizers were prepared; raises ValueError for an optimizer whose model was not."""
-        models = [each for each in self._models if isinstance(each, PreparedModel)]
+        models = [each for each in self._models if isinstance(each, AccelerateModel)]
         for optimizer in self._optimizers:
             own = [each for each in models if _steps(optimizer, each.module)]
             if not own:
@@ -175,7 +178,7 @@ class Accelerator(OnMainProcess):
 
     def _wrap(self, module: torch.nn.Module) -> er.AdaptiveDataParallel | None:
         """A prepared model with its optimizer and the schedulers of that; None without an optimizer."""
-        optimizers = [each.optimizer for each in self._optimizers if _steps(each.optimizer, module)]
+        optimizers = [each for each in self._optimizers if _steps(each, module)]
         if not optimizers:
             return None
         if len(optimizers) > 1:
@@ -183,73 +186,36 @@ class Accelerator(OnMainProcess):
                 f"{len(optimizers)} optimizers were prepared for one {type(module).__name__}, but elastic-ray wraps "
                 "each model with one: give it all parameters, in groups"
             )
+        (prepared,) = optimizers
         schedulers = [each.scheduler for each in self._schedulers]
-        followers = [each for each in schedulers if _stepped_by(each) is optimizers[0]]
-        return er.AdaptiveDataParallel(
-            module, optimizers[0], lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
+        followers = [each for each in schedulers if _stepped_by(each) is prepared.optimizer]
+        wrapper = er.AdaptiveDataParallel(
+            module, prepared.optimizer, lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
         )
+        step_through_ours(prepared)
+        return wrapper
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> PreparedLoader:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
         """A loader whose batches all workers share."""
         loader = data_loader if isinstance(data_loader, er.AdaptiveDataLoader) else er.AdaptiveDataLoader(data_loader)
-        if self._autoscale is not None:
-            loader.autoscale_batch_size(**self._autoscale)
-            self._autoscale = None
-        self._dataloaders.append(PreparedLoader(loader, self, self._optimizers))
+        self._batch_options.apply(loader)
+        self._batch_options = BatchOptions()  # one loader of a train loop adapts
+        self._dataloaders.append(AccelerateLoader(loader, self, self._optimizers))
         return self._dataloaders[-1]
 
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all workers, one behind the other; their first sizes may differ."""
-        return _joined(er.all_gather(tensor))
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """As accelerate's, of what a step will apply; the part that an accumulation has so far is left alone."""
+        if self.sync_gradients:
+            super().unscale_gradients(optimizer)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As :meth:`gather`, since no sample is there twice; lists of other values are put together."""
-        if use_gather_object or (isinstance(input_data, list) and not _all_tensors(input_data)):
-            return [each for part in er.all_gather(list(input_data)) for each in part]
-        return self.gather(input_data)
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`unscale_gradients`; the norm of what is left alone is 0."""
+        return super().clip_grad_norm_(*args, **kwargs) if self.sync_gradients else torch.zeros(())
 
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over all workers of each tensor in it."""
-        if reduction not in ("sum", "mean", "none"):
-            raise ValueError(f"reduction must be 'sum', 'mean' or 'none', but got {reduction!r}")
-        if reduction == "none":
-            return tensor
-        return _mapped(tensor, lambda each: er.all_reduce(each, reduction) * scale)
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Each tensor as long on ``dim`` as the longest of any worker's."""
-
-        def padded(each: torch.Tensor) -> torch.Tensor:
-            if dim >= each.dim():
-                return each
-            missing = int(er.all_reduce(each.shape[dim], "max")) - each.shape[dim]
-            shape = [*each.shape[:dim], missing, *each.shape[dim + 1 :]]
-            parts = [each, each.new_full(shape, pad_index)]
-            return torch.cat(parts[::-1] if pad_first else parts, dim)
-
-        return _mapped(tensor, padded)
-
-    def wait_for_everyone(self) -> None:
-        """As ``elastic_ray.barrier``."""
-        er.barrier()
-
-    def check_trigger(self) -> bool:
-        """Whether any worker has called ``set_trigger``."""
-        own = float(self.flag_tensor.item()) if self.flag_tensor is not None else 0.0
-        if er.all_reduce(own, "max") == 0:
-            return False
-        self.flag_tensor = None
-        return True
-
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before the others."""
-        main = self.is_main_process
-        if not main:
-            er.barrier()
-        yield
-        if main:
-            er.barrier()
+    def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
+        """As :meth:`unscale_gradients`."""
+        if self.sync_gradients:
+            super().clip_grad_value_(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
@@ -264,16 +230,11 @@ class Accelerator(OnMainProcess):
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The plain model."""
-        return super().unwrap_model(_plain(model), *args, **kwargs)
+        return super().unwrap_model(plain_model(model), *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
         """Of the plain model."""
-        return super().get_state_dict(_plain(model), unwrap)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """On the first worker of each node."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
+        return super().get_state_dict(plain_model(model), unwrap)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """On rank 0."""
@@ -284,10 +245,34 @@ class Accelerator(OnMainProcess):
         """On rank 0, with the place in the data."""
         if not self.is_main_process:
             return output_dir
-        with self._plain_models():
+        if self.project_configuration.automatic_checkpoint_naming:
+            self._number_the_next_state()
+        with self._plain_models(), self._alone():
             folder = super().save_state(output_dir, *args, **kwargs)
         write_position(Path(folder))
         return folder
+
+    def _number_the_next_state(self) -> None:
+        """Count on from the folder's states: accelerate counts those of this process, which may be rank 0 only now."""
+        states = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
+        found = [re.fullmatch(r"checkpoint_(\d+)", each.name) for each in states]
+        theirs = self.project_configuration
+        theirs.iteration = max([theirs.iteration, *(int(each[1]) + 1 for each in found if each is not None)])
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """As accelerate's, and as ``elastic_ray.register_state``: workers that join have what is registered, too.
+
+        Raises:
+            ValueError: one has no ``state_dict`` and ``load_state_dict``.
+            RuntimeError: training has begun, and workers that join would not have it.
+        """
+        first = len(self._custom_objects)
+        super().register_for_checkpointing(*objects)
+        session = current_session()
+        if session.synced and not session.elastic:
+            return  # another training of this process: nobody joins it
+        for number, each in enumerate(objects, first):
+            er.register_state(f"accelerate/{number}", each)
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """On every worker. Before the first epoch the job begins where the state was saved; later it goes on where it
@@ -301,7 +286,7 @@ class Accelerator(OnMainProcess):
             hook.remove()
         place = read_position(Path(found[0]))
         if place is not None and not current_session().synced:
-            er.AdaptiveDataLoader.load_state_dict(_Anywhere(), place)
+            resume_at(current_session(), place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
@@ -314,7 +299,7 @@ class Accelerator(OnMainProcess):
     def _plain_models(self) -> Iterator[None]:
         """States are those of the plain models, so that accelerate's own Accelerator takes them."""
         prepared = self._models
-        self._models = [_plain(each) for each in prepared]
+        self._models = [plain_model(each) for each in prepared]
         try:
             yield
         finally:
@@ -328,17 +313,6 @@ class Accelerator(OnMainProcess):
         )
 
 
-class _Anywhere(er.AdaptiveDataLoader):
-    """Stands for any loader of the run, whose places are the same."""
-
-    def __init__(self) -> None:
-        self._session = current_session()
-
-
-def _plain(model: Any) -> Any:
-    return model.module if isinstance(model, (PreparedModel, er.AdaptiveDataParallel)) else model
-
-
 def _is_scheduler(each: Any) -> bool:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     return isinstance(each, (torch.optim.lr_scheduler.LRScheduler, plateau))
@@ -348,35 +322,6 @@ def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
     """Whether it steps parameters of the model."""
     own = {id(p) for p in module.parameters()}
     return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
-
-
-def _all_tensors(tree: Any) -> bool:
-    if isinstance(tree, Mapping):
-        return all(map(_all_tensors, tree.values()))
-    if isinstance(tree, (list, tuple)):
-        return all(map(_all_tensors, tree))
-    return isinstance(tree, torch.Tensor)
-
-
-def _mapped(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure of changed tensors."""
-    if isinstance(tree, Mapping):
-        return type(tree)({key: _mapped(each, change) for key, each in tree.items()})  # type: ignore[call-arg]
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_mapped(each, change) for each in tree])
-    return change(tree) if isinstance(tree, torch.Tensor) else tree
-
-
-def _joined(parts: list[Any]) -> Any:
-    """Equal structures of all ranks as one, tensors put one behind the other."""
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return type(first)({key: _joined([part[key] for part in parts]) for key in first})  # type: ignore[call-arg]
-    if isinstance(first, (list, tuple)):
-        return type(first)([_joined(list(each)) for each in zip(*parts, strict=True)])
-    if isinstance(first, torch.Tensor):
-        return torch.cat([each.reshape(1) if each.dim() == 0 else each for each in parts])
-    return parts
 
 
 def _stepped_by(scheduler: Any) -> Any:

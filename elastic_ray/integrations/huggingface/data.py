@@ -13,17 +13,17 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import elastic_ray as er
-from elastic_ray.loop.api import get_context
+from elastic_ray.integrations.batch_options import BatchOptions
+from elastic_ray.loop.api import current_session, get_context
 
 logger = logging.getLogger(__name__)
 
 
-def train_loader(trainer: Any, batch_options: dict[str, Any]) -> er.AdaptiveDataLoader:
+def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
     """A loader of the trainer's training data, whose batches all workers share.
 
     Args:
         trainer: a ``transformers.Trainer``.
-        batch_options: of ``autoscale_batch_size``; the batch stays where ``max_batch_size`` is None.
 
     Raises:
         ValueError: it has no training data.
@@ -48,8 +48,6 @@ def train_loader(trainer: Any, batch_options: dict[str, Any]) -> er.AdaptiveData
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
         **options,
     )
-    if batch_options["max_batch_size"] is not None:
-        loader.autoscale_batch_size(**batch_options)
     if get_context().get_world_rank() == 0:
         logger.info(
             "batches of %d samples (per_device_train_batch_size) are shared by all workers, however many there are",
@@ -58,14 +56,20 @@ def train_loader(trainer: Any, batch_options: dict[str, Any]) -> er.AdaptiveData
     return loader
 
 
-def shared_loader(loader: Any, batch_options: dict[str, Any]) -> er.AdaptiveDataLoader:
-    """What a ``get_train_dataloader`` of the user's own gives, as a loader whose batches all workers share.
+def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
+    """What ``get_train_dataloader`` gives, which may be the user's own, as a loader whose batches all workers share.
 
     Raises:
         TypeError: it is neither torch's nor ours.
     """
-    if isinstance(loader, er.AdaptiveDataLoader):
-        return loader
+    shared = loader if isinstance(loader, er.AdaptiveDataLoader) else er.AdaptiveDataLoader(_of_torch(loader))
+    shared.join(current_session())
+    batch_options.apply(shared)
+    return shared
+
+
+def _of_torch(loader: Any) -> DataLoader[Any]:
+    """The loader, which is one of torch's; raises TypeError."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"get_train_dataloader() must give an elastic_ray.AdaptiveDataLoader or a torch DataLoader, but gave a "
@@ -76,10 +80,7 @@ def shared_loader(loader: Any, batch_options: dict[str, Any]) -> er.AdaptiveData
             f"get_train_dataloader() gave a {type(loader).__name__}: leave out accelerator.prepare(), and return the "
             "DataLoader itself"
         )
-    shared = er.AdaptiveDataLoader(loader)
-    if batch_options["max_batch_size"] is not None:
-        shared.autoscale_batch_size(**batch_options)
-    return shared
+    return loader
 
 
 def counts_items(compute_loss: Callable[..., Any]) -> bool:

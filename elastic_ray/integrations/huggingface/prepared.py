@@ -1,74 +1,68 @@
-"""What ``Accelerator.prepare`` gives for a model and for a loader."""
+"""What ``Accelerator.prepare`` gives for a model and for a loader, and what it has given for an optimizer."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import accelerate
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import send_to_device
 
 import elastic_ray as er
+from elastic_ray.integrations.late_wrapping import LateWrapped, LoaderOnDevice
 from elastic_ray.loop.api import current_session
 
 
-class PreparedModel(torch.nn.Module):
-    """A model that is wrapped with its optimizer once training begins; until then, and without one, it is only called.
+def step_through_ours(theirs: Any) -> None:
+    """Have a prepared optimizer step through the wrapper that its model was given since.
+
+    Beside a gradient scaler, accelerate keeps ``optimizer.step`` as it was when the optimizer was prepared, and puts it
+    back with each step.
+
+    Args:
+        theirs: accelerate's optimizer, or a plain one, which keeps nothing.
+    """
+    if getattr(theirs, "scaler", None) is not None:
+        theirs._optimizer_original_step_method = theirs.optimizer.step
+        theirs._optimizer_patched_step_method = patch_optimizer_step(theirs, theirs.optimizer.step)
+
+
+class AccelerateModel(LateWrapped):
+    """A prepared model.
 
     Scripts prepare models, optimizers and schedulers in one call or in several, in any order: what belongs together is
-    known for sure when the first epoch begins. Attributes of the model itself are to be had here, too, as those of a
-    prepared model are in one process.
+    known for sure when the first epoch begins.
 
     Args:
         module: the model, as accelerate has prepared it.
-        wrap: gives the wrapper; None while no optimizer of the model was prepared.
+        make_wrapper: gives the wrapper; None while no optimizer of the model was prepared.
     """
 
-    def __init__(self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], er.AdaptiveDataParallel | None]):
-        super().__init__()
-        self.module = module
+    def __init__(
+        self, module: torch.nn.Module, make_wrapper: Callable[[torch.nn.Module], er.AdaptiveDataParallel | None]
+    ) -> None:
+        super().__init__(module)
         self._is_accelerate_prepared = True
-        # Not modules of this one: they hold the same parameters.
-        self._wrapped: list[er.AdaptiveDataParallel] = []
-        self._wrap_it = wrap
+        self._make_wrapper = make_wrapper
 
-    def wrap(self) -> None:
-        """Wrap the model, if it has an optimizer and was not wrapped before."""
-        if not self._wrapped:
-            wrapper = self._wrap_it(self.module)
-            if wrapper is not None:
-                self._wrapped.append(wrapper)
+    def make_wrapper(self) -> er.AdaptiveDataParallel | None:
+        """The model with its optimizer; None while it has none."""
+        return self._make_wrapper(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """The model's forward; one that trains wraps the model, for scripts that count no epochs."""
         if self.training and torch.is_grad_enabled():
             self.wrap()
-        return (self._wrapped[0] if self._wrapped else self.module)(*args, **kwargs)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
-        return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):
-                raise
-        wrapped = self.__dict__["_wrapped"]
-        if wrapped and hasattr(type(wrapped[0]), name):
-            return getattr(wrapped[0], name)
-        return getattr(self.module, name)
+        return super().forward(*args, **kwargs)
 
 
-class PreparedLoader:
-    """An ``AdaptiveDataLoader`` whose batches come on the worker's device.
+class AccelerateLoader(LoaderOnDevice):
+    """A prepared loader.
 
     Args:
-        loader: gives the batches; whatever it has is to be had here.
+        loader: gives the batches.
         accelerator: whose device and gradient state are used; it is not kept.
         optimizers: the prepared ones.
     """
@@ -82,9 +76,9 @@ class PreparedLoader:
         accelerator: accelerate.Accelerator,
         optimizers: list[AcceleratedOptimizer],
     ) -> None:
-        self.loader = loader
+        super().__init__(loader, accelerator.device)
         self.end_of_dataloader = False
-        self.device, self.gradient_state = accelerator.device, accelerator.gradient_state
+        self.gradient_state = accelerator.gradient_state
         self._optimizers = optimizers
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,11 +100,3 @@ class PreparedLoader:
         if step is not None and step.micro > 0:
             for each in self._optimizers:
                 each.optimizer.zero_grad()
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)

@@ -13,13 +13,16 @@ import transformers
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
 from elastic_ray.integrations.huggingface.position import read_position, write_position
+from elastic_ray.integrations.huggingface.prepared import step_through_ours
 from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
+from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.overridden import check_overridden
-from elastic_ray.loop.api import current_session, get_context
+from elastic_ray.loop.api import current_session, get_context, session_of_new_model
 from elastic_ray.parallel.refusals import refuse_wrapped
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
@@ -79,8 +82,11 @@ class ElasticTrainerMixin(_Theirs):
         elastic_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
-            raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+        self._batch_options = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if isinstance(given, transformers.TrainingArguments):
             check_arguments(given)  # before theirs does, which knows of no way out
@@ -88,11 +94,6 @@ class ElasticTrainerMixin(_Theirs):
         check_arguments(self.args)
         refuse_wrapped(self.model, er.AdaptiveDataParallel)
         elastic(self.args)
-        self._batch_options: dict[str, Any] = {
-            "max_batch_size": max_batch_size,
-            "local_bsz_bounds": local_bsz_bounds,
-            "gradient_accumulation": gradient_accumulation,
-        }
         self._elastic_options = elastic_options or {}
         self.tr_weight = 0.0
         self.initial_steps = 0
@@ -106,8 +107,7 @@ class ElasticTrainerMixin(_Theirs):
         original = theirs.unwrap_model
 
         def unwrap_model(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-            plain = model.module if isinstance(model, er.AdaptiveDataParallel) else model
-            result: torch.nn.Module = original(plain, *args, **kwargs)
+            result: torch.nn.Module = original(plain_model(model), *args, **kwargs)
             return result
 
         theirs.unwrap_model = unwrap_model
@@ -116,7 +116,7 @@ class ElasticTrainerMixin(_Theirs):
 
     def get_train_dataloader(self) -> er.AdaptiveDataLoader:
         """A loader whose batches all workers share."""
-        return train_loader(self, self._batch_options)
+        return train_loader(self)
 
     # --- the loop
 
@@ -131,6 +131,7 @@ class ElasticTrainerMixin(_Theirs):
             grad_scaler=self.accelerator.scaler,
             **self._elastic_options,
         )
+        step_through_ours(self.optimizer)
         self.model_wrapped = model
         return model, train_dataloader
 
@@ -144,6 +145,7 @@ class ElasticTrainerMixin(_Theirs):
     ) -> Any:
         """Their loop over epochs, with the job's in place of its own."""
         self.accelerator.free_memory()
+        session_of_new_model()  # alone, a second training is a run of its own, whose loader begins anew
         loader = shared_loader(self.get_train_dataloader(), self._batch_options)
         epochs, per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)
         done, within = self._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
@@ -314,7 +316,7 @@ class ElasticTrainerMixin(_Theirs):
         self.tr_weight = 0.0
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> None:
-        """As theirs, with the loss of all workers, and buffers that are the same everywself."""
+        """As theirs, with the loss of all workers, and buffers that are the same everywhere."""
         if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._average_loss()
         if current_session().ledger.failed:  # drawn again, and all that follows with it

@@ -11,16 +11,16 @@ from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
+from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.shared import (
+    OneDevice,
     accumulating,
     adaptive,
-    batch_options,
     decided,
-    follow_rank,
     gathered,
     reduced,
-    refuse_several_devices,
     told,
 )
 from elastic_ray.integrations.overridden import check_overridden
@@ -43,7 +43,7 @@ check_overridden(
 )
 
 
-class ElasticRayFabricStrategy(ParallelStrategy):
+class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     """A Fabric loop as an elastic job: ``Fabric(strategy=ElasticRayFabricStrategy())``, within a train function.
 
     Set up the model, its one optimizer and its scheduler together,
@@ -52,8 +52,8 @@ class ElasticRayFabricStrategy(ParallelStrategy):
     share: a ``batch_size`` is that of all together.
 
     Args:
-        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it; the
-            batch stays without.
+        max_batch_size: largest global batch [samples], as ``AdaptiveDataLoader.autoscale_batch_size`` takes it, of the
+            first loader that is set up; other loaders keep their batch, as all do without.
         local_bsz_bounds: least and largest samples that one worker takes at once.
         gradient_accumulation: allow several micro-batches a step.
         options: of ``AdaptiveDataParallel`` (``strategy=``, ``policy=``, ``scaling_rule=``, ...).
@@ -71,33 +71,17 @@ class ElasticRayFabricStrategy(ParallelStrategy):
         **options: Any,
     ) -> None:
         super().__init__(cluster_environment=ElasticRayEnvironment())
-        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._batch = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         self._options = options
         self._backward_sync_control = _BackwardSync()
 
     @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The worker's device."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        refuse_several_devices(devices)
-        self._parallel_devices = devices
-
-    @property
-    def root_device(self) -> torch.device:
-        """The worker's device."""
-        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
-
-    @property
     def distributed_sampler_kwargs(self) -> None:
         """None: the loaders share their samples by themselves."""
-
-    def setup_environment(self) -> None:
-        """Set up the device; there is no process group to be made."""
-        super().setup_environment()
-        follow_rank()
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -129,7 +113,7 @@ class ElasticRayFabricStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
         """A loader whose batches all workers share."""
         loader = adaptive(dataloader, self._batch)
-        self._batch = batch_options(None, None, gradient_accumulation=False)
+        self._batch = BatchOptions()  # one loader of a train loop adapts
         return loader
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -165,11 +149,11 @@ class ElasticRayFabricStrategy(ParallelStrategy):
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Of the plain model, so that any other strategy can load it."""
-        return super().get_module_state_dict(_plain(module))
+        return super().get_module_state_dict(plain_model(module))
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Into the plain model."""
-        super().load_module_state_dict(_plain(module), state_dict, strict)
+        super().load_module_state_dict(plain_model(module), state_dict, strict)
 
 
 class _BackwardSync(_BackwardSyncControl):
@@ -178,7 +162,3 @@ class _BackwardSync(_BackwardSyncControl):
         if not isinstance(module, er.AdaptiveDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
         return module.no_sync() if enabled else nullcontext()
-
-
-def _plain(module: torch.nn.Module) -> torch.nn.Module:
-    return module.module if isinstance(module, er.AdaptiveDataParallel) else module

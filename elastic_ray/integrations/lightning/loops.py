@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -82,6 +83,9 @@ class ElasticFitLoop(_FitLoop):
         session = current_session()
         epochs = er.Epochs(self._count_epochs())
         session.states.register("lightning", DictState(TrainerState(self.trainer)))
+        averages = (each for each in self.trainer.callbacks if isinstance(each, WeightAveraging))
+        for number, callback in enumerate(averages):  # whose own state_dict() is without the average
+            er.register_state(f"lightning average {number}", callback._average_model)
         step = StepState(self.trainer)
         session.states.register_rollback(step.remember, step.roll_back)
         self._start_where_restored()

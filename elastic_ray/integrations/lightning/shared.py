@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from torch.distributed import ReduceOp
-from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.loop.collectives import ReduceOp as ReduceOperation
 from elastic_ray.session.registry import HookPoint
@@ -63,46 +63,49 @@ def decided(decision: bool, every: bool) -> bool:
     return bool(er.all_reduce(int(decision), "min" if every else "max"))
 
 
-def adaptive(loader: DataLoader[Any], options: dict[str, Any]) -> er.AdaptiveDataLoader:
-    """The loader of one that a user has made, whose batches all workers share."""
-    shared = er.AdaptiveDataLoader(loader)
-    if options["max_batch_size"] is not None:
-        shared.autoscale_batch_size(**options)
-    if get_context().get_world_rank() == 0:
+def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
+    """The loader that a user has made, as one whose batches all workers share."""
+    loader = given if isinstance(given, er.AdaptiveDataLoader) else er.AdaptiveDataLoader(given)
+    options.apply(loader)
+    if loader is not given and get_context().get_world_rank() == 0:
         logger.info(
             "batches of %s samples are shared by all workers, however many there are; Lightning's own strategies give "
             "each worker as many",
-            shared.batch_size,
+            loader.batch_size,
         )
-    return shared
+    return loader
 
 
-def batch_options(
-    max_batch_size: int | None, local_bsz_bounds: tuple[int | None, int | None] | None, gradient_accumulation: bool
-) -> dict[str, Any]:
-    """What a strategy was told of adaptive batches, for ``autoscale_batch_size``; raises ValueError."""
-    if max_batch_size is None and (local_bsz_bounds is not None or gradient_accumulation):
-        raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
-    return {
-        "max_batch_size": max_batch_size,
-        "local_bsz_bounds": local_bsz_bounds,
-        "gradient_accumulation": gradient_accumulation,
-    }
+class OneDevice:
+    """What is the same for both strategies: a worker has one device, and no process group to make."""
 
+    _parallel_devices: list[torch.device] | None
 
-def refuse_several_devices(devices: list[torch.device] | None) -> None:
-    """Raises ValueError where a worker is to train on several devices."""
-    if devices is not None and len(devices) > 1:
-        raise ValueError(
-            f"devices must be 1 (or 'auto' where a worker has one), but this is {len(devices)}: under elastic-ray each "
-            "worker trains on one device, and ScalingConfig(num_workers=) says how many workers there are"
-        )
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The worker's device; raises ValueError where there are several."""
+        return self._parallel_devices
 
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ValueError(
+                f"devices must be 1 (or 'auto' where a worker has one), but this is {len(devices)}: under elastic-ray "
+                "each worker trains on one device, and ScalingConfig(num_workers=) says how many workers there are"
+            )
+        self._parallel_devices = devices
 
-def follow_rank() -> None:
-    """Have Lightning's ``rank_zero_only`` follow this worker's rank, which changes with the group."""
-    set_rank()
-    current_session().registry.add_hook(HookPoint.SHAPE_CHANGED, set_rank)
+    @property
+    def root_device(self) -> torch.device:
+        """The worker's device."""
+        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
+
+    def setup_environment(self) -> None:
+        """Set up the device, and have Lightning's ``rank_zero_only`` follow the rank, which changes with the group."""
+        theirs: Any = super()
+        theirs.setup_environment()
+        set_rank()
+        current_session().registry.add_hook(HookPoint.SHAPE_CHANGED, set_rank)
 
 
 def set_rank() -> None:

@@ -33,7 +33,9 @@ class TrainerState:
             "loops": counters(trainer),
             "callbacks": _call_callbacks_state_dict(trainer),
             "folders": {callback.state_key: str(path) for callback, path in _folders(trainer)},
-            "logged": [_described(each) for each in trainer.fit_loop.epoch_loop._results.values() if each.is_tensor],
+            "logged": [
+                described for each in trainer.fit_loop.epoch_loop._results.values() for described in _live(each)
+            ],
             "should_stop": bool(trainer.should_stop),
             "saved": _last_saved(trainer),
         }
@@ -160,9 +162,17 @@ def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
             yield callback, callback.dirpath
 
 
+def _live(metric: _ResultMetric) -> Iterator[dict[str, Any]]:
+    """A value that this epoch averages, as plain values; none of an earlier epoch's, or of what no attribute holds."""
+    if not metric.has_reset and (metric.is_tensor or metric.meta.metric_attribute is not None):
+        yield _described(metric)
+
+
 def _described(metric: _ResultMetric) -> dict[str, Any]:
+    """What the same value is made of elsewhere: its name, how it is averaged, which attribute holds it."""
     meta = metric.meta
     return {
+        "attribute": None if metric.is_tensor else meta.metric_attribute,
         **{name: getattr(meta, name) for name in _META},
         "reduce_fx": meta.reduce_fx.__name__,
         "synced": bool(meta.sync.should),
@@ -180,9 +190,14 @@ def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
     meta.sync = _Sync(
         _should=described["synced"], fn=trainer.strategy.reduce, rank_zero_only=described["rank_zero_only"]
     )
-    metric = _ResultMetric(meta, is_tensor=True)
-    metric._update_count = 1  # it stands for no value, but is one of those that are averaged
-    results[key] = metric.to(trainer.strategy.root_device)
+    theirs: Any = _ResultMetric(meta, is_tensor=described["attribute"] is None)
+    if not theirs.is_tensor:
+        meta.metric_attribute = described["attribute"]
+        theirs.value = trainer.lightning_module.get_submodule(described["attribute"])
+    theirs._update_count = 1  # it stands for no value, but is one of those that are averaged
+    results[key] = theirs.to(trainer.strategy.root_device)
+    theirs = trainer._logger_connector
+    theirs._first_loop_iter = False  # else the first value that this rank logs would reset the others
 
 
 def _set_values(theirs: Any, values: dict[str, Any]) -> None:

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import elastic_ray as er
+from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.fetcher import UnreadStream
 from elastic_ray.integrations.lightning.loops import become_elastic, trains
 from elastic_ray.integrations.lightning.shared import (
+    OneDevice,
     accumulating,
     adaptive,
-    batch_options,
     decided,
-    follow_rank,
     gathered,
     reduced,
-    refuse_several_devices,
     told,
 )
 from elastic_ray.integrations.overridden import check_overridden
-from elastic_ray.loop.api import current_session
+from elastic_ray.loop.api import current_session, session_of_new_model
 
 check_overridden(
     "lightning",
@@ -44,7 +44,7 @@ check_overridden(
 )
 
 
-class ElasticRayStrategy(ParallelStrategy):
+class ElasticRayStrategy(OneDevice, ParallelStrategy):
     """``Trainer(strategy=ElasticRayStrategy(), use_distributed_sampler=False)``, within a train function.
 
     Training is the job's: it grows, shrinks and survives lost workers within ``fit``, each sample is used once an
@@ -82,19 +82,13 @@ class ElasticRayStrategy(ParallelStrategy):
         super().__init__(
             cluster_environment=ElasticRayEnvironment(), checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
         )
-        self._batch = batch_options(max_batch_size, local_bsz_bounds, gradient_accumulation)
+        self._batch = BatchOptions(
+            max_batch_size=max_batch_size,
+            local_bsz_bounds=local_bsz_bounds,
+            gradient_accumulation=gradient_accumulation,
+        )
         self._options = options
         self._gone = False
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The worker's device."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        refuse_several_devices(devices)
-        self._parallel_devices = devices
 
     @property
     def num_nodes(self) -> int:
@@ -110,11 +104,6 @@ class ElasticRayStrategy(ParallelStrategy):
             )
 
     @property
-    def root_device(self) -> torch.device:
-        """The worker's device."""
-        return self._parallel_devices[0] if self._parallel_devices else torch.device("cpu")
-
-    @property
     def is_global_zero(self) -> bool:
         """Whether this worker writes files; none does that has left the job."""
         return not self._gone and self.global_rank == 0
@@ -126,13 +115,8 @@ class ElasticRayStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Not used: the loader shares samples by itself."""
+        """Of evaluation: each worker goes through all data."""
         return {"num_replicas": 1, "rank": 0}
-
-    def setup_environment(self) -> None:
-        """Set up the device; there is no process group to be made."""
-        super().setup_environment()
-        follow_rank()
 
     def setup(self, trainer: Trainer) -> None:
         """Build the model, its optimizer and schedulers, and make them the job's.
@@ -144,6 +128,7 @@ class ElasticRayStrategy(ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
+        session_of_new_model()  # alone, a second fit is a run of its own, whose loader begins anew
         become_elastic(trainer)
         assert self.accelerator is not None
         assert self.model is not None
@@ -184,10 +169,19 @@ class ElasticRayStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Of training: a loader whose batches all workers share. Others stay as they are."""
+        """Of training: a loader whose batches all workers share. Others stay as they are.
+
+        Raises:
+            TypeError: it gives batches of its own, which could not be shared.
+        """
         if not self._shares:
             return dataloader
-        loader = dataloader if isinstance(dataloader, er.AdaptiveDataLoader) else adaptive(dataloader, self._batch)
+        if not isinstance(dataloader, (er.AdaptiveDataLoader, DataLoader)):
+            raise TypeError(
+                "train_dataloader must be a torch DataLoader or an elastic_ray.AdaptiveDataLoader, whose samples the "
+                f"workers can share, but is a {type(dataloader).__name__}: put what it reads into a dataset"
+            )
+        loader = adaptive(dataloader, self._batch)
         return UnreadStream(loader) if isinstance(loader.dataset, IterableDataset) else loader
 
     def optimizer_step(
@@ -263,14 +257,17 @@ class ElasticRayStrategy(ParallelStrategy):
 
 def _check(trainer: Any) -> None:
     """Raise ValueError for what cannot be kept when workers come and go."""
-    own = {type(each).__name__ for each in trainer.callbacks}
+
+    def has(kind: type) -> bool:
+        return any(isinstance(each, kind) for each in trainer.callbacks)
+
     asked = {
         "use_distributed_sampler": trainer._accelerator_connector.use_distributed_sampler,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches != 1 or "GradientAccumulationScheduler" in own,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches != 1 or has(GradientAccumulationScheduler),
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
         "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
-        "StochasticWeightAveraging": "StochasticWeightAveraging" in own,
-        "LearningRateFinder": "LearningRateFinder" in own,
+        "StochasticWeightAveraging": has(StochasticWeightAveraging),
+        "LearningRateFinder": has(LearningRateFinder),
         "a second fit() in a job": current_session().synced and current_session().elastic,
     }
     for name, way_out in _REFUSED.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from collections.abc import Mapping
 
 from placement.checks import check_number
 from placement.errors import InputError
@@ -21,18 +22,24 @@ class Lengths:
             Optimus was published with, is not touched.)
         error: standard deviation of the logarithm of declared over true epochs, drawn once a job.
         spread: standard deviation of the logarithm of true over profiled epochs, drawn once a job.
+        epochs: true epochs by job, where they are known; ``spread`` does not touch these.
     """
 
     declared: bool = True
     error: float = 0.0
     spread: float = 0.0
+    epochs: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for field in ("error", "spread"):
             check_number(f"{field} of lengths", getattr(self, field), least=0, finite=True, error=InputError)
+        for job, epochs in self.epochs.items():
+            check_number(f"epochs of job {job!r}", epochs, least=1, error=InputError)
 
     def application(self, application: Application, job: str, seed: int) -> Application:
         """What is true of this job: its application, with more or fewer epochs."""
+        if job in self.epochs:
+            return application.stretched(self.epochs[job])
         if not self.spread:
             return application
         factor = math.exp(random.Random(f"{seed}/length/{job}").gauss(0.0, self.spread))

@@ -12,13 +12,14 @@ import numpy as np
 
 from placement.errors import InputError
 from placement.goodput.model import NoiseScale
-from placement.simulator.workloads.tables import Floats, StepTimes, numbers
+from placement.simulator.workloads.tables import Floats, StepTimes, Times, numbers
 
+_CURVES = ("progress", "iteration", "grad_sqr", "grad_var")
 _LOCAL_CAPS = {"yolov3": {"aws": 8}}  # Pollux: the larger batches of this table do not fit beside the optimizer
 
 
 class Application:
-    """Profile of one application, read from its folder.
+    """Profile of one application, read from its folder, or fitted to what was recorded (``fitted``).
 
     Attributes:
         name: the folder's name.
@@ -27,33 +28,63 @@ class Application:
         step_times: by GPU type.
     """
 
+    name: str
+    batch_sizes: tuple[int, ...]
+    epochs: int
+    step_times: Mapping[str, Times]
+
     def __init__(self, folder: Path, gpus: tuple[str, ...]) -> None:
-        self.name = folder.name
         files = {
             int(m[1]): f for f in folder.glob("validation-*.csv") if (m := re.fullmatch(r"validation-(\d+)", f.stem))
         }
         if not files:
             raise InputError(f"profile {folder} must hold validation-<batch size>.csv files, but has none")
-        curves = {
-            size: numbers(file, ["progress", "iteration", "grad_sqr", "grad_var"])
-            for size, file in sorted(files.items())
-        }
-        if len(curves) < 2:
-            raise InputError(f"profile {folder} must hold validation files of 2 batch sizes or more, but has 1")
+        curves = {size: numbers(file, _CURVES) for size, file in sorted(files.items())}
         lengths = {len(curve["progress"]) for curve in curves.values()}
         if len(lengths) > 1:
             raise InputError(
                 f"the validation files of profile {folder} must have equally many epochs, but got {lengths}"
             )
-        self.batch_sizes = tuple(curves)
-        self.epochs = lengths.pop()
-        self._sizes = np.array(self.batch_sizes, dtype=np.float64)
-        self._sqr, self._var, self._iterations = (
-            np.array([curve[column] for curve in curves.values()]) for column in ("grad_sqr", "grad_var", "iteration")
-        )
-        progress: Floats = np.array([curve["progress"] for curve in curves.values()]).min(axis=0)
-        self._progress = np.concatenate([[0.0], progress])
-        self.step_times: Mapping[str, StepTimes] = {gpu: StepTimes(folder, gpu) for gpu in gpus}
+        columns = [np.array([curve[column] for curve in curves.values()]) for column in _CURVES]
+        step_times = {gpu: StepTimes(folder, gpu) for gpu in gpus}
+        self._know(folder.name, tuple(curves), columns[0], columns[1], columns[2], columns[3], step_times)
+
+    @classmethod
+    def fitted(
+        cls,
+        name: str,
+        *,
+        batch_sizes: tuple[int, ...],
+        epochs: int,
+        epoch: float,
+        noise: NoiseScale,
+        step_times: Mapping[str, Times],
+    ) -> Application:
+        """One whose epochs all take ``epoch`` iterations at the initial batch, with this noise."""
+        ends = epoch * np.arange(1, epochs + 1)
+        rows = np.ones((len(batch_sizes), 1))
+        gains = np.array([[noise.gain(size / batch_sizes[0])] for size in batch_sizes])
+        still = np.ones_like(rows @ ends[np.newaxis])
+        made = cls.__new__(cls)
+        made._know(name, batch_sizes, rows * ends, ends / gains, noise.sqr * still, noise.var * still, step_times)
+        return made
+
+    def _know(
+        self,
+        name: str,
+        batch_sizes: tuple[int, ...],
+        progress: Floats,
+        iterations: Floats,
+        sqr: Floats,
+        var: Floats,
+        step_times: Mapping[str, Times],
+    ) -> None:
+        """Curves have a row for each batch size and a column for each epoch."""
+        self.name, self.batch_sizes, self.epochs = name, batch_sizes, progress.shape[1]
+        self._sizes = np.array(batch_sizes, dtype=np.float64)
+        self._sqr, self._var, self._iterations = sqr, var, iterations
+        self._progress = np.concatenate([[0.0], progress.min(axis=0)])
+        self.step_times = step_times
         self._noise: dict[tuple[float, int], NoiseScale] = {}
         self._gain: dict[tuple[int, int], float] = {}
         self._stretched: dict[int, Application] = {self.epochs: self}
@@ -74,6 +105,11 @@ class Application:
             twin._noise, twin._gain = {}, {}
             self._stretched[epochs] = twin
         return self._stretched[epochs]
+
+    @property
+    def fixed_batch(self) -> bool:
+        """Whether the batch stays as it is: only one was profiled."""
+        return len(self.batch_sizes) == 1
 
     @property
     def init_batch_size(self) -> int:
@@ -97,6 +133,8 @@ class Application:
     def noise(self, batch_size: float, epoch: int) -> NoiseScale:
         """Gradient statistics (at the initial batch) in an epoch, linear in the batch between profiled ones."""
         key = float(batch_size), epoch
+        if key not in self._noise and self.fixed_batch:
+            self._noise[key] = NoiseScale(sqr=float(self._sqr[0, epoch]), var=float(self._var[0, epoch]))
         if key not in self._noise:
             i = int(np.clip(np.searchsorted(self._sizes, batch_size), 1, len(self._sizes) - 1))
             low, high = self._sizes[i - 1], self._sizes[i]
@@ -107,6 +145,8 @@ class Application:
 
     def gain(self, batch_size: int, epoch: int) -> float:
         """Progress of one step at this batch in an epoch, in steps at the initial batch."""
+        if self.fixed_batch:
+            return 1.0  # of shares that are not even the largest counts, which makes no larger batch
         key = batch_size, epoch
         if key not in self._gain:
             self._gain[key] = float(self.noise(batch_size, epoch).gain(batch_size / self.init_batch_size))

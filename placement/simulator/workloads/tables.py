@@ -6,7 +6,7 @@ import csv
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +65,19 @@ def canonical(counts: Sequence[int]) -> Counts:
     """Lexicographically smallest rotation of the workers per node: how the tables name a placement."""
     rotations = [tuple(counts[i:]) + tuple(counts[:i]) for i in range(len(counts))]
     return min(rotations)
+
+
+class Times(Protocol):
+    """True step times of an application on one GPU type."""
+
+    @property
+    def local_bsz_range(self) -> tuple[int, int]:
+        """Least and most samples per worker and micro-step."""
+        ...
+
+    def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
+        """(step time with synchronisation and without accumulation, part of it that is synchronisation) [s]."""
+        ...
 
 
 class StepTimes:

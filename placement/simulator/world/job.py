@@ -30,9 +30,9 @@ _SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time wou
 
 
 @functools.lru_cache(maxsize=100_000)  # jobs of one application that grow alike measure, and so fit, the same
-def fitted(observations: tuple[Observation, ...]) -> ThroughputModel:
+def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> ThroughputModel:
     """The model of these measurements."""
-    return fit(observations)
+    return fit(observations, fixed_batch=fixed_batch)
 
 
 @functools.lru_cache(maxsize=100_000)  # asked every round, though little changes within an epoch
@@ -135,7 +135,8 @@ class SimulatedJob:
     @property
     def fixed_batch(self) -> int | None:
         """The global batch it may not leave [samples]; None adapts."""
-        return self.trace.batch_size if self.requested else _SINGLE.get(self.app.name)
+        only = self.app.init_batch_size if self.app.fixed_batch else _SINGLE.get(self.app.name)
+        return self.trace.batch_size if self.requested else only
 
     def arrive(self, now_s: float) -> None:
         """It comes, or its clock starts with the round before it was seen."""
@@ -349,7 +350,7 @@ class SimulatedJob:
         noise = self._noise if self._statistical else _ALL_NOISE
         if gpu in self.shared:  # fitted to its own measurements among others, and refreshed with each heartbeat
             return GoodputModel(self.shared[gpu].throughput_model, noise, self.app.init_batch_size)
-        return GoodputModel(fitted(tuple(known.values())), noise, self.app.init_batch_size)
+        return GoodputModel(fitted(tuple(known.values()), self.app.fixed_batch), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
         """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
@@ -359,6 +360,7 @@ class SimulatedJob:
             cap = 1
         sizes, least, cap = self._sizes.or_any(1, cap)
         models = {g: model for g in self._measured if (model := self._model(g)) is not None}
+        doubled = max(1, 2 * self._most, sizes.at_least(self._most + 1) or 0)
         return TraceJobView(
             job=self.name,
             bundle={"GPU": 1.0},
@@ -370,13 +372,13 @@ class SimulatedJob:
             most_workers=self._most,
             goodput=models.get(gpu),
             init_batch_size=self.app.init_batch_size,
-            max_batch_size=self.app.max_batch_size,
+            max_batch_size=None if self.app.fixed_batch else self.app.max_batch_size,
             atomic_bsz_range=self.app.local_bsz_range(gpu),
-            accumulation=True,
+            accumulation=not self.app.fixed_batch,
             resize_cost_s=self.rules.expected_restart_s(self.app.name),
             stop_cost_s=self.rules.expected_stop_s(self.app.name),
             requested_workers=self.trace.num_replicas if self.requested else None,
-            growth_limit=None if self.requested else max(1, 2 * self._most, sizes.at_least(self._most + 1) or 0),
+            growth_limit=None if self.requested or not self.rules.pace.doubling else doubled,
             attained_s=sum(self.held_s.values()),
             restarts=self.restarts,
             fingerprint=self.app.name,

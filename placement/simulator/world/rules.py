@@ -71,6 +71,35 @@ class ChangeCost:
     joins_after_s: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast news travel where decisions follow events. The defaults are coarse, for traces of hours and days.
+
+    Attributes:
+        heartbeat_s: time between two heartbeats of a job [s].
+        measured_s: of training until a new size has been measured, and is told [s].
+        min_interval_s: see ``AllocatorConfig``.
+        refresh_s: see ``AllocatorConfig``.
+        doubling: a job grows to twice its largest size so far at most, as under the published schedulers; live jobs
+            that are no trials have no such limit once they have a model.
+    """
+
+    heartbeat_s: float = 30.0
+    measured_s: float = 10.0
+    min_interval_s: float = 15.0
+    refresh_s: float = 60.0
+    doubling: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("heartbeat_s", self.heartbeat_s, above=0, unit="seconds", error=InputError)
+        for field in ("measured_s", "min_interval_s", "refresh_s"):
+            check_number(field, getattr(self, field), least=0, unit="seconds", error=InputError)
+
+
+LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=30.0, doubling=False)
+"""That of jobs and allocators as they are by default, for short runs and comparisons with real ones."""
+
+
 class Rules(Protocol):
     """What differs between the simulators.
 
@@ -81,6 +110,7 @@ class Rules(Protocol):
         whole_seconds: ends of epochs are rounded to whole seconds.
         profiles_types: where there are several GPU types, a job knows one GPU of each before it starts.
         join_s: pause when workers that started meanwhile join.
+        pace: of news, where decisions follow events.
     """
 
     @property
@@ -95,6 +125,8 @@ class Rules(Protocol):
     def profiles_types(self) -> bool: ...
     @property
     def join_s(self) -> float: ...
+    @property
+    def pace(self) -> Pace: ...
 
     def __hash__(self) -> int: ...
 
@@ -128,6 +160,7 @@ class PolluxRules:
     whole_seconds: bool = True
     profiles_types: bool = False
     join_s: float = 0.0
+    pace: Pace = Pace()
 
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
@@ -166,6 +199,7 @@ class SiaRules:
     whole_seconds: bool = True
     profiles_types: bool = True
     join_s: float = 0.0
+    pace: Pace = Pace()
 
     def __post_init__(self) -> None:
         check_number("factor", self.factor, least=0, error=InputError)
@@ -201,6 +235,7 @@ class LiveRules:
     Attributes:
         pause: of training at one change of size [s]; ``tests/benchmarks`` measured 0.02 to 0.60 (README).
         start: of a new worker, until it could take a step [s].
+        first: of the workers of a job that has none, with all that starts with them [s]; None is as ``start``.
         slow_sia: divide progress as Sia's simulator does, to compare with it.
     """
 
@@ -209,13 +244,16 @@ class LiveRules:
     most_workers: int = 64
     pause: float = 0.6
     start: float = 15.0
+    first: float | None = None
     slow_sia: bool = True
+    pace: Pace = Pace()
     whole_seconds: bool = False
     profiles_types: bool = True
 
     def __post_init__(self) -> None:
-        for field in ("pause", "start"):
-            check_number(field, getattr(self, field), least=0, unit="seconds", error=InputError)
+        for field in ("pause", "start", "first"):
+            if getattr(self, field) is not None:
+                check_number(field, getattr(self, field), least=0, unit="seconds", error=InputError)
 
     @property
     def join_s(self) -> float:
@@ -229,7 +267,7 @@ class LiveRules:
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
         if not stay or training is None or (training.gpu != after.gpu and not after.types):
-            return ChangeCost(pause_s=self.start)
+            return ChangeCost(pause_s=self.start if before is not None or self.first is None else self.first)
         leaves = self.pause if sum(stay.values()) < training.workers else 0.0
         if sum(stay.values()) == after.workers:
             return ChangeCost(pause_s=leaves)

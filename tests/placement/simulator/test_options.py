@@ -153,7 +153,7 @@ def test_every_option_reaches_the_record(folder: Path, tmp_path: Path) -> None:
         "spot_offset_h": 0.01,
         "spot": {"t4": str(folder / "spot.json")},
     }
-    assert record["settings"]["lengths"] == {"declared": False, "error": 0.2, "spread": 0.3}
+    assert record["settings"]["lengths"] == {"declared": False, "error": 0.2, "spread": 0.3, "epochs": {}}
     assert record["settings"]["shared_knowledge"] is True
     assert record["prices_usd"] == {"t4": 0.5}
     assert record["cost_usd"] == pytest.approx(0.5 * record["gpu_hours"])

@@ -17,9 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from elastic_ray.integrations.ray_data_packing import PackedDatasets, forget, unpack
-from elastic_ray.integrations.ray_data_stream import RowStream, StreamClosed
-from elastic_ray.integrations.row_window import Reader, Readers, Span
+from elastic_ray.integrations.ray_data.packing import PackedDatasets, forget, unpack
+from elastic_ray.integrations.ray_data.row_window import Reader, Readers, Span
+from elastic_ray.integrations.ray_data.stream import RowStream, StreamClosed
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import ray.cloudpickle
 
-from elastic_ray.integrations.ray_data_order import hold_order, leave_room
-from elastic_ray.integrations.row_window import Reader, RowWindow, Span
+from elastic_ray.integrations.ray_data.order import hold_order, leave_room
+from elastic_ray.integrations.ray_data.row_window import Reader, RowWindow, Span
 
 logger = logging.getLogger("elastic_ray.data")
 

@@ -12,7 +12,7 @@ from typing import Any
 import ray.cloudpickle
 from ray.experimental import internal_kv
 
-from elastic_ray.integrations.ray_data_run import DatasetsOfJob
+from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from placement.ray_cluster.notes import NAMESPACE
 
 _MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store, where a restart may not find them

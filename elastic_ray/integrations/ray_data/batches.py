@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 import time
 from collections import deque
@@ -14,12 +15,19 @@ from ray.exceptions import ObjectLostError, RayActorError
 
 from elastic_ray.data.batches import StepBatches, StepSplit
 from elastic_ray.data.sharding import can_switch
-from elastic_ray.integrations.ray_data_columns import cut, to_batch
-from elastic_ray.integrations.ray_data_coordinator import RowsFound, RowsWanted
-from elastic_ray.integrations.row_window import Reader, Span
+from elastic_ray.integrations.ray_data.columns import cut, to_batch
+from elastic_ray.integrations.ray_data.coordinator import RowsFound, RowsWanted
+from elastic_ray.integrations.ray_data.row_window import Reader, Span
 from elastic_ray.loop.api import current_session, get_context
-from elastic_ray.worker.actor_controller_client import insist
+from placement.ray_cluster.named_actors import insist
 
+logger = logging.getLogger(__name__)
+
+_SLOW_S = 60.0  # between warnings; the coordinator's log says more, and sooner
+_WAITS = (
+    "no rows of dataset {dataset!r} from {row} on for {seconds:.0f} s: its tasks may lack CPUs, or what it reads is "
+    "slow; the dataset coordinator's log says which"
+)
 _STEPS_AHEAD = 3  # places of rows are known for so many steps
 _TRIES = 20
 _PAUSE_S = 0.25
@@ -138,7 +146,16 @@ class RayDataBatches:
         )
 
     def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
-        """What a call gives; it is made anew for a coordinator that Ray has restarted."""
+        """What a call gives; it is made anew for a coordinator that Ray has restarted.
+
+        Data may take any time to read: the wait lasts as long as the coordinator lives, and the job's user is told.
+        """
+        asked_s = time.monotonic()
+        while not ray.wait([call], timeout=_SLOW_S)[0]:
+            current_session().tell(
+                "warning", _WAITS.format(dataset=self._dataset, row=self._end, seconds=time.monotonic() - asked_s)
+            )
+            logger.warning("rank %d waits for rows of dataset %r", self._rank, self._dataset)
         try:
             found: RowsFound = ray.get(call)
         except RayActorError:
@@ -147,10 +164,13 @@ class RayDataBatches:
 
     def _hear(self, found: RowsFound) -> None:
         """Take up where further rows are; blocks that are elsewhere set out for this node."""
-        fresh = [span for span in found.spans if span.end > self._end]
-        for span in fresh:
-            self._spans.append(span)
-            self._end = span.end
+        fresh = []
+        for span in found.spans:
+            rest = span.behind(self._end)  # another execution may have cut other blocks
+            if rest is not None:
+                fresh.append(rest)
+                self._end = rest.end
+        self._spans.extend(fresh)
         if fresh:
             ray.wait([span.block for span in fresh], num_returns=len(fresh), timeout=0, fetch_local=True)
         if found.total is not None and self._end >= found.total:

@@ -32,6 +32,13 @@ class Span:
         """Position after its last row."""
         return self.first + self.rows
 
+    def behind(self, position: int) -> Span | None:
+        """Its rows from ``position`` on; None where it has none."""
+        known = max(0, position - self.first)
+        if known >= self.rows:
+            return None
+        return Span(first=self.first + known, rows=self.rows - known, block=self.block, offset=self.offset + known)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:

@@ -100,17 +100,26 @@ class ResumableLoader:
             ValueError: it is no such state; the message names the field.
             RuntimeError: training has begun.
         """
-        point = ResumePoint.from_json(state)
-        if point is None:
-            raise ValueError("state must be what state_dict() has given, but is empty")
-        if self._session.synced:
-            raise RuntimeError("load_state_dict must be called before the first epoch, but training has begun")
-        present = self._session.states.progress
-        if present.steps or present.epoch or present.passes:
-            logger.info(
-                "the job goes on from its own checkpoint, after step %d; a loader's state of step %d is not used",
-                present.steps,
-                point.steps,
-            )
-            return
-        self._session.states.start_from(RunProgress.from_resume_point(point))
+        resume_at(self._session, state)
+
+
+def resume_at(run: ResumedRun, state: Mapping[str, Any]) -> None:
+    """Have a run begin where ``state_dict`` of one of its loaders was called; they all have the same places.
+
+    Raises:
+        ValueError, RuntimeError: as :meth:`ResumableLoader.load_state_dict`.
+    """
+    point = ResumePoint.from_json(state)
+    if point is None:
+        raise ValueError("state must be what state_dict() has given, but is empty")
+    if run.synced:
+        raise RuntimeError("load_state_dict must be called before the first epoch, but training has begun")
+    present = run.states.progress
+    if present.steps or present.epoch or present.passes:
+        logger.info(
+            "the job goes on from its own checkpoint, after step %d; a loader's state of step %d is not used",
+            present.steps,
+            point.steps,
+        )
+        return
+    run.states.start_from(RunProgress.from_resume_point(point))

@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from torch.utils.data import IterableDataset
 
-from elastic_ray.integrations.ray_data_batches import RayDataBatches
-from elastic_ray.integrations.ray_data_coordinator import find_coordinator
-from elastic_ray.integrations.ray_data_run import datasets_of_thread
+from elastic_ray.integrations.ray_data.batches import RayDataBatches
+from elastic_ray.integrations.ray_data.coordinator import find_coordinator
+from elastic_ray.integrations.ray_data.run import datasets_of_thread
 from elastic_ray.session.current import session_of_thread
-from elastic_ray.worker.actor_controller_client import insist
+from placement.ray_cluster.named_actors import insist
 
 _PATIENCE_S = 60.0
+_DESCRIBE_S = 180.0  # of files, Ray Data reads some metadata
 _OF_RAY = ("iter_batches", "iter_rows", "iter_tf_batches", "iter_torch_batches", "materialize", "to_tf", "to_torch")
 
 
@@ -29,7 +31,7 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
 
     Raises:
         KeyError: the job has no dataset of this name.
-        RuntimeError: not in the train function of a job that was given datasets.
+        RuntimeError: not in the train function of a job that was given datasets, or what reads them does not answer.
     """
     run = datasets_of_thread()
     if run is None:
@@ -37,7 +39,13 @@ def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
     if dataset_name not in run.names:
         raise KeyError(f"no dataset named {dataset_name!r} was given to ElasticTrainer(datasets=...), but {run.names}")
     coordinator = find_coordinator(run.coordinator, _PATIENCE_S)
-    rows = insist(lambda: coordinator.describe.remote(dataset_name), timeout_s=None)
+    try:
+        rows = insist(lambda: coordinator.describe.remote(dataset_name), timeout_s=_DESCRIBE_S)
+    except GetTimeoutError:
+        raise RuntimeError(
+            f"the process that reads the job's datasets could not tell within {_DESCRIBE_S:g} s how many rows "
+            f"{dataset_name!r} has: is what it reads within reach of the head node?"
+        ) from None
     return RayDataShard(dataset_name, coordinator, rows, run.token)
 
 

@@ -1,0 +1,80 @@
+"""What a script holds of a model and a loader that a library has prepared before the model's optimizer was known."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+import elastic_ray as er
+
+
+class LateWrapped(torch.nn.Module):
+    """A model that is wrapped with its optimizer once training begins; until then, and without one, it is only called.
+
+    Attributes of the model itself are to be had here, too.
+
+    Args:
+        module: the model.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._wrapped: list[er.AdaptiveDataParallel] = []  # not a module of this one: it holds the same parameters
+
+    def make_wrapper(self) -> er.AdaptiveDataParallel | None:
+        """The model with its optimizer; None while it has none."""
+        raise NotImplementedError
+
+    def wrap(self) -> None:
+        """Wrap the model, if it has an optimizer and was not wrapped before."""
+        if not self._wrapped:
+            wrapper = self.make_wrapper()
+            if wrapper is not None:
+                self._wrapped.append(wrapper)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return (self._wrapped[0] if self._wrapped else self.module)(*args, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
+        return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "module" not in self.__dict__.get("_modules", {}):
+                raise
+        wrapped = self.__dict__["_wrapped"]
+        if wrapped and hasattr(type(wrapped[0]), name):
+            return getattr(wrapped[0], name)
+        return getattr(self.module, name)
+
+
+def plain_model(model: Any) -> Any:
+    """The model that was wrapped, or is to be; any other stays as it is."""
+    return model.module if isinstance(model, (LateWrapped, er.AdaptiveDataParallel)) else model
+
+
+class LoaderOnDevice:
+    """Stands for an ``AdaptiveDataLoader`` whose batches come on the worker's device; what that has is to be had here.
+
+    Args:
+        loader: gives the batches.
+        device: the worker's.
+    """
+
+    def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "loader":  # also of an object that is not made yet
+            raise AttributeError(name)
+        return getattr(self.loader, name)

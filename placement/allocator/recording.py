@@ -1,0 +1,319 @@
+"""What the core was told and what it decided, as lines of JSON, and the same anew from these lines (pure).
+
+A recording holds one or more lives of an allocator. A life begins with a line that says what the core was made of; a
+line for each event and one for each decision follow, in their order. Fields that have their default are left out.
+Numbers keep every digit, so that a replay decides on the very values that the allocator had.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import enum
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from placement.allocator.config import AllocatorConfig
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
+from placement.allocator.snapshot import DecisionRecord
+from placement.errors import InputError
+from placement.goodput.fitting import Observation
+from placement.goodput.model import GoodputModel
+from placement.knowledge.knowledge import Knowledge
+from placement.policies import POLICIES, Policy
+
+FORMAT = 1
+_ENDLESS = 1_000_000_000
+
+_EVENTS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (JobHeartbeat, JobEnded, NodesChanged, TimePassed, Recalled)
+}
+_SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record")  # of the configuration; no core reads it
+_LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotations whose modules do not import them
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One life of an allocator.
+
+    Attributes:
+        policy: name of its policy.
+        settings: of the policy, by name.
+        config: of the core; what only the shell reads has its defaults.
+        settling: whether jobs ran before it was made.
+        events: what it was told, with the time of each [s since the epoch].
+        decided: its decision log.
+    """
+
+    policy: str
+    settings: Mapping[str, Any]
+    config: AllocatorConfig
+    settling: bool
+    events: tuple[tuple[float, Event], ...]
+    decided: tuple[DecisionRecord, ...]
+
+    def make_policy(self) -> Policy:
+        """The policy as it was at the start.
+
+        Raises:
+            InputError: it is none of those that come with the package.
+        """
+        if self.policy not in POLICIES:  # a name in a file must not have us import whatever it names
+            raise InputError(
+                f"policy of a recording must be one of {', '.join(sorted(POLICIES))}, but got {self.policy!r}; "
+                "give replay(policy=...) the policy that was recorded"
+            )
+        policy = POLICIES[self.policy]()
+        if not self.settings:
+            return policy
+        try:
+            return dataclasses.replace(policy, **self.settings)  # type: ignore[type-var]
+        except (TypeError, ValueError) as error:
+            raise InputError(f"settings of policy {self.policy!r} of a recording: {error}") from error
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+
+def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
+    """The line that begins a life; ``policy`` before its first decision."""
+    core = config or AllocatorConfig()
+    known = type(policy) in {type(make()) for make in POLICIES.values()}
+    said = {
+        "format": FORMAT,
+        "policy": policy.name if known else f"{policy.name} (of the user's own)",
+        "settings": _settings(policy) if known else {},
+        "config": _plain(AllocatorConfig, core),
+        "settling": settling,
+    }
+    return _line({"start": said})
+
+
+def event_line(event: Event, now_s: float) -> str:
+    """The line of an event."""
+    kind = type(event)
+    return _line({"now_s": now_s, kind.__name__: _plain(kind, event)})
+
+
+def decision_line(record: DecisionRecord) -> str:
+    """The line of a decision."""
+    return _line({"decided": _plain(DecisionRecord, record)})
+
+
+class Recorder:
+    """Says what happens to a core, in lines.
+
+    Args:
+        write: takes the lines; None records nothing.
+    """
+
+    def __init__(self, write: Callable[[Iterable[str]], None] | None) -> None:
+        self._write = write
+
+    def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
+        """A core is made."""
+        if self._write is not None:
+            self._write([start_line(policy, config, settling=settling)])
+
+    def told(self, event: Event, now_s: float) -> None:
+        """It is about to be told this."""
+        if self._write is not None:
+            self._write([event_line(event, now_s)])
+
+    def decided(self, records: Iterable[DecisionRecord]) -> None:
+        """It has decided this."""
+        if self._write is not None:
+            self._write(map(decision_line, records))
+
+
+def _settings(policy: Policy) -> dict[str, Any]:
+    """What was chosen of a policy that comes with the package: numbers, names and truth values."""
+    kind: Any = type(policy)
+    fields = dataclasses.fields(kind) if _is_dataclass(kind) else ()
+    chosen = {f.name: (f, getattr(policy, f.name)) for f in fields if f.init}
+    return {
+        name: value
+        for name, (field, value) in chosen.items()
+        if value != _default(field) and isinstance(value, (bool, int, float, str))
+    }
+
+
+def _line(said: Mapping[str, Any]) -> str:
+    return json.dumps(said, separators=(",", ":"), default=_number) + "\n"
+
+
+def _number(value: Any) -> Any:
+    """NumPy's numbers, which some fields hold."""
+    return value.item()
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    """A value of this type as JSON has it; of a dataclass the fields that differ from their defaults."""
+    if value is None:
+        return None
+    if _is_dataclass(kind):
+        said = [(field, hint, getattr(value, field.name)) for field, hint in _fields(kind)]
+        return {field.name: _plain(hint, each) for field, hint, each in said if each != _default(field)}
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _plain(_some(arguments), value)
+    if origin is collections.abc.Mapping:
+        return {key: _plain(arguments[1], each) for key, each in value.items()}
+    if origin is frozenset:
+        return [_plain(arguments[0], each) for each in sorted(value)]
+    if origin is tuple:
+        return [_plain(hint, each) for hint, each in zip(_members(arguments, len(value)), value, strict=True)]
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
+
+def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
+    """The lives of a recording.
+
+    A last line that is cut off is left out: its allocator died while writing it.
+
+    Raises:
+        InputError: a line is not what a recording holds; names the line.
+    """
+    lives: list[tuple[dict[str, Any], list[tuple[float, Event]], list[DecisionRecord]]] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            said = json.loads(line)
+            if "start" in said:
+                lives.append((said["start"], [], []))
+            elif "decided" in said:
+                lives[-1][2].append(_built(DecisionRecord, said["decided"]))
+            else:
+                (kind,) = said.keys() - {"now_s"}
+                lives[-1][1].append((_built(float, said["now_s"]), _built(_EVENTS[kind], said[kind])))
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise InputError(f"line {number} of the recording: {error!r}") from error
+    try:
+        return tuple(_life(*each) for each in lives)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"the start of a life in the recording: {error!r}") from error
+
+
+def _life(start: dict[str, Any], events: list[tuple[float, Event]], decided: list[DecisionRecord]) -> Life:
+    """A life from its first line and what followed; raises KeyError, TypeError or ValueError for a bad first line."""
+    if start["format"] != FORMAT:
+        raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")
+    return Life(
+        policy=_built(str, start["policy"]),
+        settings=_built(Mapping[str, Any], start["settings"]),
+        config=_built(AllocatorConfig, start["config"]),
+        settling=_built(bool, start["settling"]),
+        events=tuple(events),
+        decided=tuple(decided),
+    )
+
+
+def _built(kind: Any, plain: Any) -> Any:
+    """The inverse of ``_plain``; raises TypeError or ValueError where it is no value of this type."""
+    if kind is Any:
+        return plain
+    if _is_dataclass(kind):
+        return _object(kind, plain)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return None if plain is None else _built(_some(arguments), plain)
+    if origin is typing.Literal:
+        if plain not in arguments:
+            raise ValueError(f"must be one of {arguments}, but got {plain!r}")
+        return plain
+    if origin is collections.abc.Mapping:
+        return {key: _built(arguments[1], each) for key, each in _checked(plain, dict).items()}
+    if origin is frozenset:
+        return frozenset(_built(arguments[0], each) for each in _checked(plain, list))
+    if origin is tuple:
+        several = _checked(plain, list)
+        return tuple(_built(hint, each) for hint, each in zip(_members(arguments, len(several)), several, strict=True))
+    if issubclass(kind, enum.Enum):
+        return kind(plain)
+    # A whole number may stand for a float, and stays one: what it prints must not change.
+    return _checked(plain, (int, float) if kind is float else kind)
+
+
+def _object(kind: Any, plain: Any) -> Any:
+    """A dataclass; some take their fields by other names, but in the same order."""
+    given = _checked(plain, dict)
+    fields = _fields(kind)
+    unknown = sorted(given.keys() - {field.name for field, _ in fields})
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+    values = {field.name: _built(hint, given[field.name]) for field, hint in fields if field.name in given}
+    if kind is GoodputModel:
+        return kind(*(values[field.name] for field, _ in fields))
+    return kind(**values)
+
+
+def _checked(plain: Any, kind: Any) -> Any:
+    if not isinstance(plain, kind) or (isinstance(plain, bool) and kind is not bool):
+        raise TypeError(f"must be {kind}, but got {plain!r:.80}")
+    return plain
+
+
+# -- types ---------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _fields(kind: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
+    """The fields that a caller gives, each with its type."""
+    hints = typing.get_type_hints(kind, localns=_LATE)
+    left_out = _SHELLS_OWN if kind is AllocatorConfig else ()
+    return tuple((field, hints[field.name]) for field in dataclasses.fields(kind) if field.name not in left_out)
+
+
+def _is_dataclass(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _some(arguments: tuple[Any, ...]) -> Any:
+    """The type in ``type | None``."""
+    (kind,) = (each for each in arguments if each is not types.NoneType)
+    return kind
+
+
+def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    """Type of each member of a tuple; ``tuple[int, ...]`` has as many as there are."""
+    return (arguments[0],) * count if len(arguments) == 2 and arguments[1] is ... else arguments
+
+
+# -- replaying -----------------------------------------------------------------------------------------------
+
+
+def replay(
+    life: Life, *, policy: Policy | None = None, watch: Callable[[AllocatorCore, float], None] | None = None
+) -> tuple[DecisionRecord, ...]:
+    """The decision log of a new core that is told the same: ``life.decided``, to the letter.
+
+    Args:
+        life: what was recorded.
+        policy: the one that ruled, where it does not come with the package; by default the recorded one.
+        watch: looks at the core after each event.
+
+    Raises:
+        InputError: the recording names a policy that does not come with the package.
+    """
+    config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
+    core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())
+    for now_s, event in life.events:
+        core.handle(event, now_s)
+        if watch is not None:
+            watch(core, now_s)
+    return core.log
