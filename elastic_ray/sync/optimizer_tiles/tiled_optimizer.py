@@ -130,8 +130,6 @@ class TiledOptimizer:
         try:
             run.consensus.announce(Announced(Intent.UPDATE, self._number))
             run.moment("vote")
-            if run.group.communicator.voided:
-                raise CommunicationFailedError("the generation was called off")
             run.consensus.agreed()
             run.consensus.reductions_started()
         except CommunicationFailedError as error:

@@ -67,6 +67,12 @@ def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: 
     check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step", last=True)])
 
 
+def test_such_an_update_is_made_at_the_learning_rate_that_the_others_have_scaled() -> None:
+    script = [Kill(3, 4, "publish", after=(1,)), Hold(3, 2, "vote"), Hold(3, 3, "vote")]
+    case = Case(rule="linear", batch=[(0.0, 6), (0.02, 12)])
+    check(case, script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step", last=True)])
+
+
 def test_an_update_that_no_survivor_has_made_is_made_anew() -> None:
     script = [Kill(3, 4, "publish"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))]
     check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "backward", last=True)])

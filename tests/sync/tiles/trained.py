@@ -55,6 +55,8 @@ class Case:
     optimizer: str = "adamw"
     strategy: Any = "zero1"
     clip: bool = True
+    rule: str = "none"
+    batch: Any = BATCH
     between: Callable[[Run, int], None] = lambda run, step: None
 
 
@@ -68,13 +70,14 @@ class Run:
         self.optimizer = OPTIMIZERS[case.optimizer](groups)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.98)
         self.wrapped = er.AdaptiveDataParallel(
-            self.model, self.optimizer, self.schedule, scaling_rule="none", strategy=case.strategy
+            self.model, self.optimizer, self.schedule, scaling_rule=case.rule, strategy=case.strategy
         )
         self.held: list[int] = []
         self.steps: dict[int, list[Tensor]] = {}
         step = 0
+        loader = er.AdaptiveDataLoader(data(), batch_size=case.batch, seed=3, drop_last=True)
         for _ in er.remaining_epochs_until(EPOCHS):
-            for x, y in er.AdaptiveDataLoader(data(), batch_size=BATCH, seed=3, drop_last=True):
+            for x, y in loader:
                 step = er.get_context().get_global_step()
                 case.between(self, step)
                 self.steps.setdefault(step, [p.detach().clone() for p in self.model.parameters()])
