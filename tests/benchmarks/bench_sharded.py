@@ -187,12 +187,18 @@ def _pause_of(job: TiledJob, act: Callable[[], object], world: int) -> float:
     before, since_s = job.log.read()[-1].step, time.time()
     known = len(job.handle.events())
     act()
-    _trains(job, world, since_s)
+
+    def paused() -> list[float]:
+        return [event.pause_s for event in job.handle.events()[known:] if event.to_workers == world and event.pause_s]
+
+    if not common.wait_until(lambda: bool(paused()), _WAIT_S):  # a killed worker's replacement may come at once
+        job.check()
+        raise TimeoutError(f"{job.name}: no group of {world} workers in {_WAIT_S:g} s")
+    common.wait_until(lambda: job.log.read()[-1].step > before + _STEPS, _WAIT_S)
     steps = [record.step for record in job.log.read() if record.time_s > since_s]
     assert steps[0] <= before + 1 and steps == sorted(steps), "no committed step is lost"
-    pauses = [event.pause_s for event in job.handle.events()[known:] if event.to_workers == world and event.pause_s]
-    print(f"  {job.name}: to {world} workers: pause {pauses[0]:.2f} s", flush=True)
-    return float(pauses[0])
+    print(f"  {job.name}: to {world} workers: pause {paused()[0]:.2f} s", flush=True)
+    return paused()[0]
 
 
 def _pauses(rows: list[dict[str, Any]], bars: list[dict[str, Any]], *, repeats: int) -> None:
