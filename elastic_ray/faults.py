@@ -16,8 +16,9 @@ MOMENTS = (
     "forward",  # entering the wrapped model
     "backward",  # the first gradient of a backward pass is there
     "allreduce",  # the first bucket is on its way
-    "vote",  # owners have received row gradients of sharded tables, and their vote is on its way
+    "vote",  # a vote is on its way: on an update of optimizer state in tiles, or of rows that owners have gradients for
     "optimizer_step",  # agreed, about to apply
+    "publish",  # owners have updated tiles, parameters are about to be sent to all
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
     "average",  # committed, models about to be averaged

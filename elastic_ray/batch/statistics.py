@@ -26,6 +26,12 @@ from placement.goodput.model import NoiseScale
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
 
+REFRESHED_EVERY = 16
+"""Steps after which preconditioners are computed anew."""
+
+DENOMINATOR = "denominator"
+"""Key of a state that holds what gradients are divided by, and nothing else."""
+
 
 def squared_norm(flat: Tensor, precond: Tensor | None = None) -> Tensor:
     """||P g||^2 of a flat gradient g as a 0-dim tensor, in one dot product; P is diagonal, None = identity.
@@ -72,7 +78,13 @@ def _sum_of_squares(state: _State, group: _State) -> Tensor:
     return torch.sqrt(state["sum"]).add_(_eps(group))
 
 
+def _as_it_is(state: _State, group: _State) -> Tensor:
+    """What other ranks have told."""
+    return torch.as_tensor(state[DENOMINATOR])
+
+
 _DENOMINATORS: dict[str, Callable[[_State, _State], Tensor]] = {
+    DENOMINATOR: _as_it_is,
     "exp_avg_sq": _second_moment,
     "square_avg": _rms,
     "exp_inf": _infinity_norm,
@@ -182,7 +194,7 @@ class BucketPreconditioner:
     hardly do either.
     """
 
-    def __init__(self, compute: Callable[[], Any], *, interval: int = 16) -> None:
+    def __init__(self, compute: Callable[[], Any], *, interval: int = REFRESHED_EVERY) -> None:
         if interval < 1:
             raise ValueError(f"interval must be 1 or more steps, but got {interval}")
         self._compute = compute

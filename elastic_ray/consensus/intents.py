@@ -27,6 +27,8 @@ class Intent(enum.IntEnum):
     FINISH = 5
     ROWS = 6
     COLLECTIVE = 7
+    UPDATE = 8
+    STATE = 9
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,6 +75,14 @@ class Announced:
             case Intent.ROWS:
                 what = ("", "fetches rows of", "fetches the whole of", "loads")[self.detail % 4]
                 return f"{what} ShardedEmbedding {self.detail // 4} of model {self.index}"
+            case Intent.UPDATE:
+                what = "divides the optimizer state anew" if self.detail else "steps the optimizer"
+                return f"{what} of model {self.index}"
+            case Intent.STATE:
+                return (
+                    f"calls optimizer.state_dict() of model {self.index}, whose state lies with several ranks (call it "
+                    "on all of them; the first one gets it)"
+                )
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"

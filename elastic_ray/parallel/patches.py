@@ -5,11 +5,22 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from elastic_ray.parallel.run_view import UpdateLedger
+
+
+class DividedOptimizer(Protocol):
+    """State of an optimizer of which each rank has a part."""
+
+    def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
+        """All of it, by parameter, on rank 0; None where this rank has all. All ranks call it."""
+
+    def loaded(self) -> None:
+        """The optimizer was given whole states."""
+
 
 SCHEDULES = ("progress", "steps")
 
@@ -38,6 +49,31 @@ def patch_zero_grad(optimizer: torch.optim.Optimizer, then: Callable[[], None]) 
         then()
 
     optimizer.zero_grad = wrapped  # type: ignore[method-assign]
+
+
+def patch_state_dict(optimizer: torch.optim.Optimizer, divided: DividedOptimizer) -> None:
+    """Have ``optimizer.state_dict`` give, and ``load_state_dict`` take, whole states of which each rank has a part."""
+    give, load = optimizer.state_dict, optimizer.load_state_dict
+
+    @functools.wraps(give)
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        states = divided.whole_states()
+        if states is None:
+            return give(*args, **kwargs)
+        optimizer.state.update(states)
+        try:
+            return give(*args, **kwargs)
+        finally:
+            for param in states:
+                del optimizer.state[param]
+
+    @functools.wraps(load)
+    def load_state_dict(*args: Any, **kwargs: Any) -> None:
+        load(*args, **kwargs)
+        divided.loaded()
+
+    optimizer.state_dict = state_dict  # type: ignore[method-assign]
+    optimizer.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def check_schedule(schedule: Any) -> None:

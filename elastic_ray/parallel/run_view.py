@@ -15,11 +15,12 @@ from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.tree import Stateful
 from elastic_ray.sync.engine.context import SyncConsensus, SyncContext, SyncGroup, SyncLedger
+from elastic_ray.sync.optimizer_tiles.run_view import TileConsensus, TileGroup, TileLedger
 from elastic_ray.sync.sharded.run_view import TableConsensus, TableGroup, TableLedger, TableStep
 from placement.goodput.model import NoiseScale
 
 
-class UpdateLedger(SyncLedger, TableLedger, Protocol):
+class UpdateLedger(SyncLedger, TableLedger, TileLedger, Protocol):
     """Which step this rank is in, and whether its optimizers may step."""
 
     @property
@@ -48,7 +49,7 @@ class UpdateLedger(SyncLedger, TableLedger, Protocol):
         """It has stepped, or its update was left out."""
 
 
-class UpdateGroup(SyncGroup, TableGroup, Protocol):
+class UpdateGroup(SyncGroup, TableGroup, TileGroup, Protocol):
     """The present group, and what may become of it."""
 
     @property
@@ -56,7 +57,7 @@ class UpdateGroup(SyncGroup, TableGroup, Protocol):
         """Number of ranks that it may ever have, as far as that is known."""
 
 
-class UpdateConsensus(SyncConsensus, TableConsensus, Protocol):
+class UpdateConsensus(SyncConsensus, TableConsensus, TileConsensus, Protocol):
     """What the ranks tell each other."""
 
 

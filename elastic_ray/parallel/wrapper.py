@@ -25,6 +25,7 @@ from elastic_ray.parallel.patches import (
     check_schedule,
     count_optimizer_steps,
     keep_scale_while_accumulating,
+    patch_state_dict,
     patch_step,
     patch_zero_grad,
 )
@@ -49,6 +50,7 @@ from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
+from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
@@ -80,8 +82,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
             The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
-            averages models, which gives no statistics. The rates that user code and schedulers set are those at the
-            initial batch size.
+            averages models. The rates that user code and schedulers set are those at the initial batch size.
         nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
             rank they came up: ``"warn"`` tells so (log, event, status) and applies them as PyTorch would, ``"skip"``
             leaves such updates out on all ranks, with what their forward passes did to buffers, ``"raise"`` ends the
@@ -155,6 +156,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._register(lr_scheduler, schedule)
         session.add_policies(policies)
         patch_step(optimizer, self._step)
+        patch_state_dict(optimizer, self._tiles)
         if self._tables:
             patch_zero_grad(optimizer, self._tables.zero)
 
@@ -172,6 +174,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
+        self._tiles = TiledOptimizer(run, module, optimizer, self._index)
+        self._tracker.read_from(self._tiles.denominators)
         self._sync = GradientEngine(
             run,
             module,
@@ -184,6 +188,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             check_finite=self._finite.looks,
             scaler=self._scaler,
             tables=self._tables,
+            divided=self._tiles,
         )
         if self._learning_rates.wants_statistics:
             self._sync.require_statistics(self._learning_rates.wants_statistics)
@@ -197,8 +202,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
             check_process_group(self._run.group.world_size)
-        if self._bounded_tables:
-            refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
+        refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -265,8 +269,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
+        trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync, self._tiles)
         states.register(f"model/{index}", ModuleState(self.module))
-        trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync)
         states.register(f"optimizer/{index}", trained)
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
@@ -332,7 +336,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.before_update()
         self._check_called()
         self._trainable.drop_strangers()
-        if not ledger.may_apply():
+        if not ledger.may_apply() or not self._tiles.decide():
             return value
         self._sync.applied()
         if not self._counts():
@@ -350,11 +354,11 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
         if self._statistics.meter.wants_update:
-            step = functools.partial(apply, **kwargs)
-            result, norms = with_update_norms(self._optimizer, self._trainable.groups, step)
+            step, whole = functools.partial(self._tiles.update, apply, **kwargs), not self._tiles.divided
+            result, norms = with_update_norms(self._optimizer, self._trainable.groups, step, whole=whole)
             self._statistics.meter.updated(norms)
         else:
-            result = apply(**kwargs)
+            result = self._tiles.update(apply, **kwargs)
         self._tables.update()
         return result
 

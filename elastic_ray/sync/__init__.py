@@ -15,10 +15,13 @@ from elastic_ray.sync.builders import (
     PairAveraging,
     Parallax,
     PartitionedAR,
+    PartitionedPS,
     PowerSGD,
     PSLoadBalancing,
     RandomAxisPartitionAR,
     StrategyBuilder,
+    UnevenPartitionedPS,
+    ZeRO1,
 )
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
@@ -30,6 +33,7 @@ from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, 
 from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from elastic_ray.sync.optimizer_tiles.moves import StateLostError
     from elastic_ray.sync.sharded.embedding import ShardedEmbedding
     from elastic_ray.sync.sharded.shard import RowsLostError
 
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "RowsLostError": "elastic_ray.sync.sharded.shard",
     "ShardedEmbedding": "elastic_ray.sync.sharded.embedding",
+    "StateLostError": "elastic_ray.sync.optimizer_tiles.moves",
 }
 
 __all__ = [
@@ -57,6 +62,7 @@ __all__ = [
     "Parallax",
     "ParamInfo",
     "PartitionedAR",
+    "PartitionedPS",
     "PowerSGD",
     "RandomAxisPartitionAR",
     "Reduce",
@@ -68,12 +74,15 @@ __all__ = [
     "RowsLostError",
     "Rule",
     "ShardedEmbedding",
+    "StateLostError",
     "Strategy",
     "StrategyBuilder",
     "StrategyError",
     "StrategyTable",
     "Topology",
+    "UnevenPartitionedPS",
     "Wire",
+    "ZeRO1",
     "read_resource_spec",
 ]
 

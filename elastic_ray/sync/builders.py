@@ -43,7 +43,7 @@ class AllReduce:
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(self._reduce, profile, self.wire.name or "all_reduce")
+        return dense(self._reduce, profile, self.wire.name or "all_reduce")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class PowerSGD:
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
+        return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class PS:
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(Owner(placement="first"), profile, "ps")
+        return dense(Owner(placement="first"), profile, "ps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,83 @@ class PSLoadBalancing:
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(Owner(placement="balanced"), profile, "ps_balanced")
+        return dense(Owner(placement="balanced"), profile, "ps_balanced")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ZeRO1:
+    """Gradients by all-reduce; the optimizer state in tiles that lie with some ranks each (ZeRO-1, SC 2020).
+
+    In ZeRO each rank owns one slice. Here the state is cut into tiles, the same for every size of group, so that few of
+    them move when it changes; and each tile has a second owner that makes the same updates, so that the loss of a
+    worker loses nothing.
+
+    Attributes:
+        copies: owners of a tile.
+    """
+
+    copies: int = 2
+
+    def __post_init__(self) -> None:
+        _ = self._owner  # refuses what is out of range
+
+    @property
+    def _owner(self) -> Owner:
+        return Owner(unit="tile", copies=self.copies)
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return dense(self._owner, profile, "zero1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionedPS:
+    """Parts of each tensor have owners, which update them (AutoDist: PartitionedPS, synchronous).
+
+    A tensor is divided along its first dimension, into as many parts as the smallest divisor of that from 2 on; a prime
+    dimension into at most 64. AutoDist's parts lie with one server each, and gradients go to these. Here each part has
+    ``copies`` owners among the ranks, and gradients are all-reduced, for code that clips them.
+
+    Attributes:
+        copies: owners of a part.
+    """
+
+    copies: int = 2
+
+    def __post_init__(self) -> None:
+        _ = self._owner  # refuses what is out of range
+
+    @property
+    def _owner(self) -> Owner:
+        return Owner(unit="tile", copies=self.copies, cut="divisor")
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return dense(self._owner, profile, "partitioned_ps")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnevenPartitionedPS:
+    """As ``PartitionedPS``, in as many parts as the smallest number that does not divide the first dimension.
+
+    AutoDist: UnevenPartitionedPS.
+
+    Attributes:
+        copies: owners of a part.
+    """
+
+    copies: int = 2
+
+    def __post_init__(self) -> None:
+        _ = self._owner  # refuses what is out of range
+
+    @property
+    def _owner(self) -> Owner:
+        return Owner(unit="tile", copies=self.copies, cut="uneven")
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """See ``StrategyBuilder``."""
+        return dense(self._owner, profile, "uneven_partitioned_ps")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +173,7 @@ class PartitionedAR:
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(Reduce(parts=self.parts), profile, "partitioned_ar")
+        return dense(Reduce(parts=self.parts), profile, "partitioned_ar")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +193,7 @@ class RandomAxisPartitionAR:
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return _dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
+        return dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +375,7 @@ def exactly(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
+def dense(sync: Reduce | Owner, profile: ModelProfile, name: str) -> Strategy:
     """One way for all parameters, but for those whose gradients are sparse."""
     rules = tuple(
         Rule(pattern=exactly(name), sync=Rows()) for param in profile.params if param.sparse for name in param.names

@@ -11,12 +11,15 @@ from elastic_ray.sync import builders
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.profile import ModelProfile, Topology
-from elastic_ray.sync.spec import Strategy, Wire
+from elastic_ray.sync.spec import Owner, Reduce, Strategy, Wire
 
 NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
     "all_reduce": builders.AllReduce,
     "ps": builders.PS,
     "ps_balanced": builders.PSLoadBalancing,
+    "zero1": builders.ZeRO1,
+    "partitioned_ps": builders.PartitionedPS,
+    "uneven_partitioned_ps": builders.UnevenPartitionedPS,
     "partitioned_ar": builders.PartitionedAR,
     "random_axis_partition_ar": builders.RandomAxisPartitionAR,
     "parallax": builders.Parallax,
@@ -43,11 +46,23 @@ class _Ready:
         return self.strategy
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Everywhere:
+    """One way for all parameters."""
+
+    sync: Reduce | Owner
+
+    def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
+        """But for those whose gradients are sparse."""
+        return builders.dense(self.sync, profile, "")
+
+
 def resolve_strategy(given: object) -> StrategyBuilder:
     """The builder that a user means.
 
     Args:
-        given: a name of :data:`NAMED`, a builder, a ``Strategy``, or the path of a strategy's JSON.
+        given: a name of :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters, or the
+            path of a strategy's JSON.
 
     Raises:
         StrategyError: there is no such name or file, or the file holds no strategy.
@@ -55,6 +70,8 @@ def resolve_strategy(given: object) -> StrategyBuilder:
     """
     if isinstance(given, Strategy):
         return _Ready(given)
+    if isinstance(given, (Reduce, Owner)):
+        return _Everywhere(given)
     if isinstance(given, os.PathLike) or (isinstance(given, str) and (given.endswith(".json") or os.sep in given)):
         return _Ready(_read(Path(given)))
     if isinstance(given, str):

@@ -35,21 +35,43 @@ class BucketPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TilePlan:
+    """Parameters whose optimizer state is kept in tiles.
+
+    Attributes:
+        params: positions in ``ModelProfile.params``, in its order.
+        owner: how.
+        divided: whether the group has more ranks than each tile has owners; else every rank holds the whole state.
+    """
+
+    params: tuple[int, ...]
+    owner: Owner
+    divided: bool
+
+    def holds(self, params: Sequence[int]) -> bool:
+        """Whether the state of all these is."""
+        return set(params) <= set(self.params)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
     """All buckets, in the order in which they are reduced: that of a backward pass, last parameters first.
 
     Attributes:
         buckets: of at least one parameter each.
         strategy: what was planned.
+        tiles: of the optimizer state; None where every rank holds all of it under any group.
     """
 
     buckets: tuple[BucketPlan, ...]
     strategy: Strategy
+    tiles: TilePlan | None = None
 
     @property
     def digest(self) -> int:
         """40 bits that tell plans apart; compared by all ranks before the first step."""
         text = repr([(b.params, b.group, b.sync, b.owner) for b in self.buckets]) + self.strategy.to_json()
+        text += repr(self.tiles.divided) if self.tiles is not None else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
 
@@ -60,9 +82,10 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
         StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot step
             what a rule would give it.
     """
-    syncs = _assign(strategy, profile)
-    for param, sync in zip(profile.params, syncs, strict=True):
+    assigned = _assign(strategy, profile)
+    for param, sync in zip(profile.params, assigned, strict=True):
         _check(param, sync, profile)
+    syncs = [_reduction(sync) for sync in assigned]
     cuts = _cut_all(profile.params, syncs)
     owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
     return SyncPlan(
@@ -70,7 +93,30 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
             dataclasses.replace(cut, owner=owner) if owner else cut for cut, owner in zip(cuts, owners, strict=True)
         ),
         strategy=strategy,
+        tiles=_tiles(assigned, topology),
     )
+
+
+def _reduction(sync: Sync) -> Sync:
+    """How gradients are reduced: those of tiles by all-reduce, as every rank needs all of them."""
+    if isinstance(sync, Owner) and sync.owns_tiles:
+        return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
+    return sync
+
+
+def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
+    """Parameters in tiles; raises StrategyError for rules that cut or copy them in different ways."""
+    found = {i: sync for i, sync in enumerate(syncs) if isinstance(sync, Owner) and sync.owns_tiles}
+    if not found:
+        return None
+    owner = next(iter(found.values()))
+    for other in found.values():
+        if (other.copies, other.cut) != (owner.copies, owner.cut):
+            raise StrategyError(
+                "all tiles of a model must have as many copies and be cut in one way, but got "
+                f"copies={owner.copies}, cut={owner.cut!r} and copies={other.copies}, cut={other.cut!r}"
+            )
+    return TilePlan(params=tuple(found), owner=owner, divided=topology.world_size > owner.copies)
 
 
 def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:

@@ -20,6 +20,7 @@ class ParamInfo:
         sparse: a layer that is set to ``sparse=True`` gives it gradients.
         table: only embedding layers use it, as far as the module tree tells.
         rows: distinct rows that a rank has touched in a step, the median; None while unknown, or not a table.
+        divisible: its elements lie in memory in order, so that a part of them is a tensor, too.
     """
 
     names: tuple[str, ...]
@@ -31,6 +32,7 @@ class ParamInfo:
     sparse: bool = False
     table: bool = False
     rows: int | None = None
+    divisible: bool = True
 
     @property
     def name(self) -> str:
@@ -56,11 +58,13 @@ class OptimizerInfo:
         name: of its class.
         takes_sparse: whether it steps sparse gradients, and as it would dense ones.
         only_sparse: whether it steps nothing else (SparseAdam).
+        elementwise: whether an element's update depends on no other element of its tensor.
     """
 
     name: str = "SGD"
     takes_sparse: bool = True
     only_sparse: bool = False
+    elementwise: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

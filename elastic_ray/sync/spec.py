@@ -17,10 +17,11 @@ VERSION = 1
 
 # Far above what is of use: a strategy may come from a file of somebody else's.
 _MOST_TEXT, _MOST_RULES, _LONGEST_NAME = 1 << 20, 10_000, 200
-_MOST_BYTES, _MOST_PARTS, _MOST_RANK = 1 << 40, 64, 4096
+_MOST_BYTES, _MOST_PARTS, _MOST_RANK, _MOST_COPIES = 1 << 40, 64, 4096, 8
 
 WIRES = ("native", "bf16", "fp16", "int8")
 UPDATES = ("auto", "sparse", "dense")
+CUTS = ("equal", "divisor", "uneven")
 AVERAGES = ("local_sgd", "diloco", "sma", "pair")
 
 
@@ -121,9 +122,17 @@ class Owner:
 
     Optimizer state stays whole on every rank, so that the loss of an owner loses nothing.
 
+    Tiles (``unit="tile"``): the optimizer state of each lies with ``copies`` ranks, which make the same updates and
+    send new parameters to all (ZeRO-1). A group of no more than ``copies`` ranks trains replicated.
+
     Attributes:
-        placement: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
-        bucket_bytes: size from which another bucket of one owner is begun.
+        unit: ``"tensor"`` or ``"tile"``.
+        gradients: of tiles: ``"full"`` ones are all-reduced, so that code which clips or unscales them is right.
+        copies: owners of a tile, on different nodes as far as balance allows.
+        cut: of tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each (``"divisor"``,
+            ``"uneven"``). Optimizers that are not element-wise own whole tensors.
+        placement: of whole tensors: ``"balanced"`` by bytes over the ranks, or ``"first"``: rank 0 owns all.
+        bucket_bytes: size from which another bucket (of one owner) is begun.
         wire: form of the gradients, without residuals.
     """
 
@@ -131,13 +140,28 @@ class Owner:
     placement: str = "balanced"
     bucket_bytes: int = 25 << 20
     wire: Wire = NATIVE
+    unit: str = "tensor"
+    gradients: str = "full"
+    copies: int = 2
+    cut: str = "equal"
 
     def __post_init__(self) -> None:
         check_one_of("placement", self.placement, ("balanced", "first"))
+        check_one_of("unit", self.unit, ("tensor", "tile"))
+        check_one_of("gradients", self.gradients, ("full",))
+        check_one_of("cut", self.cut, CUTS)
+        check_count("copies", self.copies, least=1, most=_MOST_COPIES)
         check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_type("wire", self.wire, Wire)
         if self.wire.rank or self.wire.dtype == "int8":
             raise StrategyError("Owner.wire must be native, bf16 or fp16: an owner's tensors have no residuals")
+        if self.owns_tiles and self.placement != "balanced":
+            raise StrategyError(f"Owner.placement must be 'balanced' for tiles, but got {self.placement!r}")
+
+    @property
+    def owns_tiles(self) -> bool:
+        """Whether optimizer state is divided among the ranks."""
+        return self.unit == "tile"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +301,9 @@ class Strategy:
         """What holds after each step."""
         if self.average is None:
             kept = "; the sum over ranks of what compression left out is kept" if self.keeps_residuals else ""
-            return f"parameters are bit-identical on all ranks{kept}"
+            copies = {each.copies for each in self.syncs if isinstance(each, Owner) and each.owns_tiles}
+            tiled = f"; each tile of the optimizer state is the same on {copies.pop()} of them" if copies else ""
+            return f"parameters are bit-identical on all ranks{kept}{tiled}"
         if self.average.algorithm == "pair":
             return "the mean over ranks of their models moves by their mean update alone"
         return f"every {self.average.period} steps ranks are pulled to their mean; between they differ"

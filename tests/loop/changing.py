@@ -34,6 +34,7 @@ class Change:
 class Kill:
     """A worker dies when it has committed ``step`` steps and comes to ``moment``; ``last``: as the last of all.
 
+    Workers that are in ``after`` have come there before.
     Workers that are in ``joins`` enter with the group that is formed then.
     """
 
@@ -42,6 +43,7 @@ class Kill:
     moment: str
     last: bool = False
     joins: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -201,14 +203,17 @@ class _Job:
         for kill in list(self._kills):
             if (kill.worker, kill.step, kill.moment) == (worker, step, moment):
                 self._kills.remove(kill)
-                if kill.last:
-                    _wait(lambda: all((each, moment, step) in self._reached for each in self.members))
+                self._wait_for(self.members if kill.last else kill.after, moment, step)
                 raise _Killed(kill.joins)
         if (worker, step, moment) in self._holds:
             self._holds.remove((worker, step, moment))
             _wait(lambda: self._sessions[worker].membership.voided)
         if moment == "forward" and step in self._changes:
             self._prepare(worker, step)
+
+    def _wait_for(self, workers: Sequence[int], moment: str, step: int) -> None:
+        """Until these have come there as well."""
+        _wait(lambda: all((each, moment, step) in self._reached for each in workers))
 
     def _prepare(self, worker: int, step: int) -> None:
         """Hold each worker in the step until it has formed the group to go to, so that the step's end is where."""

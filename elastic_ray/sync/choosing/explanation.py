@@ -11,7 +11,7 @@ from elastic_ray.sync.choosing.cost import sent_bytes, sync_seconds
 from elastic_ray.sync.choosing.links import UNMEASURED, LinkTable
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.profile import ModelProfile, Topology
-from elastic_ray.sync.spec import Average, Rows
+from elastic_ray.sync.spec import Rows
 
 _NAMED = 2
 
@@ -126,7 +126,7 @@ def explain(
     chosen = next((each for each in candidates if each.chosen), None)
     classes: dict[str, list[int]] = {}
     for index, bucket in enumerate(plan.buckets):
-        classes.setdefault(_what(bucket, plan.strategy.average), []).append(index)
+        classes.setdefault(_what(bucket, plan), []).append(index)
     rows = []
     for what, indices in classes.items():
         mine = [plan.buckets[index] for index in indices]
@@ -144,10 +144,13 @@ def explain(
     )
 
 
-def _what(bucket: BucketPlan, average: Average | None) -> str:
+def _what(bucket: BucketPlan, plan: SyncPlan) -> str:
+    average, tiles = plan.strategy.average, plan.tiles
     if average is not None:
         return f"models averaged ({average.algorithm}, every {average.period} steps)"
-    return describe(bucket.sync)
+    if tiles is None or not tiles.divided or not tiles.holds(bucket.params):
+        return describe(bucket.sync)
+    return f"{describe(bucket.sync)}, optimizer state in tiles with {tiles.owner.copies} owners"
 
 
 def _row(

@@ -20,7 +20,7 @@ from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
-from elastic_ray.sync.engine.protocol import ShardedTables
+from elastic_ray.sync.engine.protocol import DividedState, ShardedTables
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
@@ -52,6 +52,7 @@ class GradientEngine:
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
         scaler: AMP's ``GradScaler``; None without AMP.
         tables: the model's sharded tables.
+        divided: the optimizer's state, as far as it lies with several ranks.
 
     Raises:
         StrategyError: the strategy cannot be carried out for this model and optimizer.
@@ -71,6 +72,7 @@ class GradientEngine:
         check_finite: bool,
         scaler: Any = None,
         tables: ShardedTables,
+        divided: DividedState,
     ) -> None:
         self._context = context
         self._module = module
@@ -78,6 +80,7 @@ class GradientEngine:
         self._optimizer = optimizer
         self._statistics_for: list[str] = []
         self._sharded = tables
+        self._divided = divided
         self._in_force = StrategyInForce(context, self, builder, number)
         self._check_tables(self.plan.strategy)
         self._carried = CarriedGradients(context, optimizer)
@@ -200,6 +203,8 @@ class GradientEngine:
         """Take in what was unfrozen, and a strategy that was asked for."""
         self._in_force.before_forward()
         self._reducer.follow(changed=self._in_force.pending and self._may_switch)
+        if self._divided.unsettled:
+            self._divided.settle_between_steps()
         self._drift.begin_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -241,7 +246,7 @@ class GradientEngine:
     @property
     def settled(self) -> bool:
         """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
-        return self._drift.settled and self._sharded.settled
+        return self._drift.settled and self._sharded.settled and self._divided.settled
 
     def fix_drift(self) -> int:
         """Settle what comes after the step; a digest of how models are averaged, of what, and of what comes next.
@@ -272,7 +277,11 @@ class GradientEngine:
             self._drift.agree_on_scale()
 
     def collapse(self) -> None:
-        """Where models differ from rank to rank: make them one."""
+        """Where models differ from rank to rank: make them one. Rank 0 holds the whole state of the optimizer."""
+        self._make_one()
+        self._divided.gather()
+
+    def _make_one(self) -> None:
         if self._drift.on:
             self._drift.collapse()
 
@@ -281,15 +290,17 @@ class GradientEngine:
         self._drift.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
-        """Rank 0 holds whole tables until the next update."""
+        """Rank 0 holds whole tables, and the whole state of the optimizer, until the next update."""
         self._sharded.gather()
+        self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """What compressions owe is added up, models that differ are made one, leavers hand their rows over."""
+        """What compressions owe is added up, models that differ are made one, leavers hand over what they own."""
         self._sharded.hand_over(stays)
+        self._divided.hand_over(stays)
         self._reducer.reduction.end_step()
         self._owed.before_change()
-        self.collapse()
+        self._make_one()
 
     def enter_group(self) -> None:
         """What only some of its ranks hold counts no more; the plan follows the group."""
@@ -303,6 +314,7 @@ class GradientEngine:
         self._reducer.enter_group()
         self._owed.enter_group()
         self._sharded.enter_group()
+        self._divided.enter_group()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""
@@ -343,6 +355,7 @@ class GradientEngine:
         self._statistics.rebuilt(len(trainable.groups))
         layout = BucketLayout(trainable.groups, plan, self._control_size, self._in_force, self._statistics)
         self._drift.follow(plan.strategy.average)
+        self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)
         rows = {bucket.index: bucket for bucket in layout.buckets if isinstance(bucket, RowBucket)}
         self._in_force.follow_rows(rows)

@@ -10,6 +10,20 @@ from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo
 from elastic_ray.sync.tables.sparse_backward import switch_off
 
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+# A class derived from one of these may do anything.
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
 
 
 def profile_of(
@@ -38,6 +52,7 @@ def profile_of(
             group=index,
             sparse=any(getattr(layer, "sparse", False) for layer in layers[id(param)] if isinstance(layer, _TABLES)),
             table=all(isinstance(layer, _TABLES) for layer in layers[id(param)]),
+            divisible=param.is_contiguous(),
         )
         for index, group in enumerate(groups)
         for param in group
@@ -64,4 +79,5 @@ def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
         name=type(optimizer).__name__,
         takes_sparse=takes or isinstance(optimizer, torch.optim.SparseAdam),
         only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
+        elementwise=type(optimizer) in _ELEMENTWISE,
     )

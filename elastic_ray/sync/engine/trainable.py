@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -107,10 +107,37 @@ class Trainable:
         self._lay_out(wrapped=True)
 
 
+class DividedStates(Protocol):
+    """States of parameters of which each rank holds a part."""
+
+    @property
+    def tiled(self) -> Sequence[torch.nn.Parameter]:
+        """These parameters."""
+
+    def capture(self) -> dict[str, Any] | None:
+        """What all ranks share of them, without the states; None where there are none."""
+
+    def gathered(self) -> Mapping[torch.nn.Parameter, Mapping[str, Any]] | None:
+        """The whole states where this rank has them."""
+
+    def kept(self) -> dict[str, Any]:
+        """This rank's part."""
+
+    def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
+        """Take over what was captured; the optimizer holds the ``whole`` states, or this rank's part is looked at."""
+
+
 class TrainedState(OptimizerState):
     """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are.
 
-    ``carried``: gradients that wait for an optimizer step to come.
+    Of states that are divided among the ranks, each sends and saves what all share; see ``SharedOut``.
+
+    Args:
+        optimizer: the optimizer.
+        trainable: its parameters.
+        rebuild: lays buckets out anew.
+        carried: gradients that wait for an optimizer step to come.
+        divided: states of which each rank holds a part.
     """
 
     def __init__(
@@ -119,19 +146,53 @@ class TrainedState(OptimizerState):
         trainable: Trainable,
         rebuild: Callable[[], None],
         carried: Stateful,
+        divided: DividedStates,
     ) -> None:
         super().__init__(optimizer)
         self._trainable = trainable
         self._rebuild = rebuild
         self._carried = carried
+        self._divided = divided
 
     def capture(self) -> Any:
-        return {**super().capture(), "trainable": self._trainable.capture(), "carried": self._carried.capture()}
+        captured = {**super().capture(), "trainable": self._trainable.capture(), "carried": self._carried.capture()}
+        divided = self._divided.capture()
+        if divided is not None:
+            tiled = {id(p) for p in self._divided.tiled}
+            hidden = {i for i, p in enumerate(self._parameters()) if id(p) in tiled}
+            captured["state"] = {i: state for i, state in captured["state"].items() if i not in hidden}
+            captured["divided"] = divided
+        return captured
+
+    def capture_to_save(self) -> Any:
+        """The whole, where this rank holds it."""
+        captured, gathered = self.capture(), self._divided.gathered()
+        if "divided" in captured and gathered is not None:
+            places = {id(p): i for i, p in enumerate(self._parameters())}
+            captured["state"] |= {places[id(p)]: dict(state) for p, state in gathered.items()}
+            captured["divided"] |= {"whole": True}
+        return captured
+
+    def capture_to_keep(self) -> Any:
+        """What all hold, and this rank's part."""
+        captured, kept = self.capture(), self._divided.kept()
+        if "divided" not in captured:
+            return captured
+        if not kept:
+            return self.capture_to_save()
+        captured["divided"] |= {"kept": kept}
+        return captured
 
     def restore(self, tree: Any) -> None:
         theirs = tree.get("trainable")  # not in a checkpoint of an earlier version
         if theirs is not None and theirs != self._trainable.capture():
             self._trainable.restore(theirs)
             self._rebuild()
+        divided, state = tree.get("divided"), self._optimizer.state
+        own: dict[torch.Tensor, Any] = {p: state[p] for p in self._divided.tiled if p in state}
         super().restore(tree)
         self._carried.restore(tree.get("carried", {}))
+        whole = divided is None or bool(divided.get("whole"))
+        if not whole:
+            state.update(own)
+        self._divided.restore(divided, whole=whole)

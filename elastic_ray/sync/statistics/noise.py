@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,22 @@ class _Pending:
     preconditioned: bool
 
 
+class StatesSource(Protocol):
+    """An optimizer as statistics see it: has ``param_groups`` and ``state`` as well."""
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """By parameter."""
+
+    @property
+    def adam_like(self) -> bool:
+        """Whether it divides gradients by a running size of theirs."""
+
+    @property
+    def outdated(self) -> bool:
+        """Whether nothing can be measured at present; the same on all ranks."""
+
+
 class NoiseTracker:
     """Smoothed noise scale per parameter group.
 
@@ -57,6 +73,7 @@ class NoiseTracker:
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int) -> None:
         self._optimizer = optimizer
+        self._source: StatesSource | None = None
         self._groups = groups
         self._every: int | None = None
         self._smoothed = SmoothedNoise()
@@ -71,6 +88,10 @@ class NoiseTracker:
         self._last_step = -1
         self._step = 0
         self.progress = 0.0
+
+    def read_from(self, source: StatesSource) -> None:
+        """Take groups and states of the optimizer from there: it may not hold all of them itself."""
+        self._source = source
 
     @property
     def value(self) -> NoiseScale | None:
@@ -89,6 +110,8 @@ class NoiseTracker:
         """Whether this step's statistics are taken, from ``gradients`` gradients (replicas x micro-batches)."""
         self._step = step
         self._pending = None
+        if self._source is not None and self._source.outdated:
+            return False
         if gradients == 1:
             return self._pairs.wants(step)
         if self._every is not None:
@@ -97,14 +120,13 @@ class NoiseTracker:
 
     def preconditioner(self, bucket: GradientBucket) -> Any:
         """What the optimizer multiplies the bucket's gradients with at present; None where it is not of Adam's kind."""
-        if self._adam_like is None and self._optimizer.state:
-            self._adam_like = is_adam_like(self._optimizer)
+        source: Any = self._source or self._optimizer
+        if self._adam_like is None and source.state:
+            self._adam_like = self._source.adam_like if self._source is not None else is_adam_like(self._optimizer)
         if not self._adam_like:
             return None
         if bucket.index not in self._preconditioners:
-            self._preconditioners[bucket.index] = BucketPreconditioner(
-                functools.partial(bucket.preconditioner, self._optimizer)
-            )
+            self._preconditioners[bucket.index] = BucketPreconditioner(functools.partial(bucket.preconditioner, source))
         return self._preconditioners[bucket.index].at(self._step)
 
     def collect(

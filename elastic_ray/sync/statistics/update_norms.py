@@ -14,6 +14,8 @@ def with_update_norms(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Sequence[torch.nn.Parameter]],
     apply: Callable[[], Any],
+    *,
+    whole: bool = True,
 ) -> tuple[Any, tuple[float, ...]]:
     """Carry out a step of the optimizer, and tell ``||p_after - p_before||`` of each parameter group.
 
@@ -24,11 +26,12 @@ def with_update_norms(
         optimizer: about to step, at the rates that it is to step with.
         groups: its trainable parameters, by parameter group.
         apply: has it step.
+        whole: whether it holds the whole state.
 
     Returns:
         What ``apply`` returns, and the 2-norms.
     """
-    steps = [_GroupStep(optimizer, *each) for each in zip(optimizer.param_groups, groups, strict=True)]
+    steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()
     return result, tuple(step.norm() for step in steps)
 
@@ -37,10 +40,15 @@ class _GroupStep:
     """One parameter group's part of a step that is about to be made."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Sequence[torch.nn.Parameter]
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: dict[str, Any],
+        params: Sequence[torch.nn.Parameter],
+        *,
+        whole: bool,
     ) -> None:
         self._optimizer, self._options, self._params = optimizer, options, params
-        self._rate = abs(float(options["lr"])) if _tells(optimizer, options, params) else None
+        self._rate = abs(float(options["lr"])) if whole and _tells(optimizer, options, params) else None
         self._before = [p.detach().clone() for p in params] if self._rate is None else []
 
     def norm(self) -> float:

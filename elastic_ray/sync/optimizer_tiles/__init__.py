@@ -1,0 +1,1 @@
+"""Optimizer state in tiles, each of which lies with some of the ranks."""

@@ -1,0 +1,214 @@
+"""What one rank holds of a model's optimizer state, and how that follows the group (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
+from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
+from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, cut_tile
+from elastic_ray.sync.optimizer_tiles.tiling import Tiling
+from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
+from elastic_ray.sync.sharded.tiles import from_words, to_words
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Everyone:
+    """What the ranks of a group hold.
+
+    Attributes:
+        tiles: of each.
+        unpublished: whether one lacks parameters of the last update.
+        gathered: whether one knows that rank 0 had the whole state.
+    """
+
+    tiles: list[frozenset[int]]
+    unpublished: bool
+    gathered: bool
+
+    @property
+    def senders(self) -> list[int]:
+        """A rank that holds it, by tile."""
+        count = len(frozenset().union(*self.tiles))
+        return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
+
+
+class TileHolder:
+    """See the module's text. A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
+
+    Methods that communicate raise CommunicationFailedError where the group breaks; then all that was held is.
+
+    Args:
+        module: the model.
+        optimizer: steps its parameters.
+        number: of the model, for errors.
+
+    Attributes:
+        tiling: of the parameters; None where every rank holds the whole state.
+        params: those in tiles, by name.
+        held: the tiles that this rank holds; None where it holds the whole state, or nothing.
+        owners: ranks of the present group that own each tile, as long as the state is divided in it.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        self._module, self._optimizer, self._number = module, optimizer, number
+        self.tiling: Tiling | None = None
+        self.params: dict[str, Parameter] = {}
+        self.held: HeldTiles | None = None
+        self._whole = True
+        self.owners: tuple[tuple[int, ...], ...] = ()
+        self._workers: tuple[str, ...] = ()
+        self._copies = 1
+
+    def adopt(self, tiling: Tiling | None) -> None:
+        """The whole state is here, or none of it: it is cut in this way from now on."""
+        known = dict(self._module.named_parameters(remove_duplicate=False))
+        self.tiling = tiling
+        self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
+        """What all ranks hold; all call it, with what they know themselves.
+
+        Raises:
+            StateLostError: none holds some tiles; raised on every rank.
+        """
+        tiling = self._tiling
+        own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()
+        words = [*to_words(own, len(tiling)), int(unpublished), int(gathered)]
+        rows = communicator.gather_ints(words) if communicator.world_size > 1 else [words]
+        tiles = [from_words(row[:-2], len(tiling)) for row in rows]
+        if gone := lost(len(tiling), tiles):
+            raise StateLostError(self._lost_text(gone))
+        return Everyone(tiles, any(row[-2] for row in rows), any(row[-1] for row in rows))
+
+    def arrange(self, group: TileGroup, everyone: Everyone, copies: int) -> None:
+        """Have each tile lie with so many ranks.
+
+        Args:
+            group: the present one.
+            everyone: what its ranks hold.
+            copies: of a tile.
+        """
+        communicator, world = group.communicator, group.world_size
+        nodes = [member.node for member in group.members] or [""]
+        owners = place(len(self._tiling), everyone.tiles, nodes, copies)
+        sent = moves(everyone.tiles, owners)
+        if sent:
+            self._receive(communicator, sent)
+        if world > 1:
+            communicator.gather_ints([1])  # ranks that are through with this do not hold any more what they have sent
+        self.owners, self._copies = owners, copies
+        self._workers = tuple(member.worker for member in group.members)
+        if copies >= world:
+            self.become_whole()
+        else:
+            self._keep([tile for tile, mine in enumerate(owners) if group.rank in mine])
+
+    def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
+        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        if given := hand_over(self.owners, stays):
+            self._receive(communicator, given)
+
+    def collect(self, group: TileGroup) -> dict[str, State] | None:
+        """The state of whole parameters, by name, in CPU memory on rank 0; None elsewhere. All ranks call it."""
+        tiling, held = self._tiling, self.held
+        assert held is not None, "the state is divided"
+        needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
+        found = dict(carry_out(group.communicator, needed, self._states_of))
+        if group.rank != 0:
+            return None
+        states = {**found, **{tile: held.states_of(tile) for tile in held.tiles}}
+        return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
+
+    @property
+    def _tiling(self) -> Tiling:
+        assert self.tiling is not None, "there are tiles"
+        return self.tiling
+
+    def _lost_text(self, gone: Sequence[int]) -> str:
+        whose = sorted({self._workers[rank] for tile in gone if self.owners for rank in self.owners[tile]})
+        named = f" ({', '.join(whose)})" if whose else ""
+        return (
+            f"{len(gone) / len(self._tiling):.0%} of the optimizer state of model {self._number} was lost with all "
+            f"workers that held it{named}: each part lies with {self._copies} of them, and no living worker has it"
+        )
+
+    def _states_of(self, tile: int) -> list[State]:
+        """Of a tile that this rank holds."""
+        if self.held is not None:
+            return self.held.states_of(tile)
+        return cut_tile(self._tiling, tile, self.params, self._optimizer.state)
+
+    def _receive(self, communicator: Communicator, sent: Sequence[Move]) -> None:
+        """Hold what others send, besides what is held."""
+        if self.held is None and not self._whole:
+            self.held = HeldTiles(self._tiling, self.params)
+        for tile, states in carry_out(communicator, sent, self._states_of):
+            assert self.held is not None, "who holds the whole state receives nothing"
+            self.held.take(tile, states)
+
+    # -- what is held --------------------------------------------------------------------------------------------------
+
+    def _keep(self, tiles: Sequence[int]) -> None:
+        """Hold these tiles, and no others."""
+        if self.held is None:
+            held = HeldTiles(self._tiling, self.params)
+            for tile in tiles:
+                held.take(tile, self._states_of(tile), borrowed=True)
+            self.drop()
+            self.held = held
+        for tile in set(self.held.tiles) - set(tiles):
+            self.held.drop(tile)
+
+    def become_whole(self) -> None:
+        """The optimizer holds the state of whole parameters, as without tiles; all tiles are here."""
+        held = self.held
+        if held is not None:
+            states = {tile: held.states_of(tile) for tile in held.tiles}
+            for name, state in assemble(held.tiling, self.params, states).items():
+                self._optimizer.state[self.params[name]] = state
+        self.is_whole()
+
+    def is_whole(self) -> None:
+        """The optimizer has been given the whole state."""
+        self.held, self._whole = None, True
+
+    def drop(self) -> None:
+        """Nothing is held, and others hold what counts."""
+        for param in self.params.values():
+            self._optimizer.state.pop(param, None)
+        self.held, self._whole = None, False
+
+    def reload(self) -> None:
+        """The optimizer has been given the whole state, on all ranks alike: keep what this rank holds of it."""
+        held = self.held
+        if held is None:
+            return
+        for tile in held.tiles:
+            held.drop(tile)
+            held.take(tile, cut_tile(held.tiling, tile, self.params, self._optimizer.state), borrowed=True)
+        for param in self.params.values():
+            self._optimizer.state.pop(param, None)
+
+    def to_keep(self) -> dict[str, Any]:
+        """The tiles that this rank holds, for a rerun in this process; nothing where the optimizer holds all."""
+        held = self.held
+        if held is None:
+            return {}
+        return {"tiling": held.tiling.to_json(), "tiles": {str(tile): held.states_of(tile) for tile in held.tiles}}
+
+    def take_kept(self, kept: Mapping[str, Any]) -> None:
+        """Hold what :meth:`to_keep` gave in a run before."""
+        self.adopt(Tiling.from_json(kept["tiling"]))
+        self.drop()
+        self.held = HeldTiles(self._tiling, self.params)
+        for tile, states in kept["tiles"].items():
+            self.held.take(int(tile), states)

@@ -1,0 +1,60 @@
+"""Tiles of optimizer state between ranks (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.membership.worker_side import LostGroupError
+from elastic_ray.state.tree import receive_state, send_state
+from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded.placement import Move
+
+
+class StateLostError(LostGroupError):
+    """Tiles of the optimizer state were lost with all their owners: the job goes on from its last checkpoint."""
+
+
+def carry_out(
+    communicator: Communicator, moves: Sequence[Move], give: Callable[[int], list[State]]
+) -> Iterator[tuple[int, list[State]]]:
+    """Send tiles to ranks that lack them; all ranks call it with the same moves, and go through to its end.
+
+    Pairs of ranks talk to each other in turn, so that no two wait for each other.
+
+    Args:
+        communicator: the group.
+        moves: which tiles.
+        give: states of the spans of a tile that this rank holds.
+
+    Yields:
+        The tiles that this rank receives, with the states of their spans.
+
+    Raises:
+        CommunicationFailedError: the group broke; what was received by then is whole.
+    """
+    rank = communicator.rank
+    for peer in _peers(rank, communicator.world_size):
+        mine = sorted(move.tile for move in moves if (move.source, move.destination) == (rank, peer))
+        theirs = sorted(move.tile for move in moves if (move.source, move.destination) == (peer, rank))
+        for sends in (rank < peer, rank > peer):
+            if sends and mine:
+                send_state(communicator, peer, {str(tile): give(tile) for tile in mine})
+            elif not sends and theirs:
+                trees, _ = receive_state(communicator, peer, lambda key: None)
+                if sorted(trees) != sorted(map(str, theirs)):
+                    communicator.mark_broken()
+                    raise CommunicationFailedError(f"rank {peer} sent other tiles than was agreed on")
+                for tile in theirs:
+                    yield tile, trees[str(tile)]
+
+
+def _peers(rank: int, world_size: int) -> Iterator[int]:
+    """Whom a rank meets, round by round, so that each pair meets once, and both in the same round."""
+    even = world_size + world_size % 2
+    for number in range(even - 1):
+        places = [0, *((number + i) % (even - 1) + 1 for i in range(even - 1))]
+        at = places.index(rank)
+        peer = places[even - 1 - at]
+        if peer < world_size:
+            yield peer

@@ -1,0 +1,113 @@
+"""An update that a rank has voted for and of which it does not know whether it is decided (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
+from elastic_ray.sync.optimizer_tiles.swapped import swapped
+
+
+class PendingUpdate:
+    """See the module's text: copies of what it takes to make the update later, when it is heard to be decided.
+
+    By then the model has other ranks' new parameters, and the optimizer the options of a later step.
+
+    Args:
+        optimizer: makes it.
+        held: the tiles of this rank.
+        params: those in tiles, by name.
+        number: of the update.
+        generation: of the group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        held: HeldTiles,
+        params: Mapping[str, Parameter],
+        number: int,
+        generation: int,
+    ) -> None:
+        self.update = number, generation
+        self._optimizer, self._held, self._params = optimizer, held, params
+        held.follow_params()
+        held.put_gradients()
+        self._parts: list[tuple[str, Parameter, Tensor, Tensor | None]] = [
+            (span.name, view, view.detach().clone(), None if view.grad is None else view.grad.detach().clone())
+            for span, view in held.spans()
+        ]
+        held.drop_gradients()
+        self._options = _options(optimizer)
+
+    def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
+        """Make the update.
+
+        Args:
+            apply: the optimizer's own step.
+            rates: learning rates that others have made it with.
+        """
+        states: dict[Parameter, State] = {}
+        shown: list[tuple[str, Parameter]] = []
+        made: list[tuple[Parameter, Parameter]] = []
+        for name, view, value, grad in self._parts:
+            part = Parameter(value, requires_grad=view.requires_grad)
+            part.grad = grad
+            states[part] = self._held.states[view]
+            shown.append((name, part))
+            made.append((view, part))
+        with self._as_then(rates), tiles_shown(self._optimizer, self._params, shown, states):
+            apply()
+        with torch.no_grad():
+            for view, part in made:
+                self._held.states[view] = states[part]
+                view.copy_(part)
+
+    @contextmanager
+    def _as_then(self, rates: Sequence[float]) -> Iterator[None]:
+        """The optimizer with its options of that step, and without parameters that were taken over already."""
+        groups, before = self._optimizer.param_groups, _options(self._optimizer)
+        mine = {id(param) for param in self._params.values()}
+        others = [(p, p.grad) for group in groups for p in group["params"] if id(p) not in mine]
+        try:
+            for group, options in zip(groups, self._options, strict=True):
+                group.update(options)
+            for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
+                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+            for param, _ in others:
+                param.grad = None
+            yield
+        finally:
+            for group, options in zip(groups, before, strict=True):
+                group.update(options)
+            for param, grad in others:
+                param.grad = grad
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def tiles_shown(
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, Parameter],
+    shown: Sequence[tuple[str, Parameter]],
+    states: dict[Parameter, State],
+) -> Any:
+    """The optimizer with parts of parameters in place of these, as a context.
+
+    Args:
+        optimizer: it.
+        params: those in tiles, by name.
+        shown: name of a parameter, and a part of it.
+        states: of the parts; brought up to date.
+    """
+    groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    hidden = {id(param) for param in params.values()}
+    return swapped(optimizer, hidden, [(part, groups[id(params[name])]) for name, part in shown], states)

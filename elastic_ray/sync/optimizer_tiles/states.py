@@ -1,0 +1,193 @@
+"""Optimizer state of tiles: cut from that of whole parameters, and put together again (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
+
+State: TypeAlias = dict[str, Any]
+"""What an optimizer keeps of one parameter."""
+
+
+def part_of(param: Tensor, span: Span) -> Tensor:
+    """The span's elements, sharing memory with the parameter."""
+    whole = param.detach()
+    return whole if span.whole else whole.view(-1)[span.start : span.start + span.length]
+
+
+def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
+    """A span's part of a parameter's state; tensors of the parameter's shape share memory with it."""
+    if span.whole:
+        return dict(state)
+    found: State = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            found[key] = value
+        elif value.shape == param.shape:
+            found[key] = value.reshape(-1)[span.start : span.start + span.length]
+        else:
+            found[key] = value.clone()
+    return found
+
+
+def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
+    """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet.
+
+    Args:
+        param: the parameter.
+        parts: its spans, with their states.
+        device: where large tensors go; by default where they are.
+    """
+    first_span, first = parts[0]
+    if first_span.whole:
+        return {
+            key: value.to(device or value.device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in first.items()
+        }
+    found: State = {}
+    for key, value in first.items():
+        if not isinstance(value, Tensor):
+            found[key] = value
+        elif value.shape != (first_span.length,):
+            found[key] = value.clone()
+        else:
+            whole = torch.empty(param.shape, dtype=value.dtype, device=device or value.device)
+            flat = whole.view(-1)
+            for span, state in parts:
+                flat[span.start : span.start + span.length].copy_(state[key])
+            found[key] = whole
+    return found
+
+
+class HeldTiles:
+    """The tiles that this rank holds: a view of the parameter for each of their spans, with the optimizer's state.
+
+    Args:
+        tiling: of the parameters.
+        params: by name.
+    """
+
+    def __init__(self, tiling: Tiling, params: Mapping[str, Parameter]) -> None:
+        self.tiling = tiling
+        self._params = params
+        self._views: dict[int, list[Parameter]] = {}
+        self.states: dict[Parameter, State] = {}
+        self._borrowed: list[Parameter] = []  # whose states are parts of larger tensors
+
+    def __contains__(self, tile: object) -> bool:
+        return tile in self._views
+
+    @property
+    def tiles(self) -> list[int]:
+        """In order."""
+        return sorted(self._views)
+
+    @property
+    def everything(self) -> bool:
+        """Whether they are all that there are."""
+        return len(self._views) == len(self.tiling)
+
+    def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
+        """Hold a tile.
+
+        Args:
+            tile: it.
+            states: of its spans.
+            borrowed: whether their tensors are parts of larger ones.
+        """
+        views = []
+        for span, state in zip(self.tiling.tiles[tile], states, strict=True):
+            param = self._params[span.name]
+            view = param if span.whole else Parameter(part_of(param, span), requires_grad=param.requires_grad)
+            self.states[view] = state
+            views.append(view)
+            if borrowed and not span.whole:
+                self._borrowed.append(view)
+        self._views[tile] = views
+
+    def drop(self, tile: int) -> None:
+        """Hold it no more."""
+        for view in self._views.pop(tile):
+            del self.states[view]
+
+    def own_memory(self, count: int) -> None:
+        """Copy states of so many spans that are parts of larger tensors, so that these can go."""
+        while self._borrowed and count:
+            view = self._borrowed.pop()
+            if view in self.states:
+                count -= 1
+                self.states[view] = {
+                    key: value.clone() if isinstance(value, Tensor) else value
+                    for key, value in self.states[view].items()
+                }
+
+    def states_of(self, tile: int) -> list[State]:
+        """Of its spans."""
+        return [self.states[view] for view in self._views[tile]]
+
+    def spans(self) -> Iterator[tuple[Span, Parameter]]:
+        """All, with their views."""
+        for tile in self.tiles:
+            yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
+
+    def follow_params(self) -> None:
+        """Views follow parameters that have other memory than before."""
+        for span, view in self.spans():
+            param = self._params[span.name]
+            if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
+                view.data = part_of(param, span)
+
+    def put_gradients(self) -> None:
+        """Each view's gradient is its part of the parameter's."""
+        for span, view in self.spans():
+            if not span.whole:
+                grad = self._params[span.name].grad
+                view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
+
+    def drop_gradients(self) -> None:
+        """They belong to user code."""
+        for span, view in self.spans():
+            if not span.whole:
+                view.grad = None
+
+
+def cut_tile(
+    tiling: Tiling, tile: int, params: Mapping[str, Parameter], whole: Mapping[Any, Mapping[str, Any]]
+) -> list[State]:
+    """States of a tile's spans from those of whole parameters.
+
+    Args:
+        tiling: of the parameters.
+        tile: the tile.
+        params: by name.
+        whole: states by parameter.
+    """
+    return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
+
+
+def assemble(
+    tiling: Tiling,
+    params: Mapping[str, Parameter],
+    states: Mapping[int, list[State]],
+    device: torch.device | None = None,
+) -> dict[str, State]:
+    """The state of all parameters, by name, from that of all tiles; without those that have none yet.
+
+    Args:
+        tiling: of the parameters.
+        params: by name.
+        states: of each tile's spans.
+        device: where large tensors go; by default where they are.
+    """
+    parts: dict[str, list[tuple[Span, State]]] = {}
+    for tile, spans in enumerate(tiling.tiles):
+        for span, state in zip(spans, states[tile], strict=True):
+            parts.setdefault(span.name, []).append((span, state))
+    joined = {name: joined_state(params[name], found, device) for name, found in parts.items()}
+    return {name: state for name, state in joined.items() if state}

@@ -1,0 +1,341 @@
+"""Optimizer state of one model in tiles: updates, and changes of the group (torch).
+
+A tile has several owners, which make the same update from the same gradient; the first one sends the new parameters to
+all ranks. A rank votes before each update. What one rank has heard decided can be done on every rank that lives: one
+that has voted and not heard the end keeps its tiles' gradients, and makes the update when it hears of it from another
+one in the next group. There owners that are left send parameters again that did not come through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.optimizer_tiles.denominators import Denominators
+from elastic_ray.sync.optimizer_tiles.holder import TileHolder
+from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, tiles_shown
+from elastic_ray.sync.optimizer_tiles.publishing import Publisher
+from elastic_ray.sync.optimizer_tiles.run_view import TileRun
+from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
+from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
+from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.profile import ModelProfile
+
+_COPIED_IN_A_STEP = 24
+"""Spans whose state gets memory of its own in one step after a change of the group."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Update:
+    """An update that was made: its number, the group that made it, and the learning rates."""
+
+    number: int = 0
+    generation: int = 0
+    rates: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells updates apart."""
+        return self.number, self.generation
+
+
+class TiledOptimizer:
+    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+
+    Args:
+        run: that the model is trained in.
+        module: the model.
+        optimizer: steps its parameters.
+        number: of the model, in the order in which the loop wraps them.
+
+    Attributes:
+        denominators: the optimizer as statistics see it.
+    """
+
+    def __init__(self, run: TileRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        self._run, self._optimizer, self._number = run, optimizer, number
+        self._apply: Callable[..., Any] = optimizer.step
+        self._holder = TileHolder(module, optimizer, number)
+        self._wanted: Tiling | None = None
+        self._copies = 0
+        self._begun = False
+        self._last = _Update()
+        self._pending: PendingUpdate | None = None
+        self._unpublished = False
+        self._publisher: Publisher | None = None
+        self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
+        self._gathered: dict[str, State] | None = None
+        self.denominators = Denominators(optimizer, lambda: self.divided)
+
+    # -- the strategy --------------------------------------------------------------------------------------------------
+
+    def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
+        """Buckets were laid out for another strategy, other parameters or another group; a change of tiles follows."""
+        tiles = plan.tiles
+        self._wanted = cut(profile, tiles.params, tiles.owner) if tiles is not None else None
+        self._copies = tiles.owner.copies if tiles is not None else 0
+        if self._held is None:
+            self._adopt_wanted()
+
+    def _adopt_wanted(self) -> None:
+        if self._holder.tiling is None:
+            self._last = _Update()  # nobody has counted before
+        self._holder.adopt(self._wanted)
+
+    @property
+    def _held(self) -> HeldTiles | None:
+        return self._holder.held
+
+    @property
+    def divided(self) -> bool:
+        """Whether optimizer state lies with several ranks, so that updates are voted on."""
+        return self._held is not None and self._begun
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether the state is not divided as the strategy wants it in the present group."""
+        several = self._run.group.world_size > self._copies
+        held, tiling = self._held, self._holder.tiling
+        return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
+
+    def settle_between_steps(self) -> None:
+        """The strategy has changed, on all ranks alike: divide the state, or have all ranks hold the whole of it."""
+        run = self._run
+        if not self._begun or run.ledger.failed or run.group.world_size == 1:
+            return
+        try:
+            run.consensus.agree_on(Announced(Intent.UPDATE, self._number, 1))
+            self._settle()
+            self._close()
+        except CommunicationFailedError as error:
+            if run.ledger.step is None:
+                raise
+            run.ledger.fail(str(error))
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    def decide(self) -> bool:
+        """Vote on the update that is about to be made; False where the step is lost."""
+        self._close()
+        if not self.divided:
+            return True
+        run = self._run
+        try:
+            run.consensus.announce(Announced(Intent.UPDATE, self._number))
+            run.moment("vote")
+            run.consensus.agreed()
+            run.consensus.reductions_started()
+        except CommunicationFailedError as error:
+            if run.ledger.step is None:
+                raise
+            self._keep_pending()
+            run.ledger.fail(str(error))
+            return False
+        return True
+
+    def _close(self) -> None:
+        """Rank 0 has the whole state no more."""
+        self._open, self._gathered = False, None
+
+    def _keep_pending(self) -> None:
+        """The update may have been decided."""
+        held, generation = self._held, self._run.group.generation
+        assert held is not None, "a vote is about tiles"
+        self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
+
+    def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
+        """Make an update that is decided.
+
+        Args:
+            apply: the optimizer's own step.
+            kwargs: for it.
+        """
+        held = self._held
+        if held is None or not self._begun:
+            result = apply(**kwargs)
+            self._count()
+            return result
+        held.own_memory(_COPIED_IN_A_STEP)
+        held.follow_params()
+        held.put_gradients()
+        shown = [(span.name, view) for span, view in held.spans()]
+        with tiles_shown(self._optimizer, self._holder.params, shown, held.states):
+            result = apply(**kwargs)
+        held.drop_gradients()
+        self._count()
+        self._publish(held)
+        return result
+
+    def _count(self) -> None:
+        if self._holder.tiling is None:
+            return
+        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+        self._last = _Update(self._last.number + 1, self._run.group.generation, rates)
+
+    def _publish(self, held: HeldTiles) -> None:
+        """New parameters from their owners to all; what does not come through is repeated in the next group."""
+        run, holder = self._run, self._holder
+        run.moment("publish")
+        senders = [mine[0] for mine in holder.owners]
+        try:
+            if self._publisher is None or self._publisher.is_outdated:
+                self._publisher = self._publisher_of(senders)
+            self._publisher.run(run.group.communicator)
+            if self.denominators.due(run.ledger.steps + 1):
+                self.denominators.gather(run.group.communicator, held, holder.params, senders)
+        except CommunicationFailedError as error:
+            self._unpublished, self._publisher = True, None
+            if run.ledger.step is None:
+                raise
+            run.ledger.fail(str(error))
+
+    def _publisher_of(self, senders: Sequence[int]) -> Publisher:
+        group, holder = self._run.group, self._holder
+        assert holder.tiling is not None, "there are tiles"
+        return Publisher(holder.tiling, senders, holder.params, group.rank, group.world_size)
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def enter_group(self) -> None:
+        """A group was entered, and all ranks hold parameters and tiles of the same update, or none.
+
+        Raises:
+            StateLostError: no rank holds some tiles; raised on every rank.
+        """
+        self._gathered = None
+        self._settle()
+        self._begun = True
+        if self._open and self.divided:
+            self._gathered = self._holder.collect(self._run.group)
+
+    def _settle(self) -> None:
+        """Hold what this rank is to hold in the present group under the present strategy."""
+        held = self._held
+        if held is not None and held.everything:
+            self._holder.become_whole()
+        self._cut_anew()
+        if self._holder.tiling is not None:
+            self._arrange(self._copies)
+
+    def _cut_anew(self) -> None:
+        """Where ranks hold tiles of another tiling than is wanted: have all of them hold the whole state first."""
+        group, held = self._run.group, self._held
+        wanted = self._wanted.digest if self._wanted is not None else 0
+        own = held.tiling.digest if held is not None else 0
+        rows = group.communicator.gather_ints([own]) if group.world_size > 1 else [[own]]
+        other = next((rank for rank, (digest,) in enumerate(rows) if digest not in (0, wanted)), None)
+        if other is not None:
+            text = held.tiling.to_json() if held is not None else ""
+            self._holder.adopt(Tiling.from_json(group.communicator.broadcast_bytes(text.encode(), other).decode()))
+            self._arrange(group.world_size)
+        if self._held is None:
+            self._adopt_wanted()
+
+    def _arrange(self, copies: int) -> None:
+        """Have tiles lie with so many ranks each, and parameters be those that their owners have."""
+        group = self._run.group
+        everyone = self._holder.look_around(group.communicator, unpublished=self._unpublished, gathered=self._open)
+        self._pending = None  # all ranks have come so far, and hold the same update
+        self._publisher, self._open = None, everyone.gathered
+        self.denominators.invalidate(fresh=self._last.number == 0)
+        if everyone.unpublished:
+            self._publisher_of(everyone.senders).run(group.communicator)
+        self._holder.arrange(group, everyone, copies)
+        self._unpublished = False
+
+    def hand_over(self, stays: Sequence[bool]) -> None:
+        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        if self.divided:
+            self._holder.hand_over(self._run.group.communicator, stays)
+
+    # -- the whole state -----------------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank can save the whole state."""
+        return not self.divided or self._gathered is not None
+
+    def gather(self) -> None:
+        """Have rank 0 hold the whole state until the next update; all ranks call it.
+
+        At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
+        """
+        if self.divided and not self._open:
+            self._gathered = self._holder.collect(self._run.group)
+        self._open = True
+
+    def whole_states(self) -> dict[Tensor, State] | None:
+        """Those of parameters in tiles, by parameter, on rank 0 and none on the others; None where nothing is divided.
+
+        Between an update and the end of a pass all ranks call it.
+
+        Raises:
+            RanksDisagreeError: another rank does not.
+        """
+        if not self.divided:
+            return None
+        if not self._open:
+            self._run.consensus.agree_on(Announced(Intent.STATE, self._number))
+            self.gather()
+        return {self._holder.params[name]: state for name, state in (self._gathered or {}).items()}
+
+    def loaded(self) -> None:
+        """The optimizer was given the whole state, on all ranks alike: keep what this rank holds of it."""
+        if self.divided:
+            self._close()
+        self._holder.reload()
+
+    # -- what travels and what is kept ---------------------------------------------------------------------------------
+
+    @property
+    def tiled(self) -> list[Parameter]:
+        """Parameters whose state is in tiles, or would be in a larger group."""
+        return list(self._holder.params.values())
+
+    def capture(self) -> dict[str, Any] | None:
+        """What all ranks share, without states; None where no state is in tiles."""
+        if self._holder.tiling is None:
+            return None
+        return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun}
+
+    def gathered(self) -> dict[Parameter, State] | None:
+        """The whole state where this rank has it."""
+        if self._held is None:
+            return {param: self._optimizer.state[param] for param in self.tiled if param in self._optimizer.state}
+        if self._gathered is None:
+            return None
+        return {self._holder.params[name]: state for name, state in self._gathered.items()}
+
+    def kept(self) -> dict[str, Any]:
+        """The tiles that this rank holds, for a rerun in this process."""
+        return self._holder.to_keep()
+
+    def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
+        """Take over what :meth:`capture` gave: tiles of its last update stay, those of the one before are updated.
+
+        Args:
+            tree: it; None where that rank had no tiles.
+            whole: whether the optimizer holds the whole state of that update.
+        """
+        pending, before = self._pending, self._last
+        number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
+        self._last = _Update(number, generation, tuple(rates))
+        self._pending = None
+        self._close()
+        if whole or tree is None:
+            self._open = True  # as at the beginning of a run: what is divided now is gathered at once
+            self._holder.is_whole()
+        elif tree.get("kept"):
+            self._holder.take_kept(tree["kept"])
+        elif pending is not None and pending.update == self._last.key:
+            pending.make(self._apply, self._last.rates)
+        elif before.key != self._last.key or not self._begun:
+            self._holder.drop()
+        self._begun = self._begun or bool(tree and tree["begun"])
