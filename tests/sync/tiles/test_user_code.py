@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import elastic_ray as er
-from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.monitoring import Monitor
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.sync import Owner, Reduce, Rows, Rule, Strategy
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from tests.loop.changing import Change, Kill, run_job
+from tests.loop.ranks import RankFailedError, Ranks
 from tests.sync.tiles.trained import OPTIMIZERS, Case, Net, Run, assert_same_state, check, data, run
 
 FOUR = (1, 2, 3, 4)
@@ -61,15 +61,18 @@ def test_rank_0_alone_gets_the_state_behind_a_loop_also_when_the_group_has_just_
     assert [len(found.results[worker]) for worker in (2, 3, 4)] == [2, 0, 0]
 
 
-def test_rank_0_alone_within_a_loop_is_told_what_the_others_do() -> None:
+def _ask_alone() -> None:
     def ask(trainee: Run, step: int) -> None:
         if step == 3 and er.get_context().get_world_rank() == 0:
             trainee.optimizer.state_dict()
 
-    with pytest.raises(
-        RanksDisagreeError, match=r"rank 0 calls optimizer.state_dict\(\) of model 0, .* on all of them"
-    ):
-        run(Case(between=ask), [], (1, 2, 3))
+    Run(Case(between=ask))
+
+
+def test_rank_0_alone_within_a_loop_is_told_what_the_others_do(ranks: Ranks) -> None:
+    said = r"RanksDisagreeError: .*rank 0 calls optimizer.state_dict\(\) of model 0, .* on all of them"
+    with pytest.raises(RankFailedError, match=said):
+        ranks.run(_ask_alone, world=3)
 
 
 def test_a_state_may_be_loaded_meanwhile() -> None:
