@@ -44,6 +44,7 @@ def test_the_blocks_of_a_page_run(
 ) -> None:
     monkeypatch.chdir(ROOT)  # pages name files of the repository
     monkeypatch.setenv("HOME", str(tmp_path))  # where results go unless a page says so
+    monkeypatch.setenv("ELASTIC_RAY_TRACKER_DIR", str(tmp_path / "tracked"))
     script = contextvars.Context()  # a page is a process of its own to elastic_ray: its epochs begin at 0
     names: dict[str, Any] = {"__name__": "__main__" if page == "README.md" else "page"}
     for mark, told, code in PAGES[page]:

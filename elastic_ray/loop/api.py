@@ -166,7 +166,7 @@ def get_tracker_dir() -> str:
     It belongs to the run, so that a new rank 0 goes on where the one before has stopped: ``tensorboard/user`` in the
     run's directory, which TensorBoard shows beside the run's own numbers. Where storage is not local it is a directory
     of this node, whose files are copied there every 15 s and when the train function returns. Without a trainer it is
-    ``tensorboard/user`` in the present directory, or what the environment variable ``ELASTIC_RAY_TRACKER_DIR`` says.
+    ``runs/user`` in the present directory, or what the environment variable ``ELASTIC_RAY_TRACKER_DIR`` says.
 
     Every rank may call it; by custom rank 0 writes. A writer belongs to one process: open it when the process becomes
     rank 0, and tell it where it begins (``SummaryWriter(er.get_tracker_dir(), purge_step=...)``).

@@ -32,7 +32,7 @@ from elastic_ray.state.resume_point import ResumePoint
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT_S = 600.0
-_TRACKER_DIR = "tensorboard/user"
+_TRACKER_DIR = "runs/user"  # a folder named tensorboard would pass for the package where that is not installed
 _FORM_TIMEOUT_S = 60.0
 # How many a group has begun at its store: its ranks begin them in the same order.
 _SESSIONS: collections.Counter[str] = collections.Counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,3 +165,11 @@ def test_a_difference_names_the_first_few() -> None:
     assert "p2 is missing on rank 0 and (2,) on rank 3; " in text and text.endswith(
         "p6 is missing on rank 0 and (6,) on rank 3; and 2 more"
     )
+
+
+def test_what_a_loop_tracks_alone_lies_where_no_package_is_looked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ELASTIC_RAY_TRACKER_DIR", raising=False)
+    assert Path(er.get_tracker_dir()) == tmp_path / "runs" / "user"
+    monkeypatch.setenv("ELASTIC_RAY_TRACKER_DIR", str(tmp_path / "there"))
+    assert Path(er.get_tracker_dir()) == tmp_path / "there" and (tmp_path / "there").is_dir()
