@@ -91,7 +91,7 @@ with in_ray_train():
 
     model = ray.train.torch.prepare_model(torch.nn.Linear(1, 1))
     loader = ray.train.torch.prepare_data_loader(DataLoader([1.0]))
-    assert [type(each).__name__ for each in (model, loader)] == ["PreparedModel", "PreparedLoader"], (model, loader)
+    assert [type(each).__name__ for each in (model, loader)] == ["RayTrainModel", "RayTrainLoader"], (model, loader)
 print(elastic_ray.loop.api.current_session().controller.metrics)
 """
 
