@@ -25,6 +25,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.display import JobDisplay
 from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
+from elastic_ray.driver.interrupts import Interrupts
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import read_overrides, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
@@ -194,7 +195,8 @@ class ElasticTrainer:
         handle = self._submit(dataclasses.replace(self.spec(), shown=True))
         with JobDisplay() as progress:
             try:
-                _watch(handle, progress)
+                with Interrupts() as interrupts:
+                    _watch(handle, progress, interrupts)
             except KeyboardInterrupt:
                 print(f"job {handle.job}: stopping (Ctrl-C once more leaves it to its lease)", flush=True)
                 _stop(handle)
@@ -322,13 +324,14 @@ def _name_taken(job: str) -> str:
     )
 
 
-def _watch(handle: JobHandle, progress: JobDisplay) -> None:
-    """Show a job until its end."""
+def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> None:
+    """Show a job until its end; raises KeyboardInterrupt."""
     shown = 0
     after: int | None = None
     ended = False
     while not ended:
         ended = handle.wait(_POLL_S)
+        interrupts.check()
         try:
             events, status = handle.events(shown), handle.status()
             for event in events:

@@ -1,0 +1,44 @@
+"""Ctrl-C while a driver waits for its job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+
+import pytest
+
+from elastic_ray.driver.interrupts import Interrupts
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def in_the_main_thread() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals come to the main thread")
+
+
+def test_one_that_other_code_swallows_is_noticed() -> None:
+    with Interrupts() as interrupts:
+        interrupts.check()
+        with contextlib.suppress(KeyboardInterrupt):
+            ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_that_handles_it_by_itself_does_so_still() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        with Interrupts() as interrupts:
+            ctrl_c()
+            interrupts.check()
+        assert seen == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
