@@ -33,9 +33,7 @@ class TrainerState:
             "loops": counters(trainer),
             "callbacks": _call_callbacks_state_dict(trainer),
             "folders": {callback.state_key: str(path) for callback, path in _folders(trainer)},
-            "logged": [
-                described for each in trainer.fit_loop.epoch_loop._results.values() for described in _live(each)
-            ],
+            "logged": [_described(each) for each in trainer.fit_loop.epoch_loop._results.values() if _is_live(each)],
             "should_stop": bool(trainer.should_stop),
             "saved": _last_saved(trainer),
         }
@@ -162,10 +160,9 @@ def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
             yield callback, callback.dirpath
 
 
-def _live(metric: _ResultMetric) -> Iterator[dict[str, Any]]:
-    """A value that this epoch averages, as plain values; none of an earlier epoch's, or of what no attribute holds."""
-    if not metric.has_reset and (metric.is_tensor or metric.meta.metric_attribute is not None):
-        yield _described(metric)
+def _is_live(metric: _ResultMetric) -> bool:
+    """Whether this epoch averages it, and others can make the same: it is a value, or some attribute holds it."""
+    return not metric.has_reset and (metric.is_tensor or metric.meta.metric_attribute is not None)
 
 
 def _described(metric: _ResultMetric) -> dict[str, Any]:
