@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,9 +18,13 @@ def ctrl_c() -> None:
 
 
 @pytest.fixture(autouse=True)
-def in_the_main_thread() -> None:
+def pythons_own_handler() -> Iterator[None]:
+    """Ray Tune leaves its own behind in a process where it ran."""
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals come to the main thread")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_one_that_other_code_swallows_is_noticed() -> None:
