@@ -23,14 +23,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from common import bar, finish, ratio, side_parser
-from work_log import WorkLog, back_at_work, idle_share, read_work
+from work_log import HeldSlots, WorkLog, back_at_work, idle_share, read_work
 
 from tests.local_cluster import LocalCluster, clean_up
 
@@ -235,7 +234,7 @@ def _sweep(system: str, folder: Path, trials: int, concurrent: int, sample_s: fl
     elastic = system == "elastic-ray"
     stops = _Stops()
     space = [{"index": i, **each} for i, each in enumerate(configurations(trials))]
-    holder = _Held()
+    holder = HeldSlots(SLOTS)
     tuner = tune.Tuner(
         elastic_trainable(constants) if elastic else plain_trainable(constants),
         param_space={"which": tune.grid_search(space)},
@@ -267,31 +266,6 @@ def _sweep(system: str, folder: Path, trials: int, concurrent: int, sample_s: fl
         back_s=statistics.median(back) if back else None,
         back_most_s=max(back, default=None),
     )
-
-
-class _Held:
-    """Mean share of the slots that somebody has reserved, from the first reservation on."""
-
-    def __init__(self) -> None:
-        import ray
-
-        self._ask: Callable[[], dict[str, float]] = ray.available_resources
-        self._seen: list[float] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.2):
-            taken = SLOTS - self._ask().get("CPU", 0.0)
-            if self._seen or taken:
-                self._seen.append(taken / SLOTS)
-
-    def stop(self) -> float:
-        """The mean."""
-        self._over.set()
-        self._thread.join()
-        return statistics.mean(self._seen) if self._seen else 0.0
 
 
 class _Stops:

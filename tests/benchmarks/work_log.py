@@ -1,11 +1,14 @@
-"""When which slots were at work for which trial: a file per worker process, a line per step, and what they say."""
+"""When which slots were at work for which trial: a file per worker process, a line per step; and which were held."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -71,3 +74,36 @@ def back_at_work(work: Sequence[Work], at_s: float, trial: str) -> float | None:
 def busy_at(work: Sequence[Work], moment_s: float) -> int:
     """Slots at work."""
     return sum(w.slots for w in work if w.begin_s <= moment_s < w.end_s)
+
+
+class HeldSlots:
+    """How many of the cluster's slots somebody has reserved, five times a second until :meth:`stop`."""
+
+    def __init__(self, slots: int) -> None:
+        import ray
+
+        self._ask: Callable[[], dict[str, float]] = ray.available_resources
+        self._slots = slots
+        self._seen: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.2):
+            taken = self._slots - self._ask().get("CPU", 0.0)
+            if self._seen or taken:
+                self._seen.append((time.time(), taken))
+
+    def stop(self) -> float:
+        """The mean share of the slots that was held, from the first reservation on."""
+        self._over.set()
+        self._thread.join()
+        return statistics.mean(taken for _, taken in self._seen) / self._slots if self._seen else 0.0
+
+    def slot_seconds(self, until_s: float) -> float:
+        """Slots times the time for which they were held, until then [s since the epoch]."""
+        return sum(
+            taken * max(0.0, min(after, until_s) - before)
+            for (before, taken), (after, _) in itertools.pairwise(self._seen)
+        )
