@@ -106,7 +106,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
         self._session: LoaderRun = current_session()
-        self._adaptive = self._is_late = False
+        self._is_late = False
         self._passes = 0
         self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
         self._setting: tuple[int, BatchChoice, StepSplit] | None = None
@@ -148,25 +148,25 @@ class AdaptiveDataLoader(ResumableLoader):
         if self._given.whole_batches:
             raise RuntimeError("a loader of whole batches is for evaluation: its batch size does not change")
         self.join(session_of_thread() or self._session)
-        session = self._session
-        if session.synced and not self._is_late:
+        if self._session.synced and not self._is_late:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
-        known = None if self._leads or self._is_late else session.registry.loaders.info
+        known = None if self._leads or self._is_late else self._session.registry.loaders.info
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
-        samples = self._samples
-        if samples is not None and max_batch_size > samples:
-            raise ValueError(
-                f"max_batch_size must be at most the {samples} samples of an epoch, but got {max_batch_size}"
-            )
+        if (samples := self._samples) is not None and max_batch_size > samples:
+            raise ValueError(f"max_batch_size must be at most an epoch's {samples} samples, but got {max_batch_size}")
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
             max_batch_size=max_batch_size,
             local_bsz_bounds=local_bsz_bounds,
             gradient_accumulation=gradient_accumulation,
         )
-        self._adaptive = True
         self._announce()
+
+    @property
+    def max_batch_size(self) -> int | None:
+        """Largest global batch that the job may choose [samples]; None where the batch stays as it is."""
+        return self._limits.max_batch_size
 
     def weigh(self, count: float) -> None:
         """Weigh the present micro-batch by ``count`` in the step's mean gradient, in place of its samples.
@@ -202,7 +202,7 @@ class AdaptiveDataLoader(ResumableLoader):
             loaders.add_late(weakref.WeakMethod(self.join))
         elif session.synced:
             return
-        elif self._adaptive or (loaders.info is None and not self._given.whole_batches):
+        elif not self._limits.fixed or (loaders.info is None and not self._given.whole_batches):
             sample = describe_sample(self.dataset)
             loaders.lead(self, LoaderInfo(limits=self._limits, dataset_size=self._samples, sample=sample))
 
@@ -246,7 +246,7 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
-        return self.shape.batch_size(self._session.world_size) if self._adaptive else self._limits.init_batch_size
+        return self._limits.init_batch_size if self._limits.fixed else self.shape.batch_size(self._session.world_size)
 
     def __len__(self) -> int:
         """Steps of a whole pass at the present batch size; with whole batches this rank's share of them.
@@ -322,7 +322,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     def _join_present_run(self) -> None:
         self.join(session_of_thread() or self._session)
-        if self._adaptive and not self._leads:
+        if not self._limits.fixed and not self._leads:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
 
     def _micro_batches(self, batches: Sequence[Callable[[], Any]]) -> Iterator[Any]:
@@ -393,7 +393,7 @@ class AdaptiveDataLoader(ResumableLoader):
         weights = self._session.share_weights
         if weights is None:
             return None
-        least = self._limits.lower if self._adaptive else 1
+        least = 1 if self._limits.fixed else self._limits.lower
         return Shares(weights=weights, least=least, most=self._limits.upper)
 
     def _pass_total(self, loader_pass: PassProgress) -> int:

@@ -36,10 +36,16 @@ class BatchOptions:
         """Have a loader adapt its batch, if it is to be.
 
         Raises:
-            RuntimeError, ValueError: as ``autoscale_batch_size``.
+            RuntimeError, ValueError: as ``autoscale_batch_size``; ValueError if the loader was given another largest
+                batch by itself.
         """
         if self.max_batch_size is None:
             return
+        if loader.max_batch_size not in (None, self.max_batch_size):
+            raise ValueError(
+                f"max_batch_size={self.max_batch_size}, but the loader was told autoscale_batch_size"
+                f"({loader.max_batch_size}): say it in one place"
+            )
         loader.autoscale_batch_size(self.max_batch_size, self.local_bsz_bounds, self.gradient_accumulation)
         if get_context().get_world_rank() == 0:
             logger.info(

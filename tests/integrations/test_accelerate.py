@@ -521,6 +521,13 @@ def test_collectives_keep_the_structure_that_they_are_given() -> None:
     run_job(train, (), first=(1, 2))
 
 
+def test_a_loader_that_was_given_another_largest_batch_is_refused() -> None:
+    own = er.AdaptiveDataLoader(numbers(), BATCH)
+    own.autoscale_batch_size(2 * BATCH)
+    with pytest.raises(ValueError, match=rf"max_batch_size={4 * BATCH}, but .* autoscale_batch_size\({2 * BATCH}\)"):
+        Accelerator(cpu=True, max_batch_size=4 * BATCH).prepare(*pair(), own)
+
+
 def test_the_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="elastic_ray.integrations.batch_options")
 

@@ -66,7 +66,7 @@ def test_one_batch_size_is_no_ramp() -> None:
         ([(0, 4, 8)], TypeError, "must hold pairs"),
         ([("0", 4)], TypeError, "progress must be a number"),
         ([(0, 4.0)], TypeError, "must be a whole number, but got 4.0"),
-        ([(0, 4), (0.5, 128)], ValueError, "max_batch_size must be at most the 64 samples"),
+        ([(0, 4), (0.5, 128)], ValueError, "max_batch_size must be at most an epoch's 64 samples"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: Any, error: type[Exception], says: str) -> None:

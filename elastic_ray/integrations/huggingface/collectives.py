@@ -11,13 +11,13 @@ import torch
 from accelerate.utils import recursively_apply
 
 import elastic_ray as er
+from elastic_ray.integrations.huggingface.saving_alone import SavesAlone
 
 
-class Collectives(accelerate.Accelerator):
+class Collectives(SavesAlone, accelerate.Accelerator):
     """Accelerate's processes are one here, each worker's; these go through elastic-ray's collectives."""
 
     flag_tensor: Any
-    _saves_alone = False
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all workers, one behind the other; their first sizes may differ."""
@@ -82,15 +82,6 @@ class Collectives(accelerate.Accelerator):
         yield
         if main:
             self.wait_for_everyone()
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """What is called within meets no other worker."""
-        self._saves_alone = True
-        try:
-            yield
-        finally:
-            self._saves_alone = False
 
 
 def _every_leaf(leaf: Any) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from elastic_ray.integrations.huggingface.arguments import check_arguments, elas
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
 from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import step_through_ours
+from elastic_ray.integrations.huggingface.saving_alone import SavesAlone
 from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
 from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.overridden import check_overridden
@@ -48,7 +47,7 @@ _END = object()
 _PLATEAU = (torch.optim.lr_scheduler.ReduceLROnPlateau,)
 
 
-class ElasticTrainerMixin(_Theirs):
+class ElasticTrainerMixin(SavesAlone, _Theirs):
     """Makes ``transformers.Trainer``, or a subclass of it, train as an elastic job: put it first among the bases.
 
     ``per_device_train_batch_size`` is then that of all workers together, whose number changes. Every worker evaluates
@@ -98,7 +97,6 @@ class ElasticTrainerMixin(_Theirs):
         self.tr_weight = 0.0
         self.initial_steps = 0
         self._losses: list[torch.Tensor] = []
-        self._saves_alone = False
         self._unwrap_ours()
 
     def _unwrap_ours(self) -> None:
@@ -358,15 +356,6 @@ class ElasticTrainerMixin(_Theirs):
                 write_position(folder)
         theirs = self.state
         theirs.best_model_checkpoint = er.broadcast(theirs.best_model_checkpoint)
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """What is called within meets no other worker."""
-        self._saves_alone = True
-        try:
-            yield
-        finally:
-            self._saves_alone = False
 
 
 class Trainer(ElasticTrainerMixin, transformers.Trainer):
