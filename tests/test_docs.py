@@ -27,6 +27,13 @@ def test_every_relative_link_resolves(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_section_is_there_twice(page: Path) -> None:
+    """As a merge may leave it."""
+    sections = re.findall(r"^## .*$", page.read_text(), re.MULTILINE)
+    assert len(sections) == len(set(sections))
+
+
 def test_files_that_code_and_tests_cite_exist() -> None:
     """``docs/protocol.md, pitfall 1``: a comment that points at the documentation."""
     for folder in ("elastic_ray", "placement", "tuning", "tests", "examples"):
