@@ -16,6 +16,9 @@ class CapturedStates(Protocol):
     def capture_to_save(self) -> dict[str, Any]:
         """All states by name, with what this rank holds for all; tensors are not copied."""
 
+    def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
+        """What this rank writes of them where all ranks do."""
+
 
 class SavedRun(Protocol):
     """A run whose automatic checkpoints are made."""
