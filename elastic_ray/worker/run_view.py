@@ -44,6 +44,9 @@ class SavedRun(Protocol):
     def tell(self, kind: str, text: str) -> None:
         """Tell the job's user something."""
 
+    def moment(self, name: str) -> None:
+        """A named moment of the run, for scripted faults."""
+
 
 class AnnouncedGroup(Protocol):
     """The present group."""

@@ -129,6 +129,7 @@ class StateSaver:
         """All ranks have agreed to write their parts."""
         begin_s = time.monotonic()
         self._asked, self._since_s = False, begin_s
+        self._session.moment("save")
         try:
             part = self._parts.capture(order, self._session.resume_point(), copy=True)
             pause_s = time.monotonic() - begin_s
@@ -163,6 +164,8 @@ class StateSaver:
         order = self._saving.take_order()
         if order is None and self._session.rank != 0:
             return ""
+        if order is not None:
+            self._session.moment("save")
         try:
             if self._thread is not None:
                 self._thread.join(self._timeout_s)

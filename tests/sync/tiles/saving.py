@@ -31,7 +31,9 @@ class Job:
 
     Attributes:
         folder: of the run; ``elsewhere``: of workers whose node has a disk of its own.
-        at: steps from which on rank 0 is to save; it does so after the second one behind that.
+        at: steps in which rank 0 asks for a checkpoint. The first is saved after 4 more, when all have made ready for
+            it, others after 2 more.
+        settles_to: a rank that writes is waited for in steps up to this.
         between: called in each step.
     """
 
@@ -44,6 +46,7 @@ class Job:
     elsewhere: dict[str, Path] = dataclasses.field(default_factory=dict)
     storages: Callable[[Path], RunStorage] = lambda folder: RunStorage(str(folder))
     timeout_s: float = 60.0
+    settles_to: int = 1000
     records: bool = False
     between: Callable[[Session, StateSaver, int], None] = lambda session, saver, step: None
     saved: list[StateSaved] = dataclasses.field(default_factory=list)
@@ -89,7 +92,7 @@ class Job:
                     if step in self.at and session.rank == 0:
                         saver.ask()
                     self.between(session, saver, step)
-                    prepared(saver)
+                    self._wait_for(saver, step)
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(wrapped(x), y).backward()
                     optimizer.step()
@@ -97,6 +100,13 @@ class Job:
         finally:
             wait_until(lambda: not saver._busy())
             saver.close()
+
+    def _wait_for(self, saver: StateSaver, step: int) -> None:
+        """Until what it has begun is there."""
+        parts = saver._parts
+        wait_until(lambda: all(call is None or call.answer.done() for call in (parts._looking, parts._making)))
+        if step <= self.settles_to:
+            wait_until(lambda: not saver._busy())
 
     def _saver(self, session: Session) -> StateSaver:
         return StateSaver(
@@ -124,12 +134,6 @@ class Trained:
 def parameters(model: nn.Module) -> list[torch.Tensor]:
     """Copies of them."""
     return [p.detach().clone() for p in model.parameters()]
-
-
-def prepared(saver: StateSaver) -> None:
-    """Until what a rank has begun to prepare is there."""
-    parts = saver._parts
-    wait_until(lambda: all(call is None or call.answer.done() for call in (parts._looking, parts._making)))
 
 
 def wait_until(there: Callable[[], bool]) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.loop.changing import Change
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import read_manifest
+from tests.loop.changing import Change, Kill
 from tests.sync.tiles.saving import Job
 from tests.sync.tiles.trained import assert_same_state
 
@@ -59,3 +64,81 @@ def test_a_replicated_job_writes_one_file_which_tiles_go_on_from(tmp_path: Path)
     wanted = Job(tmp_path / "third", strategy="all_reduce", states=job.read()).run(first).results[1]
     assert all(map(torch.equal, found.parameters, wanted.parameters))
     assert_same_state(found.state, wanted.state)
+
+
+def test_torchs_own_readers_read_it_in_a_plain_process(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", at=(3,))
+    job.run(FOUR)
+    (state,), trees = job.files(), job.read()
+    program = f"""
+import sys, torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save({state.path!r}, {str(tmp_path / "whole.pt")!r})
+from torch.nn import LayerNorm, Linear, ModuleDict
+model = ModuleDict(dict(first=Linear(13, 57), norm=LayerNorm(57), last=Linear(57, 5)))
+loaded = {{"model/0": model.state_dict(), "optimizer/0": {{"state": {{0: {{"exp_avg": torch.zeros(57, 13)}}}}}}}}
+dcp.load(loaded, checkpoint_id={state.path!r})
+torch.save(loaded, {str(tmp_path / "loaded.pt")!r})
+assert not any(name.startswith("elastic_ray") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, env={**os.environ, "PYTHONPATH": ""})
+    whole, loaded = (torch.load(tmp_path / name, weights_only=True) for name in ("whole.pt", "loaded.pt"))
+    for name, value in trees["model/0"].items():
+        assert torch.equal(whole["model/0"][name], value) and torch.equal(loaded["model/0"][name], value)
+    for index, kept in states_of(trees).items():
+        for name, value in kept.items():
+            assert torch.equal(whole["optimizer/0"]["state"][str(index)][name], value), (index, name)
+    assert torch.equal(loaded["optimizer/0"]["state"][0]["exp_avg"], states_of(trees)[0]["exp_avg"])
+    assert whole["optimizer/0"]["groups"] == trees["optimizer/0"]["groups"]
+    assert whole["run"]["steps"] == trees["run"]["steps"] == state.steps
+
+
+def test_a_worker_that_is_killed_while_the_others_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", at=(3, 9), epochs=3, settles_to=10)
+    found = job.run(FOUR, [Kill(11, 3, "save")])
+    assert found.groups == [FOUR, (1, 2, 4)]
+    assert [state.steps for state in job.files()] == [7]
+    names = sorted(path.name for path in (tmp_path / "run" / "automatic").iterdir() if path.is_dir())
+    assert len(names) == 2 and not (tmp_path / "run" / "automatic" / names[1] / "manifest.bin").exists()
+    assert len(job.read()["optimizer/0"]["state"]) == 6
+    again = Job(tmp_path / "run", at=(8,), states=job.read())
+    again.run((1, 2, 3))
+    assert [state.steps for state in job.files()] == [12, 7]
+    left = {path.name for path in (tmp_path / "run" / "automatic").iterdir() if path.is_dir()}
+    assert len(left) == 2 and names[1] not in left, "what nobody has completed is cleaned up"
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["no directory", "a directory of another run"])
+def test_where_a_node_has_a_disk_of_its_own_rank_0_writes_all_and_says_why(tmp_path: Path, marked: bool) -> None:
+    other = tmp_path / "other disk"
+    if marked:
+        RunStorage(str(other)).create()
+    job = Job(tmp_path / "run", at=(3, 10), epochs=3, elsewhere={"w3": other}, timeout_s=1.0)
+    found = job.run(FOUR)
+    assert all(state.parts == 0 for state in job.files()) and job.files()
+    assert len(job.read()["optimizer/0"]["state"]) == 6
+    (text,) = [text for kind, text, _ in found.told if kind == "storage"]
+    assert "rank 0 gathers the whole state" in text and "to storage that all nodes share" in text
+    assert ("there is no part of ranks 2 after 1 s" if marked else "1 of the ranks cannot write a part") in text
+
+
+def test_the_first_rank_is_given_no_others_tiles(tmp_path: Path) -> None:
+    """Its part is its share, and nothing was gathered on it meanwhile."""
+    gathered = []
+
+    def look(session: Any, saver: Any, step: int) -> None:
+        (gradients,) = session.registry._gradients
+        if step:  # at the beginning there is nothing to gather
+            gathered.append(gradients._divided._gathered)
+
+    job = Job(tmp_path / "run", at=(1,), epochs=1, between=look)
+    job.run(FOUR)
+    (state,) = job.files()
+    assert state.steps == 5 and all(each is None for each in gathered)
+    content = read_manifest(job.storage, state)
+    elements = [0] * 4
+    for tensor in content.tensors:
+        if tensor.path[0] in ("model/0", "optimizer/0"):
+            for rank, piece in tensor.pieces:
+                elements[rank] += piece.length
+    assert max(elements) <= 1.25 * sum(elements) / 4
