@@ -29,6 +29,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import make_directory
 
 DIRECTORY = "automatic"
+_MOST_PARTS = 1_000_000
 _PAUSES_S = (0.2, 1.0, 3.0)
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
     if point is None or "steps" not in told:
         raise ValueError("it does not say how many steps it holds")
     parts = int(note.get("parts", 0))
+    if not 0 <= parts <= _MOST_PARTS:
+        raise ValueError(f"parts must be from 0 to {_MOST_PARTS}, but is {parts}")
     path = path if parts else path + ".pt"
     return StateFile(path=path, resume_point=point, sha256=str(note["sha256"]), size=int(note["size"]), parts=parts)
 

@@ -166,11 +166,11 @@ class Manifest:
             files = tuple(_file(rank, *each) for rank, each in enumerate(told["files"]))
             tensors = _tensors(told["tensors"])
             found = cls(steps=_whole(told["steps"]), files=files, tree=told["tree"], tensors=tensors)
+            found.check()
         except ManifestError:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise ManifestError(f"the manifest is not complete: {error}") from error
-        found.check()
         return found
 
     def check(self) -> None:

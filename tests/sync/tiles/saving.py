@@ -16,9 +16,11 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import read_checkpoint
+from elastic_ray.membership.messages import Stop
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.session.session import Session
+from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.messages import StateSaved
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Hold, Kill, Outcome, run_job
@@ -49,6 +51,7 @@ class Job:
     settles_to: int = 1000
     records: bool = False
     between: Callable[[Session, StateSaver, int], None] = lambda session, saver, step: None
+    problems: dict[int, str] = dataclasses.field(default_factory=dict)
     saved: list[StateSaved] = dataclasses.field(default_factory=list)
 
     @property
@@ -97,9 +100,22 @@ class Job:
                     nn.functional.cross_entropy(wrapped(x), y).backward()
                     optimizer.step()
             return Trained(parameters(model), optimizer.state_dict(), steps, session.rank)
+        except WorkerDismissed:
+            if session.preempted:
+                self.problems[session.rank] = saver.save()
+            raise
         finally:
             wait_until(lambda: not saver._busy())
             saver.close()
+
+    def preempt_at(self, step: int) -> None:
+        """The job is to stop after this step, and to go on another time."""
+
+        def between(session: Session, saver: StateSaver, at: int) -> None:
+            if at == step and session.rank == 0:
+                session.membership.post(Stop(save=True))
+
+        self.between = between
 
     def _wait_for(self, saver: StateSaver, step: int) -> None:
         """Until what it has begun is there."""

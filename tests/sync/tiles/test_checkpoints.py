@@ -142,3 +142,24 @@ def test_the_first_rank_is_given_no_others_tiles(tmp_path: Path) -> None:
             for rank, piece in tensor.pieces:
                 elements[rank] += piece.length
     assert max(elements) <= 1.25 * sum(elements) / 4
+
+
+def test_a_preempted_job_is_saved_by_all_ranks_and_goes_on_at_that_very_step(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run")
+    job.preempt_at(5)
+    job.run(FOUR)
+    assert job.problems == dict.fromkeys(range(4), "")
+    (state,), (saved,) = job.files(), job.saved
+    assert (state.parts, state.steps) == (4, 6) and saved.state == state
+    wanted = Job(tmp_path / "other", strategy="all_reduce", records=True).run(FOUR).results[1].steps[6]
+    assert_same_state({"param_groups": 0, "state": states_of(job.read())}, {**wanted[1], "param_groups": 0})
+    found = Job(tmp_path / "second", states=job.read(), records=True).run((1, 2, 3)).results[1]
+    assert min(found.steps) == 6
+
+
+def test_a_worker_that_dies_while_a_preempted_job_is_saved_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", at=(1,), timeout_s=1.0)
+    job.preempt_at(8)
+    job.run(FOUR, [Kill(9, 2, "save")])
+    assert "there is no part of ranks 1 after 1 s" in job.problems[0]
+    assert [state.steps for state in job.files()] == [5]
