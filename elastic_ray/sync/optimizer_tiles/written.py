@@ -29,7 +29,8 @@ def written_states(
 ) -> dict[Parameter, State]:
     """States by parameter, with `Pieces` for what this rank writes of tensors of the parameter's shape.
 
-    What else an optimizer keeps of a parameter, such as a count of steps, is with its first elements.
+    What else an optimizer keeps of a parameter, such as a count of steps, is written with its first elements. A rank that
+    writes others names it as well, so that the names keep their order.
 
     Args:
         held: the tiles that this rank holds.
@@ -52,5 +53,9 @@ def _add(found: State, param: Tensor, span: Span, state: Mapping[str, Any]) -> N
             shape = tuple(value.shape) if span.whole else tuple(param.shape)
             before = found[key].held if key in found else ()
             found[key] = Pieces(shape, value.dtype, (*before, (span.start, value.detach())))
-        elif span.start == 0:
+        elif isinstance(value, Tensor):
+            held = ((0, value.detach()),) if span.start == 0 else ()
+            if held or key not in found:
+                found[key] = Pieces(tuple(value.shape), value.dtype, held)
+        else:
             found[key] = value

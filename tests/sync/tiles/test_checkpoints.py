@@ -40,6 +40,8 @@ def test_all_ranks_parts_are_the_state_of_one_step(tmp_path: Path, optimizer: st
     names = [name for name, _ in zip(trees["model/0"], parameters, strict=True)]
     assert all(torch.equal(trees["model/0"][name], p) for name, p in zip(names, parameters, strict=True))
     assert_same_state({"param_groups": 0, "state": states_of(trees)}, {**expected, "param_groups": 0})
+    for index, kept in expected["state"].items():
+        assert list(states_of(trees)[index]) == list(kept), "also their order"
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("zero1", 3), ("zero1", 2), ("all_reduce", 3), ("zero1", 1)])
