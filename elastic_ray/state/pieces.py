@@ -83,7 +83,7 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
         count += 1
         whole = tensor.detach()
         rows = whole.shape[0] if whole.dim() else 1
-        if rows < world_size:
+        if rows < world_size or not whole.dim():
             return Pieces.of(whole) if (count - 1) % world_size == rank else Pieces(tuple(whole.shape), whole.dtype)
         first, last = rows * rank // world_size, rows * (rank + 1) // world_size
         return Pieces(tuple(whole.shape), whole.dtype, ((first * (whole.numel() // rows), whole[first:last]),))
@@ -102,7 +102,9 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
 
 def only_pieces(tree: Any) -> Any:
-    """The dicts of a tree with no other leaves than `Pieces` that hold something."""
+    """The dicts of a tree with no other leaves than `Pieces` that hold something; a list as a dict by position."""
+    if type(tree) in (list, tuple):
+        tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):
         found = {key: only_pieces(value) for key, value in tree.items()}
         return {key: value for key, value in found.items() if value is not None and value != {}}

@@ -20,7 +20,6 @@ from elastic_ray.checkpoints.sharded.manifest import (
     complete,
     part_name,
 )
-from elastic_ray.checkpoints.sharded.torch_metadata import torch_metadata
 from elastic_ray.state.resume_point import ResumePoint
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.5
@@ -92,20 +91,31 @@ def await_parts(
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
 
-def finish(storage: RunStorage, directory: str, parts: Sequence[Part], resume_point: ResumePoint) -> StateFile:
+def finish(
+    storage: RunStorage,
+    directory: str,
+    parts: Sequence[Part],
+    resume_point: ResumePoint,
+    go_on: Callable[[], bool] = lambda: True,
+) -> StateFile:
     """Write torch's metadata, the manifest, and last the note with which the checkpoint counts.
 
     Raises:
-        ManifestError: the parts do not make up a state.
+        ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
     """
+    # Loads much of torch.distributed, which a worker that starts is not to wait for.
+    from elastic_ray.checkpoints.sharded.torch_metadata import torch_metadata
+
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
     path = posixpath.join(directory, TORCH_METADATA)
-    write_checked(storage, path, lambda stream: stream.write(metadata))
+    write_checked(storage, path, lambda stream: stream.write(metadata), go_on)
     path = posixpath.join(directory, MANIFEST)
-    written = write_checked(storage, path, lambda stream: stream.write(content))
+    written = write_checked(storage, path, lambda stream: stream.write(content), go_on)
     size = sum(part.size for part in parts)
     state = StateFile(path=directory, resume_point=resume_point, sha256=written.sha256, size=size, parts=len(parts))
+    if not go_on():
+        raise InterruptedError("the checkpoint was given up")
     write_note(storage, state)
     return state
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from elastic_ray.checkpoints.automatic import StateFile, new_path
-from elastic_ray.checkpoints.copy_buffers import CopyBuffers, copy_into, kinds_of
+from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import await_parts, finish
 from elastic_ray.checkpoints.sharded.writing import write_part
@@ -99,7 +100,9 @@ class PartSaver:
             return Readiness.NOT_YET
         tensors = _tensors(take_apart(self._states.capture_part(rank, world_size))[1])
         if self._buffers.fit(tensors) is None:
-            self._making = self._calls.start("making memory for a checkpoint", lambda: self._prepare(kinds_of(tensors)))
+            self._making = self._calls.start(
+                "making memory for a checkpoint", lambda: self._prepare(kinds_of(tensors), completes=rank == 0)
+            )
             return Readiness.NOT_YET
         return Readiness.READY
 
@@ -114,13 +117,14 @@ class PartSaver:
         except (OSError, StorageTimeoutError) as error:
             self._never = str(error)
 
-    def _prepare(self, kinds: list[Any]) -> None:
+    def _prepare(self, kinds: Sequence[Kind], *, completes: bool) -> None:
+        """Make memory for a copy."""
         try:
             self._buffers.make(kinds)
         except MemoryError as error:
             self._never = str(error)
-        # Takes a second the first time, which is not to be a part of what a checkpoint costs.
-        import elastic_ray.checkpoints.sharded.torch_metadata  # noqa: F401
+        if completes:  # importing torch's side takes a second, which is not to count as a checkpoint's cost
+            import_module("elastic_ray.checkpoints.sharded.torch_metadata")
 
     def capture(self, order: SaveOrder, resume_point: ResumePoint, *, copy: bool) -> CapturedPart:
         """What this rank holds now, for :meth:`write`.
@@ -193,7 +197,7 @@ class PartSaver:
             go_on=go_on,
             all_live=lambda: self._all_live(part.workers),
         )
-        return finish(self._storage, directory, parts, part.resume_point)
+        return finish(self._storage, directory, parts, part.resume_point, go_on)
 
     def _all_live(self, workers: tuple[str, ...]) -> bool:
         """Whether they are all in the present group; it may be changing."""

@@ -29,8 +29,8 @@ def written_states(
 ) -> dict[Parameter, State]:
     """States by parameter, with `Pieces` for what this rank writes of tensors of the parameter's shape.
 
-    What else an optimizer keeps of a parameter, such as a count of steps, is written with its first elements. A rank that
-    writes others names it as well, so that the names keep their order.
+    What else an optimizer keeps of a parameter, such as a count of steps, is written with its first elements. A rank
+    that writes others names it as well, so that the names keep their order.
 
     Args:
         held: the tiles that this rank holds.
