@@ -48,6 +48,7 @@ def written_states(
 
 
 def _add(found: State, param: Tensor, span: Span, state: Mapping[str, Any]) -> None:
+    """Add the state of a span to that of its parameter."""
     for key, value in state.items():
         if isinstance(value, Tensor) and (span.whole or value.shape == (span.length,)):
             shape = tuple(value.shape) if span.whole else tuple(param.shape)
