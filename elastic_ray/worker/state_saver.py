@@ -27,6 +27,7 @@ from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutEr
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
+_UNSEEN = 2
 
 
 class StateSaver:
@@ -84,6 +85,7 @@ class StateSaver:
         if saving is not None:
             saving.serve(self._parts)
         self._refused = False
+        self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
         """A policy wants a checkpoint of this step, or of the first one after it that can be saved."""
@@ -253,9 +255,10 @@ class StateSaver:
         self._report(state, pause_s, begin_s, cpu_s)
 
     def _parts_missing(self, error: PartsMissingError) -> None:
-        """The next one may succeed, unless each node has a disk of its own."""
+        """The next one may succeed; where nothing is seen of a part again, each node has a disk of its own."""
         logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
-        if error.unseen:
+        self._unseen = self._unseen + 1 if error.unseen else 0
+        if self._unseen >= _UNSEEN:
             self._saving.give_up()
             self._refused = True
             self._session.tell(
@@ -266,7 +269,7 @@ class StateSaver:
 
     def _report(self, state: StateFile, pause_s: float, begin_s: float, cpu_s: float) -> None:
         """Tell the controller of a checkpoint, and set when the next one is due."""
-        self._failing = False
+        self._failing, self._unseen = False, 0
         cost_s = pause_s + time.thread_time() - cpu_s
         saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)
         try:

@@ -63,7 +63,7 @@ def resumed_at(handle: er.JobHandle) -> int:
 
 
 def undisturbed(folder: Path, **config: Any) -> dict[str, Any]:
-    result = start(folder, name="undisturbed", strategy="all_reduce", pause_s=0.0, **config).result(timeout=180)
+    result = start(folder, name="undisturbed", strategy="all_reduce", pause_s=0.0, **config).result(timeout=600)
     assert result.metrics is not None
     return dict(result.metrics)
 
@@ -73,7 +73,7 @@ def test_all_members_lost_go_on_from_the_parts_of_all(ray_cluster: Any, tmp_path
     for rank in range(3):
         faults = faults.kill(rank=rank, step=25, moment="forward")
     handle = start(tmp_path, faults=faults, max_failures=1, pause_s=0.08)
-    found = handle.result(timeout=180).metrics
+    found = handle.result(timeout=600).metrics
     assert EventKind.RESTART in kinds(handle) and 4 <= resumed_at(handle) <= 25
     assert found is not None and found["epoch"] == 4
     wanted = undisturbed(tmp_path)
@@ -86,7 +86,7 @@ def test_a_worker_that_is_killed_in_a_save_costs_that_checkpoint_only(ray_cluste
     faults = Faults().kill(rank=1, moment="save")
     handle = start(tmp_path, workers=4, epochs=400, faults=faults, pause_s=0.05)
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
-    wait_until(lambda: EventKind.FAILURE in kinds(handle) and any(s.parts for s in state_files(storage)), handle)
+    wait_until(lambda: EventKind.FAILURE in kinds(handle) and any(s.parts for s in state_files(storage)), handle, 600)
     assert EventKind.RESTART not in kinds(handle)
     handle.stop()
     handle.wait(30)
@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_in_a_save_costs_that_checkpoint_only(ray_cluste
 def test_a_job_goes_on_at_another_size_from_the_last_good_one(ray_cluster: Any, tmp_path: Path) -> None:
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     handle = start(tmp_path, epochs=10, pause_s=0.1)
-    wait_until(lambda: len([state for state in state_files(storage) if state.parts]) > 1, handle)
+    wait_until(lambda: len([state for state in state_files(storage) if state.parts]) > 1, handle, 600)
     handle.stop()
     handle.wait(30)
     newest, older = state_files(storage)[:2]
@@ -105,7 +105,7 @@ def test_a_job_goes_on_at_another_size_from_the_last_good_one(ray_cluster: Any, 
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     handle = start(tmp_path, workers=1, epochs=10, strategy="all_reduce", pause_s=0.0)
-    found = handle.result(timeout=180).metrics
+    found = handle.result(timeout=600).metrics
     assert resumed_at(handle) == older.steps
     event = next(event for event in handle.events() if event.kind is EventKind.RESUMED)
     assert "__1_0.distcp has another checksum" in event.reason
@@ -117,11 +117,11 @@ def test_a_preempted_job_is_saved_by_all_ranks(ray_cluster: Any, tmp_path: Path)
     options: dict[str, Any] = {"bundle": {"slot": 1.0}, "policy": last_come_first_served}
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     long = start(tmp_path, epochs=20, interval_s=0.3, pause_s=0.1, **options)
-    wait_until(lambda: any(state.parts for state in state_files(storage)), long)
+    wait_until(lambda: any(state.parts for state in state_files(storage)), long, 600)
     short = start(tmp_path, name="short", epochs=1, **options)
-    short.result(timeout=180)
+    short.result(timeout=600)
     assert EventKind.PREEMPTED in kinds(long)
-    found = long.result(timeout=180).metrics
+    found = long.result(timeout=600).metrics
     assert EventKind.RESTART not in kinds(long) and EventKind.FAILURE not in kinds(long)
     assert kinds(long).count(EventKind.STARTED) == 2 and EventKind.RESUMED in kinds(long)
     assert found is not None and found["epoch"] == 19
@@ -133,9 +133,9 @@ def test_a_worker_that_ran_out_of_memory_starts_over_and_all_save_again(ray_clus
     adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     handle = start(tmp_path, epochs=10_000, faults=faults, pause_s=0.05, adapt=adapt)
-    wait_until(lambda: EventKind.OUT_OF_MEMORY in kinds(handle), handle)
+    wait_until(lambda: EventKind.OUT_OF_MEMORY in kinds(handle), handle, 600)
     step = handle.status().step
-    wait_until(lambda: any(state.parts and state.steps > step for state in state_files(storage)), handle)
+    wait_until(lambda: any(state.parts and state.steps > step for state in state_files(storage)), handle, 600)
     assert EventKind.RESTART not in kinds(handle)
     handle.stop()
     handle.wait(30)

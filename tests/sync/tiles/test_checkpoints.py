@@ -115,7 +115,7 @@ def test_where_a_node_has_a_disk_of_its_own_rank_0_writes_all_and_says_why(tmp_p
     other = tmp_path / "other disk"
     if marked:
         RunStorage(str(other)).create()
-    job = Job(tmp_path / "run", at=(3, 10), epochs=3, elsewhere={"w3": other}, timeout_s=1.0)
+    job = Job(tmp_path / "run", at=(3, 9, 14), epochs=3, elsewhere={"w3": other}, timeout_s=1.0)
     found = job.run(FOUR)
     assert all(state.parts == 0 for state in job.files()) and job.files()
     assert len(job.read()["optimizer/0"]["state"]) == 6
