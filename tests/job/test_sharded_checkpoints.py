@@ -68,6 +68,7 @@ def undisturbed(folder: Path, **config: Any) -> dict[str, Any]:
     return dict(result.metrics)
 
 
+@pytest.mark.slow
 def test_all_members_lost_go_on_from_the_parts_of_all(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults()
     for rank in range(3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import read_manifest
+from elastic_ray.checkpoints.sharded.writing import write_part
 from tests.loop.changing import Change, Kill
 from tests.sync.tiles.saving import Job
 from tests.sync.tiles.trained import assert_same_state
@@ -25,8 +27,11 @@ def states_of(trees: dict[str, Any]) -> dict[str, Any]:
     return dict(trees["optimizer/0"]["state"])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor"])
-@pytest.mark.parametrize("script", [[], [Change(2, (1, 2, 3))]], ids=["4 ranks", "3 ranks"])
+@pytest.mark.parametrize(
+    ("optimizer", "script"),
+    [("sgd", []), ("adamw", [Change(2, (1, 2, 3))]), ("adafactor", [])],
+    ids=["sgd", "adamw", "adafactor"],
+)
 def test_all_ranks_parts_are_the_state_of_one_step(tmp_path: Path, optimizer: str, script: Any) -> None:
     job = Job(tmp_path / "run", optimizer=optimizer, at=(4,))
     job.run(FOUR, script)
@@ -44,7 +49,7 @@ def test_all_ranks_parts_are_the_state_of_one_step(tmp_path: Path, optimizer: st
         assert list(states_of(trees)[index]) == list(kept), "also their order"
 
 
-@pytest.mark.parametrize(("strategy", "workers"), [("zero1", 3), ("zero1", 2), ("all_reduce", 3), ("zero1", 1)])
+@pytest.mark.parametrize(("strategy", "workers"), [("zero1", 3), ("all_reduce", 3), ("zero1", 1)])
 def test_a_job_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path, strategy: str, workers: int) -> None:
     job = Job(tmp_path / "run", at=(3,))
     job.run(FOUR)
@@ -165,3 +170,26 @@ def test_a_worker_that_dies_while_a_preempted_job_is_saved_leaves_the_checkpoint
     job.run(FOUR, [Kill(9, 2, "save")])
     assert "there is no part of ranks 1 after 1 s" in job.problems[0]
     assert [state.steps for state in job.files()] == [5]
+
+
+def test_training_goes_on_while_ranks_write_and_changes_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    further = threading.Event()
+
+    def write_later(*arguments: Any, **options: Any) -> Any:
+        assert further.wait(60.0)
+        return write_part(*arguments, **options)
+
+    def between(session: Any, saver: Any, step: int) -> None:
+        if step == 8:
+            further.set()
+
+    monkeypatch.setattr("elastic_ray.checkpoints.sharded.saver.write_part", write_later)
+    job = Job(tmp_path / "run", at=(1,), between=between, settles_to=0)
+    job.run(FOUR)
+    (state,) = job.files()
+    assert state.steps == 5
+    wanted = Job(tmp_path / "other", strategy="all_reduce", records=True).run(FOUR).results[1].steps[5]
+    assert all(map(torch.equal, job.read()["model/0"].values(), wanted[0]))
+    assert_same_state({"param_groups": 0, "state": states_of(job.read())}, {**wanted[1], "param_groups": 0})
