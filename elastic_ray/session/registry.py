@@ -138,6 +138,7 @@ class Registry:
         models: the wrapped models.
         loaders: the loaders.
         monitoring: as given.
+        saving: what the ranks agree on of checkpoints that all of them write.
     """
 
     def __init__(self, monitoring: Monitoring | None = None) -> None:

@@ -80,7 +80,13 @@ class StateSaver:
         self._asked = False
         self._saving = saving or SaveAgreement()
         self._parts = PartSaver(
-            session.states, storage, self._calls, workers=workers, busy=self._busy, timeout_s=timeout_s
+            session.states,
+            storage,
+            self._calls,
+            workers=workers,
+            busy=self._busy,
+            buffers=self._buffers,
+            timeout_s=timeout_s,
         )
         if saving is not None:
             saving.serve(self._parts)

@@ -60,6 +60,7 @@ class PartSaver:
         calls: the run's calls on storage.
         workers: gives those of the present group by rank; none while it changes.
         busy: whether something is being written.
+        buffers: memory for copies, which is shared with whole checkpoints: a rank makes one kind at a time.
         timeout_s: longest time without news of a part that the first rank waits for [s].
     """
 
@@ -71,11 +72,12 @@ class PartSaver:
         *,
         workers: Callable[[], tuple[str, ...]],
         busy: Callable[[], bool],
+        buffers: CopyBuffers,
         timeout_s: float,
     ) -> None:
         self._states, self._storage, self._calls = states, storage, calls
         self._workers, self._busy, self._timeout_s = workers, busy, timeout_s
-        self._buffers = CopyBuffers()
+        self._buffers = buffers
         self._making: Call | None = None
         self._looking: Call | None = None
         self._never = ""
