@@ -21,6 +21,7 @@ MOMENTS = (
     "publish",  # owners have updated tiles, parameters are about to be sent to all
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
+    "save",  # all ranks have agreed to write their parts of a checkpoint, and this one is about to
     "average",  # committed, models about to be averaged
     "collective",  # user code's own is about to be announced
     "after_collective",  # this rank has its result

@@ -4,6 +4,9 @@ Each is two files in ``automatic/``: ``step_<n>_<token>.pt``, the state, and ``s
 which says where it stands and what the first one's checksum is. A state without its note is incomplete, one of another
 checksum is corrupt. The token differs each time, so that writing never touches a state that is there, even of as many
 steps. This module does not know what a state holds (see ``checkpoints/format.py``).
+
+A sharded checkpoint, which all ranks have written, is a directory ``step_<n>_<token>`` in the place of the first file
+(see ``checkpoints/sharded``); its note has the checksum of the manifest in it.
 """
 
 from __future__ import annotations
@@ -11,25 +14,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import logging
-import os
 import posixpath
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 import pyarrow.fs
 
+from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.state.resume_point import ResumePoint
-from placement.storage.private_files import make_directory, open_output
+from placement.storage.private_files import make_directory
 
 DIRECTORY = "automatic"
-_CHUNK_BYTES = 16 << 20
-_SYNC_BYTES = 1 << 30
+_MOST_PARTS = 1_000_000
 _PAUSES_S = (0.2, 1.0, 3.0)
 
 logger = logging.getLogger(__name__)
@@ -46,14 +46,16 @@ class StateFile:
     Attributes:
         path: of the state, on the run's file system.
         resume_point: where it stands, as beside reported checkpoints.
-        sha256: of the file, in hexadecimal.
-        size: of the file [bytes].
+        sha256: of the file, or of a sharded checkpoint's manifest, in hexadecimal.
+        size: of the file, or of all parts [bytes].
+        parts: of a sharded checkpoint; 0 for one file.
     """
 
     path: str
     resume_point: ResumePoint
     sha256: str
     size: int
+    parts: int = 0
 
     @property
     def steps(self) -> int:
@@ -64,7 +66,7 @@ class StateFile:
 def write_file(
     storage: RunStorage,
     resume_point: ResumePoint,
-    write: Callable[[io.RawIOBase], None],
+    write: Callable[[CheckedStream], object],
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> StateFile:
@@ -76,27 +78,32 @@ def write_file(
         write: writes the state.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
     """
-    filesystem, directory = storage.filesystem, posixpath.join(storage.path, DIRECTORY)
-    name = f"step_{resume_point.steps:012d}_{uuid.uuid4().hex[:8]}.pt"
-    path = posixpath.join(directory, name)
-    make_directory(filesystem, directory, private=storage.private)
+    filesystem, path = storage.filesystem, new_path(storage, resume_point.steps, uuid.uuid4().hex[:8]) + ".pt"
+    make_directory(filesystem, posixpath.dirname(path), private=storage.private)
     try:
-        with open_output(filesystem, path, private=storage.private) as raw:
-            stream = _Hashing(raw, go_on, lambda: _sync(storage, path))
-            write(stream)
-        _sync(storage, path)
-        found = StateFile(path=path, resume_point=resume_point, sha256=stream.digest(), size=stream.size)
-        note = {"resume_point": resume_point.to_json(), "sha256": found.sha256, "size": found.size}
+        written = write_checked(storage, path, write, go_on)
+        found = StateFile(path=path, resume_point=resume_point, sha256=written.sha256, size=written.size)
         if not go_on():  # once its note is there it counts
             raise InterruptedError("the checkpoint was given up")
-        with open_output(filesystem, _note_of(path), private=storage.private) as raw:
-            raw.write(json.dumps(note).encode())
-        _sync(storage, _note_of(path))
+        write_note(storage, found)
     except BaseException:
         with contextlib.suppress(Exception):
             _delete_state(filesystem, path)
         raise
     return found
+
+
+def write_note(storage: RunStorage, state: StateFile) -> None:
+    """Say that an automatic checkpoint is complete: from here on it counts."""
+    note = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
+    parts = {"parts": state.parts} if state.parts else {}
+    path = _note_of(state.path)
+    write_checked(storage, path, lambda stream: stream.write(json.dumps({**note, **parts}).encode()))
+
+
+def new_path(storage: RunStorage, steps: int, token: str) -> str:
+    """Path of an automatic checkpoint after so many steps, without the end that a file's has."""
+    return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 
 def state_files(
@@ -124,7 +131,7 @@ def state_files(
         if not entry.path.endswith(".json"):
             continue
         heard()
-        path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json") + ".pt")
+        path = posixpath.join(directory, posixpath.basename(entry.path).removesuffix(".json"))
         try:
             if not entry.is_file:
                 raise ValueError("its note is no file")
@@ -137,13 +144,18 @@ def state_files(
 
 
 def _read_note(storage: RunStorage, path: str) -> StateFile:
+    """The checkpoint whose note is beside ``path``, which has no end."""
     with storage.filesystem.open_input_stream(_note_of(path)) as raw:
         note = json.loads(raw.readall())
     told = note["resume_point"]
     point = ResumePoint.from_json(told)
     if point is None or "steps" not in told:
         raise ValueError("it does not say how many steps it holds")
-    return StateFile(path=path, resume_point=point, sha256=str(note["sha256"]), size=int(note["size"]))
+    parts = int(note.get("parts", 0))
+    if not 0 <= parts <= _MOST_PARTS:
+        raise ValueError(f"parts must be from 0 to {_MOST_PARTS}, but is {parts}")
+    path = path if parts else path + ".pt"
+    return StateFile(path=path, resume_point=point, sha256=str(note["sha256"]), size=int(note["size"]), parts=parts)
 
 
 def read_file(storage: RunStorage, state: StateFile) -> bytes:
@@ -181,6 +193,21 @@ def delete_states(storage: RunStorage) -> None:
         storage.filesystem.delete_dir(posixpath.join(storage.path, DIRECTORY))
 
 
+def delete_unfinished(storage: RunStorage) -> None:
+    """Delete directories of sharded checkpoints that have no note: some rank's part was never written.
+
+    The caller knows that none is being written.
+    """
+    directory = posixpath.join(storage.path, DIRECTORY)
+    entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
+    names = {posixpath.basename(entry.path) for entry in entries}
+    for entry in entries:
+        name = posixpath.basename(entry.path)
+        if entry.type == pyarrow.fs.FileType.Directory and name.startswith("step_") and f"{name}.json" not in names:
+            with contextlib.suppress(FileNotFoundError):
+                storage.filesystem.delete_dir(posixpath.join(directory, name))
+
+
 def _read(storage: RunStorage, path: str) -> bytes:
     """A storage that has a bad moment must not cost the progress since the state before this one."""
     for pause_s in _PAUSES_S:
@@ -207,45 +234,3 @@ def _delete_state(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
                 filesystem.delete_file(each)
             else:
                 filesystem.delete_dir(each)
-
-
-def _sync(storage: RunStorage, path: str) -> None:
-    """Wait until a file has reached the disk: a node's end would take what only its memory holds."""
-    if not storage.local:
-        return  # there a file is kept once it is written
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-class _Hashing(io.RawIOBase):
-    """A stream that counts and digests what goes through it."""
-
-    def __init__(self, raw: Any, go_on: Callable[[], bool], sync: Callable[[], None]) -> None:
-        super().__init__()
-        self._raw = raw
-        self._go_on = go_on
-        self._sync = sync
-        self._unsynced = 0
-        self._digest = hashlib.sha256()
-        self.size = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        for begin in range(0, len(view), _CHUNK_BYTES):
-            if not self._go_on():
-                raise InterruptedError("the checkpoint was given up")
-            piece = view[begin : begin + _CHUNK_BYTES]
-            self._raw.write(piece)
-            self._digest.update(piece)
-            self._unsynced += len(piece)
-            if self._unsynced >= _SYNC_BYTES:  # all at once at the end would be a long silence
-                self._sync()
-                self._unsynced = 0
-        self.size += len(view)
-        return len(view)
-
-    def digest(self) -> str:
-        return self._digest.hexdigest()

@@ -8,6 +8,7 @@ from typing import Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.saving import SaveAgreement, Saving
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.session.group_entry import EntryConsensus, ExchangedState, GroupEntry, GroupParts
@@ -39,7 +40,15 @@ class ChangedParts(GroupParts, Protocol):
     def call(self, point: HookPoint) -> None:
         """The run is at such a point."""
 
-    def collapse(self) -> None:
+    @property
+    def saving(self) -> SaveAgreement:
+        """Whether all ranks write a checkpoint, or the first one."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether state lies with several ranks that each can write its part of."""
+
+    def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
     def prepare_to_save(self) -> None:
@@ -255,7 +264,7 @@ class GroupChanges:
             WorkerDismissed: this worker leaves, or the job stops.
         """
         if self._parts.agreed.preempted and not self._parts.agreed.stop:
-            self._make_equal()
+            self._make_equal(ends=True)
         if self._parts.agreed.stop or self._parts.agreed.preempted:
             raise WorkerDismissed(stopped=True)
         if self._parts.agreed.take_consensus():
@@ -275,17 +284,41 @@ class GroupChanges:
         elif batch is not None and batch != self._parts.states.shape:
             self.set_shape(batch)
 
-    def _make_equal(self) -> None:
-        """Have all ranks hold the same model, those of another group if this one breaks."""
+    def _make_equal(self, *, ends: bool = False) -> None:
+        """Have all ranks hold the same model, those of another group if this one breaks.
+
+        Then it is saved: by all ranks, where each has a part of it, or by the first one, which gets the whole.
+
+        Args:
+            ends: no step follows.
+        """
         try:
-            if self._parts.group.world_size > 1:
-                # A rank that has waited for long may have an announcement under way, which nothing else may meet.
-                self._parts.consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.registry.buffer_layout))
-            self._parts.registry.collapse()
+            saving = self._agree_on_saving(ends=ends)
+            if saving is Saving.LATER:
+                return
+            alone = saving is Saving.ALONE
+            self._parts.registry.collapse(gather=alone)
             self._parts.registry.sync_buffers(self._parts.group.communicator)
-            self._parts.registry.prepare_to_save()
+            if alone:
+                self._parts.registry.prepare_to_save()
         except CommunicationFailedError as error:
+            self._parts.registry.saving.begin()
             self.regroup(str(error))
+
+    def _agree_on_saving(self, *, ends: bool) -> Saving:
+        """How the ranks save; all come here.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        registry, group = self._parts.registry, self._parts.group
+        if group.world_size == 1:
+            return Saving.ALONE
+        rank, world = group.communicator.rank, group.world_size
+        ballot = registry.saving.ballot(rank, world, divided=registry.in_parts, now=ends)
+        # A rank that has waited for long may have an announcement under way, which nothing else may meet.
+        sums = self._parts.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout), ballot)
+        return registry.saving.conclude(sums[: len(ballot)], rank, world, now=ends)
 
     def _waits_for_gradients(self) -> bool:
         """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it.

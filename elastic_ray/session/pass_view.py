@@ -158,7 +158,7 @@ class PassParts(Protocol):
     def after_step(self) -> None:
         """All ranks have committed a step that trained; raises CommunicationFailedError."""
 
-    def collapse(self) -> None:
+    def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
 

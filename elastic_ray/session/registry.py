@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.batch.scaling_rules import step_gain
+from elastic_ray.consensus.saving import SaveAgreement
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.state.layout import digest
@@ -137,6 +138,7 @@ class Registry:
         models: the wrapped models.
         loaders: the loaders.
         monitoring: as given.
+        saving: what the ranks agree on of checkpoints that all of them write.
     """
 
     def __init__(self, monitoring: Monitoring | None = None) -> None:
@@ -146,6 +148,7 @@ class Registry:
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
+        self.saving = SaveAgreement()
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""
@@ -233,8 +236,16 @@ class Registry:
         return any(each.drifts for each in self._gradients)
 
     @property
+    def in_parts(self) -> bool:
+        """Whether state lies with several ranks that each can write its part of; the same on all."""
+        gradients = self._gradients
+        return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
+
+    @property
     def settled(self) -> bool:
-        """Whether none does after the steps that are committed, and this rank holds all that is to be saved."""
+        """Whether none does after the steps that are committed, and this rank can save all alone, and is to."""
+        if self.in_parts and self.saving.together:
+            return False
         return all(each.settled for each in self._gradients)
 
     @property
@@ -258,14 +269,17 @@ class Registry:
             shared = not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
 
-    def collapse(self) -> None:
+    def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank.
+
+        Args:
+            gather: have rank 0 hold the whole state of optimizers.
 
         Raises:
             CommunicationFailedError: the group broke.
         """
         for each in self._gradients:
-            each.collapse()
+            each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
         """The same in a new group, before its ranks exchange state; see ``DriftingReplicas``."""
@@ -296,5 +310,6 @@ class Registry:
 
     def enter_group(self) -> None:
         """A group was entered."""
+        self.saving.begin()
         for each in self._gradients:
             each.enter_group()

@@ -24,6 +24,14 @@ class GroupDependent(Protocol):
     def settled(self) -> bool:
         """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
 
+    @property
+    def divided(self) -> bool:
+        """Whether optimizer state lies with several ranks; the same on all."""
+
+    @property
+    def tabled(self) -> bool:
+        """Whether rows of tables do, which only rank 0 saves."""
+
     def fix_drift(self) -> int:
         """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
 
@@ -46,8 +54,11 @@ class GroupDependent(Protocol):
             CommunicationFailedError: the group broke.
         """
 
-    def collapse(self) -> None:
+    def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank.
+
+        Args:
+            gather: have rank 0 hold the whole state of optimizers.
 
         Raises:
             CommunicationFailedError: the group broke.

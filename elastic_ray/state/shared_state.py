@@ -13,6 +13,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
+from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import (
     DictState,
@@ -164,6 +165,19 @@ class SharedState:
         return self.capture() | {
             key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
+
+    def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
+        """What this rank writes of a checkpoint of all ranks: `Pieces` of what several hold.
+
+        What only one rank holds, or all hold alike besides models, is the first one's.
+        """
+        trees: dict[str, Any] = {}
+        for key, state in self._states.items():
+            if isinstance(state, WrittenInParts):
+                trees[key] = state.capture_part(rank, world_size)
+            elif isinstance(state, ModuleState):
+                trees[key] = shared_out(state.capture(), rank, world_size)
+        return {**self.capture_to_save(), **trees} if rank == 0 else trees
 
     def capture_to_keep(self) -> dict[str, Any]:
         """The same with what this rank holds alone, for a rerun in this process."""

@@ -16,6 +16,9 @@ class CapturedStates(Protocol):
     def capture_to_save(self) -> dict[str, Any]:
         """All states by name, with what this rank holds for all; tensors are not copied."""
 
+    def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
+        """What this rank writes of them where all ranks do."""
+
 
 class SavedRun(Protocol):
     """A run whose automatic checkpoints are made."""
@@ -40,6 +43,9 @@ class SavedRun(Protocol):
 
     def tell(self, kind: str, text: str) -> None:
         """Tell the job's user something."""
+
+    def moment(self, name: str) -> None:
+        """A named moment of the run, for scripted faults."""
 
 
 class AnnouncedGroup(Protocol):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from elastic_ray.checkpoints.automatic import StateFile, delete_others
+from elastic_ray.checkpoints.automatic import StateFile, delete_others, delete_unfinished
+from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
 from elastic_ray.checkpoints.format import write_state
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S, checkpoint_interval_s
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.completing import PartsMissingError
+from elastic_ray.checkpoints.sharded.saver import PartSaver
+from elastic_ray.consensus.saving import SaveAgreement, SaveOrder
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError, pack, unpack
 from elastic_ray.worker.messages import StateSaved
@@ -26,13 +27,15 @@ from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutEr
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 1.0
+_UNSEEN = 2
 
 
 class StateSaver:
     """Saves a checkpoint between two steps when one is due. Call :meth:`close` when the run is over.
 
     All ranks hold the same state, so rank 0 saves it and asks no other rank. Where models differ between averages, it
-    lets the others know with the next step, after which all hold their mean.
+    lets the others know with the next step, after which all hold their mean. Where state lies with several ranks, they
+    all save together, each its part, at the edge of a step that they have agreed on.
 
     Args:
         session: the run.
@@ -41,7 +44,9 @@ class StateSaver:
         keep: how many checkpoints to keep.
         interval_s: time between two checkpoints; None lets it follow from their cost and the losses seen.
         calls: the run's calls on storage; None makes some.
-        timeout_s: longest silence of storage that a preempted job waits for [s].
+        timeout_s: longest silence of storage that a preempted job waits for, and of a rank whose part is missing [s].
+        saving: what the ranks agree on of checkpoints that all of them write; None where rank 0 writes all.
+        workers: gives those of the present group by rank; none while it changes.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class StateSaver:
         interval_s: float | None,
         calls: StorageCalls | None = None,
         timeout_s: float = 60.0,
+        saving: SaveAgreement | None = None,
+        workers: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self._calls = calls or StorageCalls(storage.where)
         self._timeout_s = timeout_s
@@ -64,13 +71,27 @@ class StateSaver:
         self._fixed_s = interval_s
         self._interval_s = min(interval_s, FIRST_INTERVAL_S) if interval_s is not None else FIRST_INTERVAL_S
         self._since_s = time.monotonic()
-        self._buffers: list[torch.Tensor] = []
+        self._buffers = CopyBuffers()
         self._thread: threading.Thread | None = None
         self._writing: Call | None = None
         self._closed = threading.Event()
         self._off = False
         self._failing = False
         self._asked = False
+        self._saving = saving or SaveAgreement()
+        self._parts = PartSaver(
+            session.states,
+            storage,
+            self._calls,
+            workers=workers,
+            busy=self._busy,
+            buffers=self._buffers,
+            timeout_s=timeout_s,
+        )
+        if saving is not None:
+            saving.serve(self._parts)
+        self._refused = False
+        self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
         """A policy wants a checkpoint of this step, or of the first one after it that can be saved."""
@@ -78,6 +99,11 @@ class StateSaver:
 
     def between_steps(self) -> None:
         """Begin a checkpoint if one is due. Costs nothing otherwise."""
+        order = self._saving.take_order()
+        if order is not None:
+            self._begin_part(order)
+            return
+        self._tell_of_refusals()
         now_s = time.monotonic()
         due = self._asked or now_s - self._since_s >= self._interval_s
         if self._off or not due or self._session.rank != 0:
@@ -88,36 +114,74 @@ class StateSaver:
         try:
             trees, point = self._session.states.capture_to_save(), self._session.resume_point()
             skeleton, tensors = pack(trees)
-            buffers = self._fit(tensors)
+            buffers = self._buffers.fit(tensors)
             if buffers is None:
                 # Writing to fresh memory is several times slower, so a thread prepares the memory first.
-                self._start(self._make_buffers, [(t.shape, t.dtype, t.is_cuda) for t in tensors])
+                self._start(self._make_buffers, kinds_of(tensors))
                 self._since_s = now_s - self._interval_s
                 return
             self._asked = False
-            _copy(buffers, tensors)
+            copy_into(buffers, tensors)
             copied = unpack(skeleton, buffers)
             pause_s = time.monotonic() - now_s
             self._writing = self._calls.start_long(
                 f"writing the automatic checkpoint at step {point.steps}",
-                lambda go_on: self._write(copied, point, pause_s, go_on),
+                lambda go_on: self._write(
+                    lambda go_on: write_state(self._storage, copied, point, go_on=go_on), pause_s, go_on
+                ),
             )
         except Exception:
             self._give_up("it cannot be copied", exc_info=True)
 
+    def _begin_part(self, order: SaveOrder) -> None:
+        """All ranks have agreed to write their parts."""
+        begin_s = time.monotonic()
+        self._asked, self._since_s = False, begin_s
+        self._session.moment("save")
+        try:
+            part = self._parts.capture(order, self._session.resume_point(), copy=True)
+            pause_s = time.monotonic() - begin_s
+            self._writing = self._calls.start_long(
+                f"writing a part of the automatic checkpoint at step {part.resume_point.steps}",
+                lambda go_on: self._write(lambda go_on: self._parts.write(part, go_on), pause_s, go_on),
+            )
+        except Exception:
+            self._give_up("it cannot be copied", exc_info=True)
+
+    def _tell_of_refusals(self) -> None:
+        """Some ranks cannot write their parts: all of the state goes through rank 0."""
+        if self._saving.refusals and not self._refused and self._session.rank == 0:
+            self._refused = True
+            ranks = self._saving.refusals
+            self._session.tell(
+                "storage",
+                f"rank 0 gathers the whole state for automatic checkpoints and writes them alone, for {ranks} of the "
+                f"ranks cannot write a part (their logs say why). Where their nodes do not see {self._storage.where}, "
+                "set RunConfig(storage_path) to storage that all nodes share",
+            )
+
     def save(self) -> str:
         """Save what this rank holds, and wait until it is written. The job is preempted; no rank trains meanwhile.
+
+        On other ranks than the first, what it holds is a part, or nothing.
 
         Returns:
             Why it could not be saved; empty if it was.
         """
         begin_s = time.monotonic()
+        order = self._saving.take_order()
+        if order is None and self._session.rank != 0:
+            return ""
+        if order is not None:
+            self._session.moment("save")
         try:
             if self._thread is not None:
                 self._thread.join(self._timeout_s)
             if self._writing is not None:  # a checkpoint that was begun earlier
                 self._calls.wait(self._writing, timeout_s=self._timeout_s)
-            state = self._write_now(self._session.states.capture_to_save(), self._session.resume_point())
+            state = self._write_now(order, self._session.resume_point())
+            if state is None:
+                return ""
             took_s = time.monotonic() - begin_s
             self._told(StateSaved(state=state, pause_s=took_s, cost_s=took_s, write_s=took_s))
         except Exception as error:
@@ -125,15 +189,21 @@ class StateSaver:
         self._delete_others(state)
         return ""
 
-    def _write_now(self, trees: Mapping[str, Any], point: ResumePoint) -> StateFile:
+    def _write_now(self, order: SaveOrder | None, point: ResumePoint) -> StateFile | None:
         """Write while no rank trains; give up when storage has been silent for too long."""
+        if order is not None:
+            part = self._parts.capture(order, point, copy=False)
+        else:
+            trees = self._session.states.capture_to_save()
 
-        def write(go_on: Callable[[], bool]) -> StateFile:
+        def write(go_on: Callable[[], bool]) -> StateFile | None:
+            if order is not None:
+                return self._parts.write(part, go_on)
             return write_state(self._storage, trees, point, go_on=go_on)
 
         call = self._calls.start_long(f"saving the preempted job at step {point.steps}", write)
         self._calls.wait(call, timeout_s=self._timeout_s)
-        state: StateFile = call.answer.result()
+        state: StateFile | None = call.answer.result()
         return state
 
     def close(self) -> None:
@@ -149,37 +219,33 @@ class StateSaver:
         writing = self._writing is not None and not self._writing.answer.done()
         return writing or (self._thread is not None and self._thread.is_alive())
 
-    def _fit(self, tensors: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """A buffer for each tensor, None if one is missing. Some stay free: gradients are there at some steps only."""
-        free = collections.defaultdict(list)
-        for buffer in reversed(self._buffers):
-            free[buffer.shape, buffer.dtype].append(buffer)
-        found = [free[t.shape, t.dtype].pop() for t in tensors if free[t.shape, t.dtype]]
-        return found if len(found) == len(tensors) else None
-
-    def _make_buffers(self, specs: list[tuple[torch.Size, torch.dtype, bool]]) -> None:
+    def _make_buffers(self, kinds: list[Kind]) -> None:
         """Make memory for copies of tensors of these kinds; without it there are no checkpoints."""
-        self._buffers = []  # old and new buffers must not take memory at the same time
-        for pin in (True, False):  # pinned memory is scarce; without it a copy from a GPU takes longer
-            try:
-                self._buffers = [
-                    torch.zeros(shape, dtype=dtype, pin_memory=pin and cuda) for shape, dtype, cuda in specs
-                ]
-                return
-            except Exception as error:
-                why = str(error)
-        self._give_up(f"there is no memory for a copy of the state: {why}")
+        try:
+            self._buffers.make(kinds)
+        except MemoryError as error:
+            self._give_up(str(error))
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, trees: Mapping[str, Any], point: ResumePoint, pause_s: float, go_on: Callable[[], bool]) -> None:
+    def _write(
+        self,
+        write: Callable[[Callable[[], bool]], StateFile | None],
+        pause_s: float,
+        go_on: Callable[[], bool],
+    ) -> None:
         """Write a copy, report it, and set when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()
         try:
-            state = write_state(self._storage, trees, point, go_on=lambda: go_on() and not self._closed.is_set())
+            state = write(lambda: go_on() and not self._closed.is_set())
+            if state is None:
+                return
         except InterruptedError:
+            return
+        except PartsMissingError as error:
+            self._parts_missing(error)
             return
         except UnsafeStateError as error:
             self._give_up(str(error))
@@ -192,7 +258,24 @@ class StateSaver:
             self._failing = True
             logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
             return
-        self._failing = False
+        self._report(state, pause_s, begin_s, cpu_s)
+
+    def _parts_missing(self, error: PartsMissingError) -> None:
+        """The next one may succeed; where nothing is seen of a part again, each node has a disk of its own."""
+        logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
+        self._unseen = self._unseen + 1 if error.unseen else 0
+        if self._unseen >= _UNSEEN:
+            self._saving.give_up()
+            self._refused = True
+            self._session.tell(
+                "storage",
+                f"rank 0 gathers the whole state for automatic checkpoints from now on: {error}, where it looks for "
+                f"them, in {self._storage.where}. Set RunConfig(storage_path) to storage that all nodes share",
+            )
+
+    def _report(self, state: StateFile, pause_s: float, begin_s: float, cpu_s: float) -> None:
+        """Tell the controller of a checkpoint, and set when the next one is due."""
+        self._failing, self._unseen = False, 0
         cost_s = pause_s + time.thread_time() - cpu_s
         saved = StateSaved(state=state, pause_s=pause_s, cost_s=cost_s, write_s=time.monotonic() - begin_s)
         try:
@@ -212,28 +295,15 @@ class StateSaver:
     def _delete_others(self, state: StateFile) -> None:
         try:
             delete_others(self._storage, state, keep=self._keep)
+            delete_unfinished(self._storage)
         except Exception as error:  # the next one deletes them
             logger.warning("job %s: older automatic checkpoints were not deleted: %s", self._session.job, error)
 
     def _give_up(self, why: str, *, exc_info: bool = False) -> None:
         self._off = True
+        self._parts.refuse(why)
         self._session.tell("storage", f"the job has no automatic checkpoints: {why}")
         logger.warning(
             "job %s: no automatic checkpoints: %s. Report checkpoints with elastic_ray.report(), or switch them off "
             "with ElasticConfig(automatic_checkpoints=False)", self._session.job, why, exc_info=exc_info,
         )  # fmt: skip
-
-
-def _copy(buffers: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
-    pairs = sorted(zip(buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
-        other = pool.submit(_copy_all, pairs[1::2])
-        _copy_all(pairs[::2])
-        other.result()
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()
-
-
-def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for buffer, tensor in pairs:
-        buffer.copy_(tensor, non_blocking=True)

@@ -14,8 +14,8 @@ import ray
 import torch
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
-from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
+from elastic_ray.checkpoints.sharded.reading import read_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
@@ -195,7 +195,7 @@ class Worker:
         unusable = ""
         for state in assignment.states:
             try:
-                kept = read_state(link.storage, state)
+                kept = read_checkpoint(link.storage, state)
             except CorruptStateError as error:
                 logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
                 unusable += f"; not from a later one, for {error}"
@@ -265,6 +265,8 @@ class Worker:
             keep=self._setup.states_kept,
             interval_s=elastic.checkpoint_interval_s,
             timeout_s=elastic.storage_timeout_s,
+            saving=session.registry.saving,
+            workers=lambda: tuple(member.worker for member in session.group.members),
         )
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         session.registry.add_hook(HookPoint.CHECKPOINT_ASKED, saver.ask)
@@ -342,8 +344,11 @@ def _end(kind: type[_End], **values: Any) -> _End:
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
-    """The job goes on another time: rank 0 saves what all ranks hold."""
+    """The job goes on another time: rank 0 saves what all ranks hold, or each its part."""
     if session.rank != 0:
+        problem = saver.save() if saver is not None else ""
+        if problem:  # rank 0 waits for this rank's part in vain, and tells of it
+            logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
     link.flush()
     return _end(RunSaved, problem="automatic checkpoints are off" if saver is None else saver.save())

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ray.checkpoints.automatic import state_files
+from elastic_ray.checkpoints.copy_buffers import CopyBuffers, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import StateSaved
@@ -69,20 +70,20 @@ def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
     assert [state.steps for state in state_files(RunStorage(str(tmp_path)))] == [7]
 
 
-def test_a_copy_does_without_pinned_memory_where_there_is_none(tmp_path: Path) -> None:
+def test_a_copy_does_without_pinned_memory_where_there_is_none() -> None:
     state = torch.ones(3)
-    saver = saver_of(Rank0(state), tmp_path, [])
-    saver._make_buffers([(state.shape, state.dtype, True)])  # as of a GPU's; without CUDA no memory can be pinned
-    assert saver._fit([state]) and not saver._off
+    buffers = CopyBuffers()
+    buffers.make([(state.shape, state.dtype, True)])  # as of a GPU's; without CUDA no memory can be pinned
+    assert buffers.fit([state])
 
 
-def test_buffers_serve_a_state_that_holds_gradients_at_times(tmp_path: Path) -> None:
+def test_buffers_serve_a_state_that_holds_gradients_at_times() -> None:
     weight, moment, gradient = torch.ones(3), torch.ones(2), torch.ones(3)
-    saver = saver_of(Rank0(weight), tmp_path, [])
-    assert saver._fit([weight, moment]) is None
-    saver._make_buffers([(t.shape, t.dtype, t.is_cuda) for t in (weight, moment, gradient)])
+    buffers = CopyBuffers()
+    assert buffers.fit([weight, moment]) is None
+    buffers.make(kinds_of([weight, moment, gradient]))
     for tensors in ([weight, moment, gradient], [weight, moment], [gradient, weight]):
-        found = saver._fit(tensors)
+        found = buffers.fit(tensors)
         assert found is not None and [f.shape for f in found] == [t.shape for t in tensors]
         assert len({f.data_ptr() for f in found}) == len(tensors)
-    assert saver._fit([weight, gradient, torch.ones(3)]) is None
+    assert buffers.fit([weight, gradient, torch.ones(3)]) is None

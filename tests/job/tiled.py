@@ -6,7 +6,7 @@ from typing import Any
 
 
 def train(config: dict[str, Any]) -> None:
-    """``config``: strategy, optimizer, epochs."""
+    """``config``: strategy, optimizer, epochs; ``adapt``: options of ``autoscale_batch_size``."""
     import time
 
     import torch
@@ -19,7 +19,10 @@ def train(config: dict[str, Any]) -> None:
     optimizer = OPTIMIZERS[config["optimizer"]](model.parameters())
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=config["strategy"])
     for epoch in er.remaining_epochs_until(int(config["epochs"])):
-        for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True):
+        loader = er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True)
+        if "adapt" in config:
+            loader.autoscale_batch_size(**config["adapt"])
+        for x, y in loader:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(wrapped(x), y).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.saving import SaveAgreement
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.session.group_changes import GroupChanges
@@ -53,7 +54,8 @@ class States:
 class Registered:
     """What was registered; notes the hooks that are called."""
 
-    buffer_layout, marker, gradients_are_local, samples = 7, 0, False, None
+    buffer_layout, marker, gradients_are_local, samples, in_parts = 7, 0, False, None, False
+    saving = SaveAgreement()
 
     def __init__(self) -> None:
         self.called: list[HookPoint] = []
@@ -68,7 +70,7 @@ class Registered:
         if self.breaks:
             raise CommunicationFailedError("broke before the change")
 
-    def collapse(self) -> None:
+    def collapse(self, *, gather: bool) -> None:
         self.collapsed += 1
         if self.breaks:
             raise CommunicationFailedError("broke in a consensus")

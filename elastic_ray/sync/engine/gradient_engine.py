@@ -276,10 +276,21 @@ class GradientEngine:
         if agree_on_scale:
             self._drift.agree_on_scale()
 
-    def collapse(self) -> None:
+    @property
+    def divided(self) -> bool:
+        """Whether the optimizer's state lies with several ranks."""
+        return self._divided.divided
+
+    @property
+    def tabled(self) -> bool:
+        """Whether the model has sharded tables."""
+        return bool(self._sharded)
+
+    def collapse(self, *, gather: bool = True) -> None:
         """Where models differ from rank to rank: make them one. Rank 0 holds the whole state of the optimizer."""
         self._make_one()
-        self._divided.gather()
+        if gather:
+            self._divided.gather()
 
     def _make_one(self) -> None:
         if self._drift.on:

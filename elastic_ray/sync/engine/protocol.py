@@ -93,6 +93,10 @@ class DividedState(Protocol):
         """Ranks of the present group are about to leave, all but those that stay."""
 
     @property
+    def divided(self) -> bool:
+        """Whether it lies with several ranks; the same on all."""
+
+    @property
     def settled(self) -> bool:
         """Whether this rank can save the whole state."""
 

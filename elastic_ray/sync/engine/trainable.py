@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.state.pieces import shared_out
 from elastic_ray.state.tree import OptimizerState, Stateful
 
 
@@ -123,6 +124,9 @@ class DividedStates(Protocol):
     def kept(self) -> dict[str, Any]:
         """This rank's part."""
 
+    def written(self, rank: int) -> Mapping[torch.nn.Parameter, Mapping[str, Any]] | None:
+        """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole states."""
+
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
         """Take over what was captured; the optimizer holds the ``whole`` states, or this rank's part is looked at."""
 
@@ -172,6 +176,17 @@ class TrainedState(OptimizerState):
             captured["state"] |= {places[id(p)]: dict(state) for p, state in gathered.items()}
             captured["divided"] |= {"whole": True}
         return captured
+
+    def capture_part(self, rank: int, world_size: int) -> Any:
+        """What this rank writes of a checkpoint of all ranks; see ``WrittenInParts``."""
+        written = self._divided.written(rank)
+        captured = self.capture_to_save() if written is None else self.capture()
+        states = shared_out(captured["state"], rank, world_size)
+        if written is not None:
+            places = {id(p): i for i, p in enumerate(self._parameters())}
+            states |= {places[id(p)]: dict(state) for p, state in written.items()}
+            captured["divided"] |= {"whole": True}  # in all parts together
+        return {**captured, "state": states} if rank == 0 else {"state": states}
 
     def capture_to_keep(self) -> Any:
         """What all hold, and this rank's part."""

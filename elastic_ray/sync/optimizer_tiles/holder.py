@@ -14,6 +14,7 @@ from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
 from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, cut_tile
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling
+from elastic_ray.sync.optimizer_tiles.written import written_states
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.sharded.tiles import from_words, to_words
 
@@ -127,6 +128,10 @@ class TileHolder:
             return None
         states = {**found, **{tile: held.states_of(tile) for tile in held.tiles}}
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
+
+    def written(self, rank: int) -> dict[Parameter, State] | None:
+        """What this rank writes into a checkpoint of all ranks; None where it holds the whole state."""
+        return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property
     def _tiling(self) -> Tiling:

@@ -313,6 +313,10 @@ class TiledOptimizer:
             return None
         return {self._holder.params[name]: state for name, state in self._gathered.items()}
 
+    def written(self, rank: int) -> dict[Parameter, State] | None:
+        """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole state."""
+        return self._holder.written(rank)
+
     def kept(self) -> dict[str, Any]:
         """The tiles that this rank holds, for a rerun in this process."""
         return self._holder.to_keep()

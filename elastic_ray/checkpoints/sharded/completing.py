@@ -1,0 +1,149 @@
+"""SHELL: the end of a sharded checkpoint: all ranks' parts are there, and its manifest says so, last (torch)."""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import Callable, Sequence
+
+import pyarrow.fs
+
+from elastic_ray.checkpoints.automatic import StateFile, write_note
+from elastic_ray.checkpoints.checked_files import write_checked
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.manifest import (
+    MANIFEST,
+    TORCH_METADATA,
+    ManifestError,
+    Part,
+    account_name,
+    complete,
+    part_name,
+)
+from elastic_ray.state.resume_point import ResumePoint
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.5
+_LARGEST_ACCOUNT_BYTES = 1 << 28
+
+
+class PartsMissingError(Exception):
+    """Ranks have not written their parts.
+
+    Args:
+        text: which, and for how long they were waited for.
+        unseen: whether nothing of them has come into the directory, though others' parts have.
+    """
+
+    def __init__(self, text: str, *, unseen: bool) -> None:
+        super().__init__(text)
+        self.unseen = unseen
+
+
+def await_parts(
+    storage: RunStorage,
+    directory: str,
+    own: Part,
+    ranks: int,
+    *,
+    timeout_s: float,
+    go_on: Callable[[], bool],
+    all_live: Callable[[], bool] = lambda: True,
+) -> tuple[Part, ...]:
+    """Wait until all ranks have written their parts, by rank.
+
+    Args:
+        storage: the run.
+        directory: of the checkpoint.
+        own: the first rank's part, which is written.
+        ranks: of the group.
+        timeout_s: longest time without any news of those that are missing [s].
+        go_on: asked now and then; once it says no, this ends with ``InterruptedError``.
+        all_live: whether all workers that are to write a part are in the group still.
+
+    Raises:
+        PartsMissingError: some have not. ManifestError: a part is not what its rank says that it is.
+    """
+    found: dict[int, Part] = {0: own}
+    sizes: dict[str, int] = {}
+    heard_s, poll_s = time.monotonic(), _FIRST_POLL_S
+    while True:
+        live = all_live()  # asked first: a part that was written before its worker left counts
+        seen = _sizes(storage, directory)
+        for rank in range(1, ranks):
+            if rank not in found and account_name(rank) in seen:
+                part = _account(storage, directory, rank, own.steps)
+                found |= {rank: part} if part is not None else {}
+        if len(found) == ranks:
+            return tuple(found[rank] for rank in range(ranks))
+        missing = [rank for rank in range(ranks) if rank not in found]
+        if not go_on():
+            raise InterruptedError("the checkpoint was given up")
+        if not live:
+            raise PartsMissingError(f"a worker has left the group whose part is not written: {missing}", unseen=False)
+        now_s = time.monotonic()
+        if seen != sizes:
+            sizes, heard_s, poll_s = seen, now_s, _FIRST_POLL_S
+        elif now_s - heard_s >= timeout_s:
+            names = ", ".join(map(str, missing))
+            unseen = not any(part_name(rank) in seen for rank in missing)
+            raise PartsMissingError(f"there is no part of ranks {names} after {timeout_s:g} s", unseen=unseen)
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, _LONGEST_POLL_S)
+
+
+def finish(
+    storage: RunStorage,
+    directory: str,
+    parts: Sequence[Part],
+    resume_point: ResumePoint,
+    go_on: Callable[[], bool] = lambda: True,
+) -> StateFile:
+    """Write torch's metadata, the manifest, and last the note with which the checkpoint counts.
+
+    Raises:
+        ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
+    """
+    # Loads much of torch.distributed, which a worker that starts is not to wait for.
+    from elastic_ray.checkpoints.sharded.torch_metadata import torch_metadata
+
+    manifest = complete(parts)
+    metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
+    path = posixpath.join(directory, TORCH_METADATA)
+    write_checked(storage, path, lambda stream: stream.write(metadata), go_on)
+    path = posixpath.join(directory, MANIFEST)
+    written = write_checked(storage, path, lambda stream: stream.write(content), go_on)
+    size = sum(part.size for part in parts)
+    state = StateFile(path=directory, resume_point=resume_point, sha256=written.sha256, size=size, parts=len(parts))
+    if not go_on():
+        raise InterruptedError("the checkpoint was given up")
+    write_note(storage, state)
+    return state
+
+
+def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
+    """Files in the directory with their sizes [bytes]."""
+    entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
+    return {posixpath.basename(each.path): int(each.size or 0) for each in entries if each.is_file}
+
+
+def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part | None:
+    """What a rank says of its part, compared with what is there; None while it is being written.
+
+    Raises:
+        ManifestError: it is another size, or of another step.
+    """
+    name = account_name(rank)
+    size = storage.filesystem.get_file_info(posixpath.join(directory, name)).size or 0
+    if size > _LARGEST_ACCOUNT_BYTES:
+        raise ManifestError(f"{name} has {size} bytes, more than {_LARGEST_ACCOUNT_BYTES}")
+    with storage.filesystem.open_input_stream(posixpath.join(directory, name)) as raw:
+        part = Part.from_bytes(raw.readall())
+    if part is None:
+        return None
+    there = storage.filesystem.get_file_info(posixpath.join(directory, part_name(rank))).size
+    if (part.rank, part.steps, part.size) != (rank, steps, there):
+        raise ManifestError(
+            f"{name} speaks of rank {part.rank}, step {part.steps} and {part.size} bytes, but {part_name(rank)} is to "
+            f"be of rank {rank} and step {steps}, and has {there} bytes"
+        )
+    return part

@@ -1,0 +1,218 @@
+"""SHELL: this rank's part of sharded checkpoints: copied between two steps, written by a thread (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, Protocol
+
+from elastic_ray.checkpoints.automatic import StateFile, new_path
+from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.completing import await_parts, finish
+from elastic_ray.checkpoints.sharded.writing import write_part
+from elastic_ray.consensus.saving import Readiness, SaveOrder
+from elastic_ray.state.codec import NotPlainError
+from elastic_ray.state.pieces import NamedPieces, take_apart
+from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.state.tree import UnsafeStateError
+from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
+
+_LONGEST_LOOK_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class PartlyHeldStates(Protocol):
+    """The states of a run."""
+
+    def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
+        """What this rank writes of them; tensors are not copied."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedPart:
+    """What this rank writes.
+
+    Attributes:
+        order: which checkpoint it is of.
+        resume_point: where that stands.
+        skeleton: of the captured states.
+        tensors: of them.
+        workers: of the group, by rank.
+    """
+
+    order: SaveOrder
+    resume_point: ResumePoint
+    skeleton: Any
+    tensors: Sequence[NamedPieces]
+    workers: tuple[str, ...]
+
+
+class PartSaver:
+    """See the module's text; a ``PartWriter``.
+
+    Args:
+        states: of the run.
+        storage: where the run's files are.
+        calls: the run's calls on storage.
+        workers: gives those of the present group by rank; none while it changes.
+        busy: whether something is being written.
+        buffers: memory for copies, which is shared with whole checkpoints: a rank makes one kind at a time.
+        timeout_s: longest time without news of a part that the first rank waits for [s].
+    """
+
+    def __init__(
+        self,
+        states: PartlyHeldStates,
+        storage: RunStorage,
+        calls: StorageCalls,
+        *,
+        workers: Callable[[], tuple[str, ...]],
+        busy: Callable[[], bool],
+        buffers: CopyBuffers,
+        timeout_s: float,
+    ) -> None:
+        self._states, self._storage, self._calls = states, storage, calls
+        self._workers, self._busy, self._timeout_s = workers, busy, timeout_s
+        self._buffers = buffers
+        self._making: Call | None = None
+        self._looking: Call | None = None
+        self._never = ""
+
+    def refuse(self, why: str) -> None:
+        """This rank cannot write parts from now on."""
+        self._never = why
+
+    def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
+        """Whether this rank can write its part; what is missing for that is begun."""
+        if self._looking is None:
+            self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
+        self._look(wait=now)
+        if self._never:
+            logger.warning("rank %d writes no part of checkpoints: %s", rank, self._never)
+            return Readiness.NEVER
+        if not self._looking.answer.done():
+            return Readiness.NEVER if now else Readiness.NOT_YET
+        if now:
+            return Readiness.READY
+        if self._busy() or (self._making is not None and not self._making.answer.done()):
+            return Readiness.NOT_YET
+        tensors = _tensors(take_apart(self._states.capture_part(rank, world_size))[1])
+        if self._buffers.fit(tensors) is None:
+            self._making = self._calls.start(
+                "making memory for a checkpoint", lambda: self._prepare(kinds_of(tensors), completes=rank == 0)
+            )
+            return Readiness.NOT_YET
+        return Readiness.READY
+
+    def _look(self, *, wait: bool) -> None:
+        """Whether this node sees the run's directory."""
+        assert self._looking is not None, "it was begun"
+        try:
+            if wait:
+                self._calls.wait(self._looking, timeout_s=min(self._timeout_s, _LONGEST_LOOK_S))
+            if self._looking.answer.done():
+                self._looking.answer.result()
+        except (OSError, StorageTimeoutError) as error:
+            self._never = str(error)
+
+    def _prepare(self, kinds: Sequence[Kind], *, completes: bool) -> None:
+        """Make memory for a copy."""
+        try:
+            self._buffers.make(kinds)
+        except MemoryError as error:
+            self._never = str(error)
+        if completes:  # importing torch's side takes a second, which is not to count as a checkpoint's cost
+            import_module("elastic_ray.checkpoints.sharded.torch_metadata")
+
+    def capture(self, order: SaveOrder, resume_point: ResumePoint, *, copy: bool) -> CapturedPart:
+        """What this rank holds now, for :meth:`write`.
+
+        Args:
+            order: what the ranks have agreed on.
+            resume_point: where the run stands.
+            copy: whether training goes on while it is written.
+
+        Raises:
+            RuntimeError: the memory for a copy is missing that was there when the ranks agreed.
+        """
+        skeleton, tensors = take_apart(self._states.capture_part(order.rank, order.world_size))
+        if copy:
+            tensors = self._copied(tensors)
+        return CapturedPart(
+            order=order, resume_point=resume_point, skeleton=skeleton, tensors=tensors, workers=self._workers()
+        )
+
+    def _copied(self, tensors: Sequence[NamedPieces]) -> list[NamedPieces]:
+        """The same, with copies of their elements."""
+        originals = _tensors(tensors)
+        buffers = self._buffers.fit(originals)
+        if buffers is None:
+            raise RuntimeError("the state has other tensors than when the ranks agreed on saving it")
+        copy_into(buffers, originals)
+        copies = iter(buffers)
+        return [
+            dataclasses.replace(
+                each,
+                pieces=dataclasses.replace(
+                    each.pieces, held=tuple((start, next(copies)) for start, _ in each.pieces.held)
+                ),
+            )
+            for each in tensors
+        ]
+
+    def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
+        """Write it; on the first rank, wait for those of the others, and complete the checkpoint.
+
+        Returns:
+            The checkpoint, on the first rank.
+
+        Raises:
+            InterruptedError: ``go_on`` said no. UnsafeStateError: it holds more than tensors and plain values.
+            PartsMissingError: others have not written theirs. ManifestError: what they have written does not fit.
+        """
+        order, steps = part.order, part.resume_point.steps
+        directory = new_path(self._storage, steps, order.token)
+        try:
+            written = write_part(
+                self._storage,
+                directory,
+                rank=order.rank,
+                steps=steps,
+                skeleton=part.skeleton,
+                tensors=[_on_cpu(each) for each in part.tensors],
+                go_on=go_on,
+            )
+        except NotPlainError as error:
+            raise UnsafeStateError(f"the state holds something else than tensors and plain values: {error}") from error
+        if order.rank:
+            return None
+        parts = await_parts(
+            self._storage,
+            directory,
+            written,
+            order.world_size,
+            timeout_s=self._timeout_s,
+            go_on=go_on,
+            all_live=lambda: self._all_live(part.workers),
+        )
+        return finish(self._storage, directory, parts, part.resume_point, go_on)
+
+    def _all_live(self, workers: tuple[str, ...]) -> bool:
+        """Whether they are all in the present group; it may be changing."""
+        present = self._workers()
+        return not present or set(workers) <= set(present)
+
+
+def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
+    """Those that are to be copied, in order."""
+    return [tensor for each in named for _, tensor in each.pieces.held]
+
+
+def _on_cpu(named: NamedPieces) -> NamedPieces:
+    """The same in CPU memory; of a preempted job nothing has been copied."""
+    held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
+    return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))

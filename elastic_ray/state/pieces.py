@@ -1,0 +1,152 @@
+"""Tensors of a captured state of which a rank holds, or writes, some elements only (torch)."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from elastic_ray.state.codec import DEEPEST, SparseIndex, TensorIndex, dtype_name, too_deep
+
+Path = tuple[Any, ...]
+"""Keys and positions that lead to a leaf of a tree."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Stands in a tree for a tensor of which this rank writes some elements.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of it.
+        held: pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in
+            any shape. They do not overlap, also not with those of other ranks.
+
+    Raises:
+        ValueError: a piece has another type, or lies beyond the tensor's end.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: tuple[tuple[int, Tensor], ...] = ()
+
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        for start, tensor in self.held:
+            if tensor.dtype != self.dtype or start < 0 or start + tensor.numel() > numel:
+                raise ValueError(
+                    f"held must lie within {numel} elements of {dtype_name(self.dtype)}, but got {tensor.numel()} of "
+                    f"{dtype_name(tensor.dtype)} from element {start} on"
+                )
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Pieces:
+        """All of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, ((0, tensor.detach()),))
+
+
+@runtime_checkable
+class WrittenInParts(Protocol):
+    """A state of a model of which each rank writes a part."""
+
+    def capture_part(self, rank: int, world_size: int) -> Any:
+        """What this rank writes of it, with `Pieces` for tensors that others write parts of.
+
+        All ranks' pieces together are the whole state; what else is in the tree of the first rank counts, and of those
+        of the others what that one lacks.
+        """
+
+
+def shared_out(tree: Any, rank: int, world_size: int) -> Any:
+    """What one rank writes of a tree that all ranks hold alike.
+
+    Rows (elements along the first dimension) of each tensor are divided evenly. One with fewer rows than there are
+    ranks is one rank's, and each such tensor the next one's.
+
+    Args:
+        tree: dicts, lists and tuples of tensors and plain values.
+        rank: that writes.
+        world_size: ranks that do.
+
+    Returns:
+        The tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
+    """
+    count = 0
+
+    def share(tensor: Tensor) -> Pieces:
+        nonlocal count
+        count += 1
+        whole = tensor.detach()
+        rows = whole.shape[0] if whole.dim() else 1
+        if rows < world_size or not whole.dim():
+            return Pieces.of(whole) if (count - 1) % world_size == rank else Pieces(tuple(whole.shape), whole.dtype)
+        first, last = rows * rank // world_size, rows * (rank + 1) // world_size
+        return Pieces(tuple(whole.shape), whole.dtype, ((first * (whole.numel() // rows), whole[first:last]),))
+
+    def visit(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return share(node) if node.layout == torch.strided else node
+        if isinstance(node, Mapping):
+            return {key: visit(value) for key, value in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(visit(value) for value in node)
+        return node
+
+    shared = visit(tree)
+    return shared if rank == 0 else only_pieces(shared)
+
+
+def only_pieces(tree: Any) -> Any:
+    """The dicts of a tree with no other leaves than `Pieces` that hold something; a list as a dict by position."""
+    if type(tree) in (list, tuple):
+        tree = dict(enumerate(tree))
+    if isinstance(tree, Mapping):
+        found = {key: only_pieces(value) for key, value in tree.items()}
+        return {key: value for key, value in found.items() if value is not None and value != {}}
+    return tree if isinstance(tree, Pieces) and tree.held else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NamedPieces:
+    """`Pieces`, and the path to their tensor in the tree of all states."""
+
+    path: Path
+    pieces: Pieces
+
+
+def take_apart(tree: Any) -> tuple[Any, list[NamedPieces]]:
+    """Split a tree into its skeleton, in which indices stand for tensors, and its tensors.
+
+    Raises:
+        NotPlainError: it is nested too deeply, or holds itself.
+    """
+    found: list[NamedPieces] = []
+
+    def add(path: Path, pieces: Pieces) -> TensorIndex:
+        found.append(NamedPieces(path, pieces))
+        return TensorIndex(len(found) - 1)
+
+    def visit(node: Any, path: Path) -> Any:
+        if len(path) > DEEPEST:
+            raise too_deep("".join(f"[{key!r}]" for key in path))
+        if isinstance(node, Pieces):
+            return add(path, node)
+        if isinstance(node, Tensor) and node.layout == torch.sparse_coo:
+            whole = node.detach().coalesce()
+            indices = add((*path, "indices"), Pieces.of(whole.indices()))
+            return SparseIndex(indices, add((*path, "values"), Pieces.of(whole.values())), tuple(whole.shape))
+        if isinstance(node, Tensor):
+            return add(path, Pieces.of(node))
+        if isinstance(node, Mapping):
+            kind: Any = type(node) if type(node) in (collections.OrderedDict, collections.Counter) else dict
+            return kind({key: visit(value, (*path, key)) for key, value in node.items()})
+        if type(node) in (list, tuple):
+            return type(node)(visit(value, (*path, index)) for index, value in enumerate(node))
+        return node
+
+    return visit(tree, ()), found

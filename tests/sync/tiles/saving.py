@@ -1,0 +1,160 @@
+"""Workers that train with optimizer state in tiles and save automatic checkpoints, as threads."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import elastic_ray as er
+from elastic_ray.checkpoints.automatic import StateFile, state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import read_checkpoint
+from elastic_ray.membership.messages import Stop
+from elastic_ray.session.current import session_of_thread
+from elastic_ray.session.registry import HookPoint
+from elastic_ray.session.session import Session
+from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.worker.messages import StateSaved
+from elastic_ray.worker.state_saver import StateSaver
+from tests.loop.changing import Change, Hold, Kill, Outcome, run_job
+from tests.sync.tiles.trained import OPTIMIZERS, Net, data
+
+
+@dataclasses.dataclass
+class Job:
+    """A job whose ranks save into a folder, as worker processes do.
+
+    Attributes:
+        folder: of the run; ``elsewhere``: of workers whose node has a disk of its own.
+        at: steps in which rank 0 asks for a checkpoint. The first is saved after 4 more, when all have made ready for
+            it, others after 2 more.
+        settles_to: a rank that writes is waited for in steps up to this.
+        between: called in each step.
+    """
+
+    folder: Path
+    strategy: Any = "zero1"
+    optimizer: str = "adamw"
+    epochs: int = 2
+    at: Sequence[int] = ()
+    states: dict[str, Any] | None = None
+    elsewhere: dict[str, Path] = dataclasses.field(default_factory=dict)
+    storages: Callable[[Path], RunStorage] = lambda folder: RunStorage(str(folder))
+    timeout_s: float = 60.0
+    settles_to: int = 1000
+    records: bool = False
+    between: Callable[[Session, StateSaver, int], None] = lambda session, saver, step: None
+    problems: dict[int, str] = dataclasses.field(default_factory=dict)
+    saved: list[StateSaved] = dataclasses.field(default_factory=list)
+
+    @property
+    def storage(self) -> RunStorage:
+        return self.storages(self.folder)
+
+    def run(self, first: tuple[int, ...], script: Sequence[Change | Kill | Hold] = ()) -> Outcome:
+        """Train, with these workers at the beginning."""
+        self.storage.create()
+        return run_job(self.train, script, first=first)
+
+    def files(self) -> tuple[StateFile, ...]:
+        """Complete checkpoints, newest first."""
+        return state_files(self.storage)
+
+    def read(self, number: int = 0) -> dict[str, Any]:
+        """States of one of them."""
+        return read_checkpoint(self.storage, self.files()[number])
+
+    def _told(self, saved: StateSaved) -> float:
+        self.saved.append(saved)
+        return 1e5
+
+    def train(self) -> Trained:
+        model = Net()
+        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=self.strategy)
+        session = session_of_thread()
+        assert session is not None
+        if self.states is not None:
+            session.states.resume(copy.deepcopy(self.states), loaded=True)
+        saver = self._saver(session)
+        session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
+        steps: dict[int, Any] = {}
+        try:
+            for _ in er.remaining_epochs_until(self.epochs):
+                for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True):
+                    step = er.get_context().get_global_step()
+                    if self.records:
+                        steps[step] = copy.deepcopy((parameters(model), optimizer.state_dict()))
+                    if step in self.at and session.rank == 0:
+                        saver.ask()
+                    self.between(session, saver, step)
+                    self._wait_for(saver, step)
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(wrapped(x), y).backward()
+                    optimizer.step()
+            return Trained(parameters(model), optimizer.state_dict(), steps, session.rank)
+        except WorkerDismissed:
+            if session.preempted:
+                self.problems[session.rank] = saver.save()
+            raise
+        finally:
+            wait_until(lambda: not saver._busy())
+            saver.close()
+
+    def preempt_at(self, step: int) -> None:
+        """The job is to stop after this step, and to go on another time."""
+
+        def between(session: Session, saver: StateSaver, at: int) -> None:
+            if at == step and session.rank == 0:
+                session.membership.post(Stop(save=True))
+
+        self.between = between
+
+    def _wait_for(self, saver: StateSaver, step: int) -> None:
+        """Until what it has begun is there."""
+        parts = saver._parts
+        wait_until(lambda: all(call is None or call.answer.done() for call in (parts._looking, parts._making)))
+        if step <= self.settles_to:
+            wait_until(lambda: not saver._busy())
+
+    def _saver(self, session: Session) -> StateSaver:
+        return StateSaver(
+            session,
+            self.storages(self.elsewhere.get(session.worker, self.folder)),
+            self._told,
+            keep=2,
+            interval_s=1e6,
+            timeout_s=self.timeout_s,
+            saving=session.registry.saving,
+            workers=lambda: tuple(member.worker for member in session.group.members),
+        )
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a worker ended with; ``steps``: parameters and optimizer state at the beginning of each."""
+
+    parameters: list[torch.Tensor]
+    state: dict[str, Any]
+    steps: dict[int, Any]
+    rank: int
+
+
+def parameters(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of them."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def wait_until(there: Callable[[], bool]) -> None:
+    """For as long as a crowded machine may take."""
+    deadline_s = time.monotonic() + 60.0
+    while not there():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
