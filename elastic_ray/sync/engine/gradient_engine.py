@@ -110,6 +110,15 @@ class GradientEngine:
         return self._in_force.plan
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.plan.strategy
+
+    def after_forward(self, output: Any) -> Any:
+        """The model has returned this; gives it on."""
+        return output
+
+    @property
     def strategy_name(self) -> str:
         """Of the strategy in force."""
         return self.plan.strategy.name or "by hand"

@@ -1,1 +1,1 @@
-"""How the parameters of a model lie with the ranks of a group, which may change: torch's ``fully_shard``, resized live."""
+"""How a model's parameters lie with the ranks of a group that may change: torch's ``fully_shard``, resized live."""

@@ -1,8 +1,9 @@
 """Which rows of which parameters each rank holds, and which move when the group changes (pure).
 
-Torch cuts each parameter along its first dimension as ``torch.chunk`` does: in a group of ``W`` ranks, rank ``r`` owns rows
-``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two numbers, the
-size of the group and its place in it. Each shard lies with two ranks: its owner, and the rank that follows it.
+Torch cuts each parameter along its first dimension as ``torch.chunk`` does: in a group of ``W`` ranks, rank ``r`` owns
+rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two
+numbers, the size of the group and its place in it. Each shard lies with two ranks: its owner, and the rank that follows
+it.
 """
 
 from __future__ import annotations

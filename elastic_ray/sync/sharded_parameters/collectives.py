@@ -1,0 +1,202 @@
+"""The collectives of a sharded model, in the present generation (torch).
+
+They wait as all others of a step do: until the generation is called off, or its timeout. From then on the step is lost,
+and what torch and user code still ask for in it is answered with numbers of the right size: no exception leaves
+``model(x)`` or ``backward()``, and the step is drawn again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+
+_REDUCES = 1  # what is announced; see Intent.SHARDS
+
+
+@dataclasses.dataclass(slots=True)
+class _OwnGradients:
+    """What this rank has given to reductions of one backward pass: whether it was finite."""
+
+    finite: bool = True
+
+
+class ShardCollectives:
+    """See the module's text.
+
+    Args:
+        run: that the model is trained in.
+        number: of the model, in the order in which the loop wraps them.
+
+    Attributes:
+        weight: of this rank's gradients in those of the step.
+        in_pass: whether all ranks have said that they call the model, or that they compute its gradients.
+    """
+
+    def __init__(self, run: ShardRun, number: int) -> None:
+        self._run, self._number = run, number
+        self._entered: Callable[[], None] = lambda: None
+        self.in_pass = False
+        self._own = _OwnGradients()
+        self.weight = 1.0
+
+    def follow(self, entered: Callable[[], None]) -> None:
+        """Have this called before each collective that torch asks for."""
+        self._entered = entered
+
+    @property
+    def own_is_finite(self) -> bool:
+        """Whether all gradients of the latest backward pass were on this rank."""
+        return self._own.finite
+
+    def begin_pass(self, weight: float) -> None:
+        """A backward pass begins.
+
+        Args:
+            weight: share of this rank's samples in the step's mean gradient.
+        """
+        self.weight, self._own = weight, _OwnGradients()
+
+    def gather(self, output: Tensor, tensor: Tensor) -> None:
+        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's everywhere if that fails."""
+        self._entered()
+        output, tensor = output.detach(), tensor.detach()
+        if not self._carry_out(lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor))):
+            # A step that is lost goes on with numbers of the right size, which zeros would not always be.
+            output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(self._run.group.world_size, -1))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+        """This rank's part of the weighted sum of all ranks' ``tensor``; zeros if that fails.
+
+        Parts are added up in rank order, in single precision or that of the tensor, whichever is higher.
+        """
+        self._entered()
+        world = self._run.group.world_size
+        tensor.mul_(self.weight)
+        if not bool(tensor.isfinite().all()):
+            self._own.finite = False
+        parts = torch.empty_like(tensor)
+        if not self._carry_out(lambda: self._gradients.all_to_all(_bytes(parts), _bytes(tensor))):
+            output.zero_()
+            return
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        output.copy_(parts.view(world, -1).sum(0, dtype=wide))
+
+    def sum_up(self, tensor: Tensor, op: Any) -> None:
+        """A reduction over all ranks, in place; this rank's numbers if that fails.
+
+        Raises:
+            NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
+        """
+        self._entered()
+        kinds = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+        kind = next((name for each, name in kinds.items() if op == each), None)
+        if kind is None:
+            raise NotImplementedError(f"tensors of a sharded model are not reduced by {op}: use a sum, mean, max or min")
+        everyone = tensor.new_empty((self._run.group.world_size, *tensor.shape))
+        own = tensor.detach().contiguous()
+        if self._carry_out(lambda: self._gradients.all_gather(_bytes(everyone), _bytes(own))):
+            tensor.copy_(everyone.amax(0) if kind == "max" else everyone.amin(0) if kind == "min" else everyone.sum(0))
+            if kind == "mean":
+                tensor.div_(self._run.group.world_size)
+
+    def to_follower(self, tensors: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Tensors of this rank to the one that follows it, and those of the one before to here, in place.
+
+        Args:
+            tensors: of this rank.
+            received: as large as those of the rank before.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        group = self._run.group
+        world, rank = group.world_size, group.rank
+        sent, came = _joined(tensors), torch.empty(sum(each.nbytes for each in received), dtype=torch.uint8)
+        out, into = [0] * world, [0] * world
+        out[(rank + 1) % world], into[(rank - 1) % world] = sent.numel(), came.numel()
+        came = came.to(sent.device)
+        self._run.consensus.wait(self._gradients.all_to_all(came, sent, into, out))
+        offset = 0
+        for each in received:
+            each.copy_(came[offset : offset + each.nbytes].clone().view(each.dtype).view(each.shape))
+            offset += each.nbytes
+
+    @property
+    def _gradients(self) -> Any:
+        return self._run.group.communicator.gradients
+
+    def _carry_out(self, start: Callable[[], Any]) -> bool:
+        """Make a collective; False in a step that is lost, now or before.
+
+        Raises:
+            CommunicationFailedError: the group broke outside of steps.
+        """
+        ledger, consensus = self._run.ledger, self._run.consensus
+        if ledger.failed or ledger.replaying:
+            return False
+        try:
+            if self.in_pass:
+                consensus.wait(start())
+            else:
+                consensus.announce(Announced(Intent.SHARDS, self._number, _REDUCES))
+                consensus.agreed()
+                consensus.wait(start())
+                consensus.reductions_started()
+        except CommunicationFailedError as error:
+            if ledger.step is None:
+                raise
+            ledger.fail(str(error))
+            return False
+        return True
+
+
+class GatherShards:
+    """Torch's seam for its all-gathers."""
+
+    def __init__(self, collectives: ShardCollectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Gather."""
+        self._collectives.gather(output_tensor, input_tensor)
+
+
+class ScatterGradients:
+    """Torch's seam for its reduce-scatters; sums with weights take the place of means."""
+
+    def __init__(self, collectives: ShardCollectives) -> None:
+        self._collectives = collectives
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Add up."""
+        self._collectives.reduce_scatter(output_tensor, input_tensor)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor's memory: gloo does not know all types."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Their memory, one after the other."""
+    parts = [_bytes(each.detach().contiguous()) for each in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
