@@ -181,8 +181,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
-        kept = parts.sharded() if sharded else parts.replicated(
-            builder, self._tracker, self._grad_scale, check_finite=self._finite.looks, scaler=self._scaler
+        kept = (
+            parts.sharded()
+            if sharded
+            else parts.replicated(
+                builder, self._tracker, self._grad_scale, check_finite=self._finite.looks, scaler=self._scaler
+            )
         )
         self._sync, self._tiles, self._kept = kept.sync, kept.optimizer, kept
         if self._learning_rates.wants_statistics:

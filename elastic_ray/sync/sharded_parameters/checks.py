@@ -43,14 +43,18 @@ def check_module(module: nn.Module) -> str:
             )
     kinds = {param.dtype for param in own if param.requires_grad}
     if len(kinds) > 1:
-        named = ", ".join(f"{own[next(p for p in own if p.dtype == kind)]} is {kind}" for kind in sorted(kinds, key=str))
+        named = ", ".join(
+            f"{own[next(p for p in own if p.dtype == kind)]} is {kind}" for kind in sorted(kinds, key=str)
+        )
         raise ValueError(
             f"trained parameters that are sharded together must have one dtype, but in {name} {named}: shard the "
             "modules of each dtype by themselves, or convert them; for computation in 16 bits see mp_policy"
         )
     devices = {param.device for param in params}
     if len(devices) > 1:
-        raise ValueError(f"{name} has parameters on {', '.join(sorted(map(str, devices)))}: move it to one device first")
+        raise ValueError(
+            f"{name} has parameters on {', '.join(sorted(map(str, devices)))}: move it to one device first"
+        )
     return next(iter(devices)).type if devices else "cpu"
 
 

@@ -97,10 +97,17 @@ class ShardCollectives:
             NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
         """
         self._entered()
-        kinds = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"}
+        kinds = {
+            dist.ReduceOp.SUM: "sum",
+            dist.ReduceOp.AVG: "mean",
+            dist.ReduceOp.MAX: "max",
+            dist.ReduceOp.MIN: "min",
+        }
         kind = next((name for each, name in kinds.items() if op == each), None)
         if kind is None:
-            raise NotImplementedError(f"tensors of a sharded model are not reduced by {op}: use a sum, mean, max or min")
+            raise NotImplementedError(
+                f"tensors of a sharded model are not reduced by {op}: use a sum, mean, max or min"
+            )
         everyone = tensor.new_empty((self._run.group.world_size, *tensor.shape))
         own = tensor.detach().contiguous()
         if self._carry_out(lambda: self._gradients.all_gather(_bytes(everyone), _bytes(own))):

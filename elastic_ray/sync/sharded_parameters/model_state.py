@@ -109,4 +109,3 @@ class StateDicts:
             value = state_dict.get(prefix + each.name)
             if isinstance(value, Tensor) and not is_sharded(value) and tuple(value.shape) == each.shape:
                 self._optimizer.load_param(each.name, value)
-

@@ -89,9 +89,7 @@ def make_mesh(
         name: of it, another than all others'; one is made up where none is given.
     """
     name = name or f"elastic_ray_{next(_NUMBERS)}"
-    mesh = DeviceMesh(
-        device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank
-    )
+    mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
     group = ShardGroup(rank, world_size, collectives)
     _register_process_group(name, group)
     for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):

@@ -74,7 +74,12 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self, run: ShardRun, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
+        self,
+        run: ShardRun,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        collectives: ShardCollectives,
     ) -> None:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
         self._collectives = collectives
@@ -288,19 +293,19 @@ class ShardedOptimizer:
         )
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: what only they hold goes to others; all ranks call it."""
-        if not self.divided:
+        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        if not self.divided or all(stays):
             return
         group, counts = self._run.group, self._held.counts
         world = group.world_size
         given = hand_over([set(shards_of(world, rank)) for rank in range(world)], stays)
         sent = [
             RowMove(source, destination, piece)
-            for shard, (source, destination) in given.items()
+            for shard, source, destination in given
             for piece in pieces_of(counts, shard)
         ]
         received = carry_out(group.communicator, sent, self._held.give) if sent else []
-        for shard, (_, destination) in given.items():
+        for shard, _, destination in given:
             if destination == group.rank:
                 self._held.shards[shard] = self._held.take(received, shard, self._place)
 
@@ -512,4 +517,3 @@ def _local(state: Mapping[str, Any]) -> State:
 
 def _clone(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-

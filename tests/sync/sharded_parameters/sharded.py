@@ -145,7 +145,9 @@ def reference(case: Case) -> Run:
     return _REFERENCES[plain]
 
 
-def check(case: Case, script: Sequence[Change | Kill | Hold], first: tuple[int, ...], *, close: float = CLOSE) -> Outcome:
+def check(
+    case: Case, script: Sequence[Change | Kill | Hold], first: tuple[int, ...], *, close: float = CLOSE
+) -> Outcome:
     """What rank 0 ends with, parameters and optimizer state, is that of plain training; all ranks know its loss."""
     found, wanted = run(case, script, first), reference(case)
     (whole,) = [own for own in found.results.values() if own.rank == 0]

@@ -37,6 +37,14 @@ def test_a_loss_while_rows_move_is_made_good() -> None:
     check(Case(), [Change(4, (1, 2, 3, 4)), Kill(5, 3, "receiving")], (1, 2))
 
 
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_loss_while_another_leaves_is_made_good(lost: int) -> None:
+    """The leaver, and the one that follows it or that it follows."""
+    check(
+        Case(), [Change(4, tuple(each for each in (1, 2, 3, 4) if each != 2)), Kill(5, lost, "receiving")], (1, 2, 3, 4)
+    )
+
+
 def test_two_workers_lost_at_once_that_follow_each_other_lose_the_state() -> None:
     with pytest.raises((StateLostError, LostGroupError), match="rows of parameters of model 0 were lost"):
         run(Case(), [Kill(5, 2, "edge", after=(3,)), Kill(5, 3, "receiving")], (1, 2, 3, 4))

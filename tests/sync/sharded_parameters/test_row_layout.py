@@ -81,16 +81,22 @@ def test_one_loss_of_any_rank_loses_no_row_and_two_neighbours_lose_some(
     assert lost(rows, left) or not owned or not left or world == 2
 
 
-@given(rows=ROWS, world=st.integers(1, 8), data=st.data())
-def test_leavers_hand_over_what_only_they_hold(rows: list[int], world: int, data: st.DataObject) -> None:
+@given(rows=ROWS, world=st.integers(2, 8), data=st.data())
+def test_leavers_hand_over_so_that_one_more_loss_loses_nothing(
+    rows: list[int], world: int, data: st.DataObject
+) -> None:
     stays = data.draw(st.lists(st.booleans(), min_size=world, max_size=world).filter(any))
     held = held_in(world)
-    given_over = hand_over(held, stays)
-    for shard, (source, destination) in given_over.items():
-        assert shard in held[source] and not stays[source] and stays[destination]
-        assert not any(shard in held[rank] for rank in range(world) if stays[rank])
+    before = [set(mine) for mine in held]
+    for shard, source, destination in hand_over(held, stays):
+        assert shard in before[source] and stays[destination] and shard not in held[destination]
+        assert not stays[source] or not any(shard in before[rank] for rank in range(world) if not stays[rank])
         held[destination].add(shard)
-    assert not lost(rows, [mine for rank, mine in enumerate(held) if stays[rank]])
+    left = [held[rank] for rank in range(world) if stays[rank]]
+    assert not lost(rows, left)
+    for dead in range(len(left)):
+        assert len(left) == 1 or not lost(rows, left[:dead] + left[dead + 1 :])
+    assert all(stays) is False or held == before
 
 
 def test_senders_share_the_work() -> None:
