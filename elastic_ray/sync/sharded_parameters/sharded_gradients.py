@@ -23,6 +23,7 @@ from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.detection import SHARDED
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, units_of
+from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
@@ -55,13 +56,10 @@ class ShardedGradients:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
         self._collectives = collectives
         self._step: StepView | None = None
-        self._micro = 0
         self._task = -1  # autograd's number of the backward pass in progress
         self._reduces = self._warned = False
-        self._so_far: list[Tensor | None] = []
         self._waits = False  # gradients of a step wait for the optimizer
-        self._carried: list[Tensor | None] | None = None  # of the micro-steps before, with their shares
-        self._added = False  # they are in .grad
+        self._micro_steps = MicroSteps(self._gradients)
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
         for unit in units_of(module):
@@ -179,14 +177,11 @@ class ShardedGradients:
                     "optimizer.step() in each of them, or let the loader accumulate "
                     "(autoscale_batch_size(..., gradient_accumulation=True))"
                 )
-            self._step, self._micro, self._carried, self._added = step, 0, None, False
+            self._step = step
+            self._micro_steps.forget()
             self._run.ledger.mark_training()
-        elif step.micro != self._micro:
-            self._micro, self._carried, self._added = step.micro, self._so_far, False
-        elif self._added and not any(bool(grad.any()) for grad in self._gradients() if grad is not None):
-            self._added = False  # user code has cleared them between two losses of one step
+        self._micro_steps.begin_pass(step)
         step.begin_backward()
-        self._so_far = []
         self._waits = True
 
     @property
@@ -204,7 +199,7 @@ class ShardedGradients:
         self._task = -1
         step = self._step
         if step is not None:
-            self._carry(step)
+            self._micro_steps.end_pass(step)
         if not self._reduces:
             self._close_phase()
             return
@@ -214,20 +209,6 @@ class ShardedGradients:
         except CommunicationFailedError as error:
             self._fail(str(error))
         self._collectives.in_pass = False
-
-    @torch.no_grad()
-    def _carry(self, step: StepView) -> None:
-        """Add what the step's earlier micro-steps have left, in the last one to ``.grad`` itself."""
-        if step.micro_steps == 1:
-            return
-        own, before = self._gradients(), self._carried or [None] * len(self._optimizer.params)
-        if not step.is_last_micro:
-            self._so_far = [_sum(each, other) for each, other in zip(own, before, strict=True)]
-        elif not self._added:
-            self._added = True
-            for each, other in zip(own, before, strict=True):
-                if each is not None and other is not None:
-                    each.add_(other)
 
     def _agree(self, step: StepView | None) -> None:
         """Agree on the step by what would ride on the reduction of its gradients."""
@@ -285,7 +266,6 @@ class ShardedGradients:
 
     def applied(self) -> None:
         """It steps."""
-        self._carried = None
 
     def rebuild(self) -> None:
         """Other parameters are trainable than before: torch looks at each backward pass anew."""
@@ -314,7 +294,8 @@ class ShardedGradients:
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
-        self._waits, self._carried, self._added, self._step = False, None, False, None
+        self._waits, self._step = False, None
+        self._micro_steps.forget()
         self._collectives.in_pass, self._task = False, -1
         for each in self._optimizer.params:
             each.param.grad = None
@@ -394,12 +375,7 @@ class ShardedGradients:
 
     def enter_group(self) -> None:
         """A group was entered: shards and mesh follow."""
-        self._waits, self._carried, self._collectives.in_pass, self._task = False, None, False, -1
+        self._waits, self._collectives.in_pass, self._task = False, False, -1
+        self._micro_steps.forget()
         self._optimizer.enter_group()
 
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Of two gradients, each None for zero; in memory of its own."""
-    if one is None or other is None:
-        return None if one is other else (one if other is None else other).clone()  # type: ignore[union-attr]
-    return one + other

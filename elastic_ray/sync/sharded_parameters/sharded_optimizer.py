@@ -20,31 +20,14 @@ from torch.nn import Parameter
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.state.layout import ReplicasDifferError
-from elastic_ray.state.replicas import sum_of_bits
-from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam, adopt, padded, params_of
-from elastic_ray.sync.sharded_parameters.held_shards import HeldShards, Shard, carry_out
+from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
+from elastic_ray.sync.sharded_parameters.held_shards import Shard
 from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
-from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
-from elastic_ray.sync.sharded_parameters.row_layout import (
-    Piece,
-    RowMove,
-    ShardId,
-    from_code,
-    hand_over,
-    lost,
-    moves,
-    pieces_of,
-    rows_of,
-    shards_of,
-    to_code,
-)
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
 
-_WHOLE = ShardId(1, 0)
 _STATE, _STEP = 2, 3  # what is announced; see Intent.SHARDS
 
 
@@ -81,29 +64,21 @@ class ShardedOptimizer:
         number: int,
         collectives: ShardCollectives,
     ) -> None:
-        self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
+        self._run, self._optimizer, self._number = run, optimizer, number
         self._collectives = collectives
         self._apply: Callable[..., Any] = optimizer.step
-        self.params: list[ShardedParam] = params_of(module)
-        self._places = {id(each.param): place for place, each in enumerate(self.params)}
-        self._held = HeldShards([each.shape for each in self.params])
-        self._layout = _WHOLE
-        self._mesh: Any = None
-        self._workers: tuple[str, ...] = ()
+        self._holder = ShardHolder(module, optimizer, number, collectives)
         self._begun = False
         self._last = _Update()
+        self._followed: Mapping[int, Tensor] = {}  # gradients of an update that is decided
         self._pending: PendingShards | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
-        self._gathered: dict[int, tuple[Tensor, State]] | None = None
-        self._hold_whole()
+        self._gathered: Whole | None = None
 
-    def _hold_whole(self) -> None:
-        """The whole model is here, and with it what the optimizer knows so far."""
-        shard = Shard()
-        for place, each in enumerate(self.params):
-            state = _local(self._optimizer.state.pop(each.param, {}))
-            shard.put(place, Parameter(each.local.detach(), requires_grad=False), state)
-        self._layout, self._held.shards = _WHOLE, {_WHOLE: shard}
+    @property
+    def params(self) -> Sequence[ShardedParam]:
+        """Of the model, in its order."""
+        return self._holder.params
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -144,9 +119,7 @@ class ShardedOptimizer:
     def _grads_of_followed(self) -> dict[int, Tensor]:
         """The gradients that the rank before has for its shard, in return for one's own to the rank that follows."""
         own = self._own_grads()
-        if len(self._mine) < 2:
-            return {}
-        followed = self._held.shards[self._mine[1]]
+        _, followed = self._holder.mine
         trained = [place for place, each in enumerate(self.params) if each.param.grad is not None]
         received = {
             place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
@@ -168,18 +141,12 @@ class ShardedOptimizer:
 
     def _own_grads(self) -> dict[int, Tensor]:
         """Those of the rows that this rank owns."""
-        own = self._held.shards[self._layout]
+        own = self._holder.mine[0]
         found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
 
-    @property
-    def _mine(self) -> tuple[ShardId, ...]:
-        """What this rank holds in the present layout: its own shard first."""
-        return shards_of(self._layout.world, self._layout.index)
-
     def _with_grads(self, followed: Mapping[int, Tensor]) -> list[tuple[Shard, Mapping[int, Tensor]]]:
-        shards = [self._held.shards[each] for each in self._mine]
-        return list(zip(shards, [self._own_grads(), followed], strict=False))
+        return list(zip(self._holder.mine, [self._own_grads(), followed], strict=False))
 
     def _pend(self, followed: Mapping[int, Tensor]) -> PendingShards:
         key = self._last.number + 1, self._run.group.generation
@@ -198,8 +165,7 @@ class ShardedOptimizer:
             apply: the optimizer's own step.
             kwargs: for it.
         """
-        followed = self._followed if self.divided else {}
-        self._followed: Mapping[int, Tensor] = {}
+        followed, self._followed = self._followed, {}
         result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
         rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
         self._last = _Update(self._last.number + 1, self._run.group.generation, rates)
@@ -213,101 +179,18 @@ class ShardedOptimizer:
         Raises:
             StateLostError: no rank holds some rows; raised on every rank.
         """
-        group, held = self._run.group, self._held
+        group = self._run.group
         self._gathered = None
-        everyone, self._open = self._look_around()
-        sent = moves(held.counts, everyone, self._widths)
-        received = carry_out(group.communicator, sent, held.give) if sent else []
-        mine = shards_of(group.world_size, group.rank)
-        memory: dict[int, tuple[Tensor, Tensor]] = {}
-        made = {mine[0]: held.take(received, mine[0], lambda piece: self._own_place(piece, memory))}
-        made |= {each: held.take(received, each, self._place) for each in mine[1:]}
-        # From here on a rank that is through with this does not hold any more what it has sent, so all must have it.
-        held.shards |= made
-        if group.world_size > 1:
-            group.communicator.gather_ints([1])
-        held.shards = made
-        self._layout, self._pending, self._followed = mine[0], None, {}
-        self._workers = tuple(member.worker for member in group.members)
-        self._adopt(memory)
-        self._begun = True
+        everyone, self._open = self._holder.look_around(group.communicator, opened=self._open)
+        self._holder.arrange(group, everyone)
+        self._pending, self._followed, self._begun = None, {}, True
         if self._open and self.divided:
-            self._gathered = self._collect()
-
-    @property
-    def _widths(self) -> list[int]:
-        return [max(1, each.param.numel() // each.shape[0]) for each in self.params]
-
-    def _place(self, piece: Piece) -> Tensor:
-        """Memory for rows that this rank follows."""
-        param = self.params[piece.param]
-        return param.local.new_empty((piece.stop - piece.start, *param.shape[1:]))
-
-    def _own_place(self, piece: Piece, memory: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-        """Memory for rows that this rank owns: the model's."""
-        param, (_, chunk) = self.params[piece.param], rows_of(self._held.counts[piece.param], ShardId(self._world, 0))
-        memory[piece.param] = padded(param, piece.stop - piece.start, chunk)
-        return memory[piece.param][1]
-
-    @property
-    def _world(self) -> int:
-        return self._run.group.world_size
-
-    def _adopt(self, memory: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Have torch's side of the model follow."""
-        for place, param in enumerate(self.params):
-            if place not in memory:  # it has no rows here
-                _, chunk = rows_of(self._held.counts[place], ShardId(self._world, 0))
-                memory[place] = padded(param, 0, chunk)
-        before, group = self._mesh, self._run.group
-        device = self.params[0].local.device.type
-        self._mesh = make_mesh(device, group.rank, group.world_size, self._collectives)
-        adopt(self._module, self._mesh, [(param, *memory[place]) for place, param in enumerate(self.params)])
-        if before is not None:
-            forget_mesh(before)
-
-    def _look_around(self) -> tuple[list[set[ShardId]], bool]:
-        """The shards of each rank, and whether one that the others follow has all that there is to gather."""
-        communicator, counts = self._run.group.communicator, self._held.counts
-        own = sorted(to_code(shard) for shard in self._held.shards)
-        if communicator.world_size == 1:
-            rows = [own]
-            opened = self._open
-        else:
-            sizes = communicator.gather_ints([len(own), int(self._open)])
-            most = max(size for size, _ in sizes)
-            told = communicator.gather_ints([*own, *[0] * (most - len(own))])
-            rows = [row[:size] for row, (size, _) in zip(told, sizes, strict=True)]
-            opened = any(is_open for _, is_open in sizes)
-        everyone = [{from_code(code) for code in row} for row in rows]
-        if gone := lost(counts, everyone):
-            raise StateLostError(self._lost_text(gone))
-        return everyone, opened
-
-    def _lost_text(self, gone: Sequence[Piece]) -> str:
-        rows = sum(piece.stop - piece.start for piece in gone)
-        whose = f" in the group of {', '.join(self._workers)}" if self._workers else ""
-        return (
-            f"{rows / sum(self._held.counts):.0%} of the rows of parameters of model {self._number} were lost{whose}: "
-            "each row lies with two workers that follow each other, and none that lives has these"
-        )
+            self._gathered = self._holder.collect(group)
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
-        if not self.divided or all(stays):
-            return
-        group, counts = self._run.group, self._held.counts
-        world = group.world_size
-        given = hand_over([set(shards_of(world, rank)) for rank in range(world)], stays)
-        sent = [
-            RowMove(source, destination, piece)
-            for shard, source, destination in given
-            for piece in pieces_of(counts, shard)
-        ]
-        received = carry_out(group.communicator, sent, self._held.give) if sent else []
-        for shard, _, destination in given:
-            if destination == group.rank:
-                self._held.shards[shard] = self._held.take(received, shard, self._place)
+        if self.divided and not all(stays):
+            self._holder.hand_over(self._run.group, stays)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
@@ -326,43 +209,14 @@ class ShardedOptimizer:
             ReplicasDifferError: they differ; raised on every rank.
         """
         if self.divided and not self._open:
-            self._compare()
-            self._gathered = self._collect()
+            self._holder.compare(self._run.group.communicator)
+            self._gathered = self._holder.collect(self._run.group)
         self._open = True
 
-    def _compare(self) -> None:
-        """Whether each rank's shard is, bit by bit, what the rank that follows it has."""
-        communicator = self._run.group.communicator
-        sums = [sum(int(sum_of_bits(view)) for view in self._held.shards[each].views.values()) for each in self._mine]
-        rows = communicator.gather_ints([each & ((1 << 62) - 1) for each in sums])
-        bad = [rank for rank, (own, _) in enumerate(rows) if rows[(rank + 1) % len(rows)][1] != own]
-        if bad:
-            raise ReplicasDifferError(
-                f"rows of parameters that rank {bad[0]} owns differ from those that rank {(bad[0] + 1) % len(rows)} "
-                f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
-                "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
-                "back) reaches only the rows that a rank owns. Change them by load_state_dict(), on all ranks"
-            )
-
-    def _collect(self) -> dict[int, tuple[Tensor, State]] | None:
-        """The whole of each parameter on rank 0; None elsewhere. All ranks call it."""
-        group, counts = self._run.group, self._held.counts
-        here = set(shards_of(group.world_size, 0))
-        sent = [
-            RowMove(rank, 0, piece)
-            for rank in range(1, group.world_size)
-            if ShardId(group.world_size, rank) not in here
-            for piece in pieces_of(counts, ShardId(group.world_size, rank))
-        ]
-        received = carry_out(group.communicator, sent, self._held.give)
-        if group.rank != 0:
-            return None
-        return {place: self._held.whole(place, received) for place in range(len(self.params))}
-
-    def _whole(self) -> dict[int, tuple[Tensor, State]] | None:
+    def _whole(self) -> Whole | None:
         """The whole where this rank is to have it; all ranks call it between an update and the end of a pass."""
         if not self.divided:
-            return {place: self._held.whole(place) for place in range(len(self.params))}
+            return self._holder.whole()
         if not self._open:
             self._run.consensus.agree_on(Announced(Intent.SHARDS, self._number, _STATE))
             self.gather()
@@ -382,39 +236,24 @@ class ShardedOptimizer:
 
     def loaded(self) -> None:
         """The optimizer was given whole states, on all ranks alike: keep those of the rows that this rank holds."""
-        for place, each in enumerate(self.params):
-            state = _local(self._optimizer.state.pop(each.param, {}))
-            self._cut(place, None, state)
+        self._holder.take_states()
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """A parameter is given anew, on all ranks alike: take over the rows that this rank holds.
-
-        Raises:
-            ValueError: it has another shape.
-        """
-        place = next(place for place, each in enumerate(self.params) if each.name == name)
-        self._cut(place, value, None)
+        """A whole parameter is given anew, on all ranks alike: take over the rows that this rank holds."""
+        self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         if self.divided:
             self._close()
 
-    @torch.no_grad()
-    def _cut(self, place: int, value: Tensor | None, state: State | None) -> None:
-        shape = self.params[place].shape
-        for shard, held in self._held.shards.items():
-            if place not in held.views:
-                continue
-            start, stop = rows_of(self._held.counts[place], shard)
-            view = held.views[place]
-            if value is not None:
-                view.copy_(value[start:stop])
-            if state is not None:
-                cut = {
-                    key: each[start:stop].clone() if isinstance(each, Tensor) and tuple(each.shape) == shape else each
-                    for key, each in state.items()
-                }
-                held.put(place, view, {key: _clone(each) for key, each in cut.items()})
+    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+        """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
+
+        Raises:
+            RuntimeError: a parameter has another shape.
+        """
+        self._holder.take_whole(values)
+        self._close()
 
     # -- what travels and what is kept ---------------------------------------------------------------------------------
 
@@ -436,18 +275,15 @@ class ShardedOptimizer:
         whole = self.gathered_whole()
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
-    def gathered_whole(self) -> dict[int, tuple[Tensor, State]] | None:
+    def gathered_whole(self) -> Whole | None:
         """All that there is, where this rank has it."""
-        if not self.divided:
-            return {place: self._held.whole(place) for place in range(len(self.params))} if self._held.shards else None
-        return self._gathered
+        if self.divided:
+            return self._gathered
+        return self._holder.whole() if self._holder.holds else None
 
     def kept(self) -> dict[str, Any]:
         """The shards that this rank holds, for a rerun in this process."""
-        return {
-            str(to_code(shard)): {str(place): held.rows(place) for place in held.views}
-            for shard, held in self._held.shards.items()
-        }
+        return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
         """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
@@ -473,47 +309,11 @@ class ShardedOptimizer:
         self._close()
         if whole:
             self._open = True
-            self._hold_again()
+            self._holder.take_states()
         elif tree.get("kept"):
-            self._take_kept(tree["kept"])
+            self._holder.take_kept(tree["kept"])
         elif pending is not None and pending.key == self._last.key:
             pending.make(self._apply, self._last.rates)
         elif before.key != self._last.key or not self._begun:
-            self._held.shards = {}
+            self._holder.drop()
         self._begun = self._begun or bool(tree["begun"])
-
-    def _hold_again(self) -> None:
-        """The whole model is here, with whole states in the optimizer."""
-        for place, each in enumerate(self.params):
-            self._cut(place, None, _local(self._optimizer.state.pop(each.param, {})))
-
-    def take_whole(self, values: Mapping[str, Tensor]) -> None:
-        """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`."""
-        shard = Shard()
-        for place, each in enumerate(self.params):
-            if tuple(values[each.name].shape) != each.shape:
-                raise RuntimeError(
-                    f"parameter {each.name!r} is {each.shape} here and {tuple(values[each.name].shape)} there"
-                )
-            value = values[each.name].to(each.local.device, each.local.dtype, copy=True)
-            shard.put(place, Parameter(value, requires_grad=False), {})
-        self._held.shards = {_WHOLE: shard}
-        self._close()
-
-    def _take_kept(self, kept: Mapping[str, Any]) -> None:
-        self._held.shards = {}
-        for code, pieces in kept.items():
-            shard = Shard()
-            for place, rows in pieces.items():
-                state = {key: value for key, value in rows.items() if key}
-                shard.put(int(place), Parameter(rows[""], requires_grad=False), state)
-            self._held.shards[from_code(int(code))] = shard
-
-
-def _local(state: Mapping[str, Any]) -> State:
-    """A state without torch's sharded tensors, of a mesh of one."""
-    return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
-
-
-def _clone(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
