@@ -1,9 +1,9 @@
 """A small GPT whose parameters are sharded over workers that come, go and die while it trains.
 
 No worker holds the whole model: `elastic_ray.fully_shard` is torch's `fully_shard` (FSDP2) in a group that may change.
-The job begins with two workers, grows to four, shrinks to three, and one of them is killed with SIGKILL; no checkpoint is
-read. The loss on held-out text is that of a run with one worker to which nothing happens. The text is made here. Takes
-about a minute on two cores:
+The job begins with two workers, grows to four, shrinks to three, and one of them is killed with SIGKILL; no checkpoint
+is read. The loss on held-out text is that of a run with one worker to which nothing happens. The text is made here.
+Takes one to two minutes on two cores:
 
     python examples/gpt_sharded.py
     python examples/gpt_sharded.py --smoke     a smaller model, fewer steps
@@ -230,9 +230,8 @@ def main(arguments: argparse.Namespace) -> int:
         finally:
             ray.shutdown()
     same = abs(disturbed[-1] - undisturbed[-1]) < CLOSE
-    show(
-        f"\nloss on held-out text: {disturbed[-1]:.5f}; undisturbed {undisturbed[-1]:.5f}: {'the same' if same else 'NO'}"
-    )
+    verdict = "the same" if same else "not the same"
+    show(f"\nloss on held-out text: {disturbed[-1]:.5f}; undisturbed {undisturbed[-1]:.5f}: {verdict}")
     return 0 if same and disturbed[-1] < disturbed[0] else 1
 
 

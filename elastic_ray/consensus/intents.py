@@ -85,8 +85,8 @@ class Announced:
                     "on all of them; the first one gets it)"
                 )
             case Intent.SHARDS:
-                what = ("calls", "reduces sharded tensors of", "asks for the whole state of", "steps the optimizer of")
-                return f"{what[self.detail % 4]} model {self.index}, whose parameters lie with several ranks"
+                does = ("calls", "reduces sharded tensors of", "asks for the whole state of", "steps the optimizer of")
+                return f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks"
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"

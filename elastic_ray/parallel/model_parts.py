@@ -10,7 +10,6 @@ import torch
 
 from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.state.tree import ModuleState, Stateful
-from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.model_profile import is_elementwise
@@ -65,7 +64,7 @@ class ModelParts:
 
     def replicated(
         self,
-        builder: StrategyBuilder,
+        builder: Any,
         tracker: NoiseTracker,
         grad_scale: Callable[[], float],
         *,

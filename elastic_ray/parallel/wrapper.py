@@ -166,13 +166,12 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
         run, module, optimizer = self._run, self.module, self._optimizer
+        if sharded := is_sharded_model(module):
+            check_model(module, optimizer, strategy=strategy, scaler=self._scaler)
         self._trainable = Trainable(module, optimizer)
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
         self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: run.registry.monitoring.request))
         run.registry.monitoring.add_model(lambda: self.measures)
-        sharded = is_sharded_model(module)
-        if sharded:
-            check_model(module, optimizer, strategy=strategy, scaler=self._scaler)
         builder = SHARDED if sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
@@ -211,12 +210,12 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
-        return self._sync.no_sync()
+        return self._sync.no_sync()  # type: ignore[no-any-return]
 
     @property
     def strategy(self) -> Strategy:
         """The strategy in force."""
-        return self._sync.strategy
+        return self._sync.strategy  # type: ignore[no-any-return]
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
         """Go on with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
@@ -234,7 +233,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def explain_strategy(self) -> StrategyTable:
         """What is done with which parameters, predicted and measured times, and why; ``str`` of it is for people."""
-        return self._sync.explain_strategy()
+        return self._sync.explain_strategy()  # type: ignore[no-any-return]
 
     @property
     def noise_scale(self) -> NoiseScale | None:

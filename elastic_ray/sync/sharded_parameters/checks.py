@@ -74,13 +74,14 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
         )
     if outside:
         raise StrategyError(
-            f"parts of the model are sharded, but {', '.join(outside[:5])} are not: call elastic_ray.fully_shard(model) "
-            "on the whole of it last, before the optimizer is made"
+            f"parts of the model are sharded, but {', '.join(outside[:5])} are not: call "
+            "elastic_ray.fully_shard(model) on the whole of it last, before the optimizer is made"
         )
-    if any(param.device_mesh.mesh_dim_names != ALONE for param in module.parameters()):
+    params: list[Any] = list(module.parameters())
+    if any(param.device_mesh.mesh_dim_names != ALONE for param in params):
         raise StrategyError(
-            "the model is sharded over a group of its own, by torch's fully_shard or in a run before: build it anew and "
-            "shard it with elastic_ray.fully_shard, over the job's workers"
+            "the model is sharded over a group of its own, by torch's fully_shard or in a run before: build it anew "
+            "and shard it with elastic_ray.fully_shard, over the job's workers"
         )
     if strategy is not None:
         raise StrategyError(

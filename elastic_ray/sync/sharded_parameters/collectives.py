@@ -66,7 +66,7 @@ class ShardCollectives:
         self.weight, self._own = weight, _OwnGradients()
 
     def gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's everywhere if that fails."""
+        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails."""
         self._entered()
         output, tensor = output.detach(), tensor.detach()
         if not self._carry_out(lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor))):

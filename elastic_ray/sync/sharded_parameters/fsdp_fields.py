@@ -213,9 +213,10 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
     _put(param.param, _local_tensor=rows, _spec=spec, grad=None)
 
 
-def shard_like(param: ShardedParam, rows: Tensor) -> Tensor:
+def shard_like(param: Tensor, rows: Tensor) -> Tensor:
     """Rows of this rank as a tensor that goes into the parameter's place."""
-    return DTensor(rows, param.param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
+    shard: Any = DTensor
+    return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 
 
 def _put(target: Any, **fields: Any) -> None:

@@ -31,10 +31,10 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     **options: Any,
 ) -> Module:
-    """Shard a module's parameters, gradients and optimizer state over the job's workers, however many there are.
+    """Shard a module's parameters, gradients and optimizer state over the workers, however many there are.
 
-    As ``torch.distributed.fsdp.fully_shard``, on which it is built: call it on blocks first and on the whole model last,
-    then make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become ``DTensor`` objects, which
+    As ``torch.distributed.fsdp.fully_shard``, on which it is built: call it on blocks first and on the model last, then
+    make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become ``DTensor`` objects, which
     stay the same objects when the group changes: their rows move. Each row lies with two workers, so that the loss of
     any one loses nothing; the model is trained as replicated, up to rounding.
 
@@ -77,5 +77,6 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy or MixedPrecisionPolicy(),
     )
-    module.register_load_state_dict_pre_hook(take_whole_values)
+    hooked: Any = module
+    hooked.register_load_state_dict_pre_hook(take_whole_values)
     return module

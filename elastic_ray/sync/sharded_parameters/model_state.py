@@ -67,7 +67,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
             continue  # what does not fit torch tells of
         mesh: Any = param.device_mesh  # type: ignore[attr-defined]
         parts = list(torch.chunk(value, mesh.size()))
-        rank = mesh.get_local_rank()
+        rank = mesh.get_group().rank()
         rows = parts[rank] if rank < len(parts) else value[:0]
         state_dict[prefix + name] = shard_like(param, rows.to(param.device))
 
@@ -82,10 +82,11 @@ class StateDicts:
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
-        module.register_state_dict_post_hook(lambda *arguments: self._give(*arguments))
-        taking = module.register_load_state_dict_pre_hook(self._take)
+        hooked: Any = module
+        hooked.register_state_dict_post_hook(lambda *arguments: self._give(*arguments))
+        taking = hooked.register_load_state_dict_pre_hook(self._take)
         # Before the one that cuts this rank's rows out: the rank that follows needs them, too.
-        module._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)  # type: ignore[attr-defined]
+        hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}

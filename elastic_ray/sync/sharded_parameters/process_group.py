@@ -54,26 +54,38 @@ class ShardGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, world_size: int, collectives: ModelCollectives | None) -> None:
-        super().__init__(rank, world_size)
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._collectives = collectives
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         """For torch."""
         return "elastic_ray"
 
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """For torch: in place."""
-        for tensor in tensors if self._collectives is not None else ():
+        if self._collectives is None:
+            return _Done()
+        for tensor in tensors:
             self._collectives.sum_up(tensor, getattr(options, "reduceOp", dist.ReduceOp.SUM))
         return _Done()
 
-    def _allgather_base(self, output: Any, tensor: Any, options: Any = None) -> Any:
+    def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
         """For torch: ``full_tensor()`` of a sharded tensor, for instance."""
         if self._collectives is None:
             output.copy_(tensor.reshape(output.shape))
         else:
             self._collectives.gather(output, tensor)
         return _Done()
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
+        """For torch: several of them."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.all_gather_single(output, tensor)
+        return _Done()
+
+    # Other names that torch has for the same.
+    _allgather_base = all_gather_single
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
 
 def make_mesh(
@@ -91,7 +103,7 @@ def make_mesh(
     name = name or f"elastic_ray_{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
     group = ShardGroup(rank, world_size, collectives)
-    _register_process_group(name, group)
+    _register_process_group(name, group)  # type: ignore[arg-type]
     for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):
         setattr(mesh, field, value)
     return mesh

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from elastic_ray.sync.engine.context import SyncConsensus, SyncContext, SyncLedger
+from elastic_ray.sync.engine.context import SyncConsensus, SyncContext, SyncGroup, SyncLedger
 from elastic_ray.sync.optimizer_tiles.run_view import TileConsensus, TileGroup, TileLedger
 from elastic_ray.sync.sharded.run_view import TableStep
+
+
+class ShardGroup(SyncGroup, TileGroup, Protocol):
+    """The present group."""
 
 
 class ShardLedger(SyncLedger, TileLedger, Protocol):
@@ -25,7 +29,7 @@ class ShardRun(SyncContext, Protocol):
     """See the module's text."""
 
     @property
-    def group(self) -> TileGroup:
+    def group(self) -> ShardGroup:
         """The present group."""
 
     @property

@@ -257,6 +257,8 @@ class ShardHolder:
 def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
     """A parameter's state cut to some of its rows, in memory of its own."""
     return {
-        key: (value[start:stop] if tuple(value.shape) == shape else value).clone() if isinstance(value, Tensor) else value
+        key: (value[start:stop] if tuple(value.shape) == shape else value).clone()
+        if isinstance(value, Tensor)
+        else value
         for key, value in state.items()
     }

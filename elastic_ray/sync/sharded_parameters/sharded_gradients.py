@@ -7,8 +7,8 @@ step without an exception in user code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 from elastic_ray.sync.spec import Strategy
 
 _NO_STRATEGY = (
-    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are kept "
-    "together: leave strategy= and set_strategy() out, or do not shard the model"
+    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
+    "kept together: leave strategy= and set_strategy() out, or do not shard the model"
 )
 _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
@@ -63,8 +63,8 @@ class ShardedGradients:
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
         for unit in units_of(module):
-            unit.set_custom_all_gather(GatherShards(collectives))
-            unit.set_custom_reduce_scatter(ScatterGradients(collectives))
+            unit.set_custom_all_gather(GatherShards(collectives))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(ScatterGradients(collectives))  # type: ignore[arg-type]
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -113,7 +113,7 @@ class ShardedGradients:
             return output
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(self._on_gradient)
+                each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         return output
 
     def _close_phase(self) -> None:
@@ -238,8 +238,7 @@ class ShardedGradients:
         if self._step is None:
             raise CommunicationFailedError(cause)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Not for sharded models.
 
         Raises:
@@ -249,7 +248,6 @@ class ShardedGradients:
             "no_sync() is not served for a sharded model, of which no rank could hold whole gradients: let the loader "
             "accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
         )
-        yield
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
@@ -378,4 +376,3 @@ class ShardedGradients:
         self._waits, self._collectives.in_pass, self._task = False, False, -1
         self._micro_steps.forget()
         self._optimizer.enter_group()
-

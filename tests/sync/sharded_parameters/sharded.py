@@ -98,7 +98,8 @@ class Run:
         self.held: list[int] = []
         self.losses: dict[int, float] = {}
         self.objects = [id(p) for p in self.model.parameters()]
-        loader = er.AdaptiveDataLoader(data(), batch_size=case.batch, seed=3, drop_last=True)
+        self.dataset = data()
+        loader = er.AdaptiveDataLoader(self.dataset, batch_size=case.batch, seed=3, drop_last=True)
         if case.micro is not None:
             loader.autoscale_batch_size(case.batch, local_bsz_bounds=(1, case.micro), gradient_accumulation=True)
         for _ in er.remaining_epochs_until(EPOCHS):
