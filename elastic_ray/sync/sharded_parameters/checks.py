@@ -1,4 +1,7 @@
-"""What cannot be sharded, or not trained so, said with the way out (torch)."""
+"""Which models are sharded, and what cannot be, or not trained so, said with the way out (torch).
+
+Every model is asked: torch's side of it, which takes a second to load, is not loaded for the answer.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,19 @@ from typing import Any
 from torch import nn
 
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.spec import Strategy
 
 ALONE = ("elastic_ray_alone",)
 """What the mesh is called that modules are sharded on before their model joins a run."""
+
+
+SHARDED = Strategy(name="fully_shard")
+"""What ``strategy`` of a sharded model is."""
+
+
+def is_sharded_model(module: nn.Module) -> bool:
+    """Whether some of a model's modules are sharded by torch's ``fully_shard``, ours or not."""
+    return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 
 def check_module(module: nn.Module) -> str:

@@ -7,7 +7,6 @@ and what torch and user code still ask for in it is answered with numbers of the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +21,6 @@ from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 _REDUCES = 1  # what is announced; see Intent.SHARDS
 
 
-@dataclasses.dataclass(slots=True)
-class _OwnGradients:
-    """What this rank has given to reductions of one backward pass: whether it was finite."""
-
-    finite: bool = True
-
-
 class ShardCollectives:
     """See the module's text.
 
@@ -38,6 +30,7 @@ class ShardCollectives:
 
     Attributes:
         weight: of this rank's gradients in those of the step.
+        own_is_finite: whether all gradients of the latest backward pass were on this rank.
         in_pass: whether all ranks have said that they call the model, or that they compute its gradients.
     """
 
@@ -45,17 +38,16 @@ class ShardCollectives:
         self._run, self._number = run, number
         self._entered: Callable[[], None] = lambda: None
         self.in_pass = False
-        self._own = _OwnGradients()
+        self.own_is_finite = True
         self.weight = 1.0
 
     def follow(self, entered: Callable[[], None]) -> None:
         """Have this called before each collective that torch asks for."""
         self._entered = entered
 
-    @property
-    def own_is_finite(self) -> bool:
-        """Whether all gradients of the latest backward pass were on this rank."""
-        return self._own.finite
+    def note_pass(self, *, begins: bool) -> None:
+        """All ranks have said that they begin a pass forward or backward, or it is over."""
+        self.in_pass = begins
 
     def begin_pass(self, weight: float) -> None:
         """A backward pass begins.
@@ -63,7 +55,7 @@ class ShardCollectives:
         Args:
             weight: share of this rank's samples in the step's mean gradient.
         """
-        self.weight, self._own = weight, _OwnGradients()
+        self.weight, self.own_is_finite = weight, True
 
     def gather(self, output: Tensor, tensor: Tensor) -> None:
         """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails."""
@@ -82,7 +74,7 @@ class ShardCollectives:
         world = self._run.group.world_size
         tensor.mul_(self.weight)
         if not bool(tensor.isfinite().all()):
-            self._own.finite = False
+            self.own_is_finite = False
         parts = torch.empty_like(tensor)
         if not self._carry_out(lambda: self._gradients.all_to_all(_bytes(parts), _bytes(tensor))):
             output.zero_()

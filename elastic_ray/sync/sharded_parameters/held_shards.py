@@ -55,6 +55,10 @@ class HeldShards:
         self.counts = [shape[0] for shape in shapes]
         self.shards: dict[ShardId, Shard] = {}
 
+    def keep(self, shards: Mapping[ShardId, Shard]) -> None:
+        """Hold these, and no others."""
+        self.shards = dict(shards)
+
     def take(self, move: Sequence[tuple[Piece, Rows]], shard: ShardId, place: Callable[[Piece], Tensor]) -> Shard:
         """A shard made of what is held and of what was received.
 

@@ -89,6 +89,7 @@ class StateDicts:
         hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Whole parameters in place of rows, where this rank has them; see torch's hooks."""
         sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}
         if not sharded:
             return

@@ -84,8 +84,8 @@ class ShardGroup(dist.ProcessGroup):
         return _Done()
 
     # Other names that torch has for the same.
-    _allgather_base = all_gather_single
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
 
 def make_mesh(

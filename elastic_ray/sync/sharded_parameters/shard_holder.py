@@ -68,7 +68,8 @@ class ShardHolder:
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
-        self._layout, self._held.shards = _WHOLE, {_WHOLE: shard}
+        self._layout = _WHOLE
+        self._held.keep({_WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
         """What the optimizer has of a whole parameter; it has it no more."""
@@ -87,7 +88,7 @@ class ShardHolder:
 
     def drop(self) -> None:
         """Nothing is held, and others hold what counts."""
-        self._held.shards = {}
+        self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
@@ -126,10 +127,11 @@ class ShardHolder:
         made = {mine[0]: held.take(received, mine[0], lambda piece: memory[piece.param][1])}
         made |= {each: held.take(received, each, self._place) for each in mine[1:]}
         # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
-        held.shards |= made
+        held.keep(held.shards | made)
         if group.world_size > 1:
             group.communicator.gather_ints([1])
-        held.shards, self._layout = made, mine[0]
+        held.keep(made)
+        self._layout = mine[0]
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
         self._mesh = make_mesh(self.params[0].local.device.type, group.rank, group.world_size, self._collectives)
@@ -234,7 +236,7 @@ class ShardHolder:
                 raise RuntimeError(f"parameter {each.name!r} is {each.shape} here and {there} there")
             value = values[each.name].to(each.local.device, each.local.dtype, copy=True)
             shard.put(place, Parameter(value, requires_grad=False), {})
-        self._held.shards = {_WHOLE: shard}
+        self._held.keep({_WHOLE: shard})
 
     def to_keep(self) -> dict[str, Any]:
         """The shards that this rank holds, for a rerun in this process."""
@@ -245,13 +247,14 @@ class ShardHolder:
 
     def take_kept(self, kept: Mapping[str, Any]) -> None:
         """Hold what :meth:`to_keep` gave in a run before."""
-        self._held.shards = {}
+        shards: dict[ShardId, Shard] = {}
         for code, pieces in kept.items():
             shard = Shard()
             for place, rows in pieces.items():
                 state = {key: value for key, value in rows.items() if key}
                 shard.put(int(place), Parameter(rows[""], requires_grad=False), state)
-            self._held.shards[from_code(int(code))] = shard
+            shards[from_code(int(code))] = shard
+        self._held.keep(shards)
 
 
 def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:

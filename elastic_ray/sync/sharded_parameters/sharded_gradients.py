@@ -20,8 +20,8 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
-from elastic_ray.sync.sharded_parameters.detection import SHARDED
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
@@ -92,7 +92,7 @@ class ShardedGradients:
         try:
             run.consensus.announce(Announced(Intent.SHARDS, self._number))
             run.consensus.agreed()
-            self._collectives.in_pass = True
+            self._collectives.note_pass(begins=True)
         except CommunicationFailedError as error:
             if step is None:
                 raise
@@ -118,7 +118,7 @@ class ShardedGradients:
 
     def _close_phase(self) -> None:
         if self._collectives.in_pass:
-            self._collectives.in_pass = False
+            self._collectives.note_pass(begins=False)
             self._run.consensus.reductions_started()
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class ShardedGradients:
         try:
             run.consensus.announce(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
             run.consensus.agreed()
-            self._collectives.in_pass = True
+            self._collectives.note_pass(begins=True)
         except CommunicationFailedError as error:
             self._fail(str(error))
 
@@ -208,7 +208,7 @@ class ShardedGradients:
                 self._agree(step)
         except CommunicationFailedError as error:
             self._fail(str(error))
-        self._collectives.in_pass = False
+        self._collectives.note_pass(begins=False)
 
     def _agree(self, step: StepView | None) -> None:
         """Agree on the step by what would ride on the reduction of its gradients."""
@@ -233,7 +233,7 @@ class ShardedGradients:
 
     def _fail(self, cause: str) -> None:
         """Nothing of this step counts any more; raises CommunicationFailedError outside of steps."""
-        self._collectives.in_pass = False
+        self._collectives.note_pass(begins=False)
         self._run.ledger.fail(cause)
         if self._step is None:
             raise CommunicationFailedError(cause)
@@ -294,7 +294,8 @@ class ShardedGradients:
         """Undo a lost step."""
         self._waits, self._step = False, None
         self._micro_steps.forget()
-        self._collectives.in_pass, self._task = False, -1
+        self._task = -1
+        self._collectives.note_pass(begins=False)
         for each in self._optimizer.params:
             each.param.grad = None
 
@@ -373,6 +374,7 @@ class ShardedGradients:
 
     def enter_group(self) -> None:
         """A group was entered: shards and mesh follow."""
-        self._waits, self._collectives.in_pass, self._task = False, False, -1
+        self._waits, self._task = False, -1
+        self._collectives.note_pass(begins=False)
         self._micro_steps.forget()
         self._optimizer.enter_group()
