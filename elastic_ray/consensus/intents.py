@@ -85,7 +85,12 @@ class Announced:
                     "on all of them; the first one gets it)"
                 )
             case Intent.SHARDS:
-                does = ("calls", "reduces sharded tensors of", "asks for the whole state of", "steps the optimizer of")
+                does = (
+                    "calls",
+                    "gathers or reduces another part of",
+                    "asks for the whole state of",
+                    "steps the optimizer of",
+                )
                 return f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks"
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"

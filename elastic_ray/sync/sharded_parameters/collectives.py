@@ -7,6 +7,7 @@ and what torch and user code still ask for in it is answered with numbers of the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,33 @@ from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 _REDUCES = 1  # what is announced; see Intent.SHARDS
 
 
+class _Sequence:
+    """Which collective follows which, as far as all ranks have made them so; the same on all of them."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, set[int]] = {}
+        self._at = 0
+
+    def begin(self, place: int) -> None:
+        """A pass begins, as all ranks have agreed."""
+        self._at = place
+
+    def knows(self, code: int) -> bool:
+        """Whether this one has always come next so far."""
+        return self._next.get(self._at) == {code}
+
+    def note(self, code: int) -> None:
+        """It was made."""
+        self._next.setdefault(self._at, set()).add(code)
+        self._at = code
+
+
 class ShardCollectives:
     """See the module's text.
+
+    Ranks whose models do different things, as one with a branch that follows from a rank's own samples, must not meet
+    in one collective. So a collective that has not always followed the one before is announced first. One that has is
+    not: a rank that waits in it says so, and the one that has come elsewhere hears of it there.
 
     Args:
         run: that the model is trained in.
@@ -31,13 +57,12 @@ class ShardCollectives:
     Attributes:
         weight: of this rank's gradients in those of the step.
         own_is_finite: whether all gradients of the latest backward pass were on this rank.
-        in_pass: whether all ranks have said that they call the model, or that they compute its gradients.
     """
 
     def __init__(self, run: ShardRun, number: int) -> None:
         self._run, self._number = run, number
         self._entered: Callable[[], None] = lambda: None
-        self.in_pass = False
+        self._sequence = _Sequence()
         self.own_is_finite = True
         self.weight = 1.0
 
@@ -45,9 +70,30 @@ class ShardCollectives:
         """Have this called before each collective that torch asks for."""
         self._entered = entered
 
-    def note_pass(self, *, begins: bool) -> None:
-        """All ranks have said that they begin a pass forward or backward, or it is over."""
-        self.in_pass = begins
+    def enter_group(self) -> None:
+        """A group was entered, in which nothing is known of what follows what."""
+        self._sequence = _Sequence()
+
+    def begin(self, what: Announced) -> None:
+        """Begin a pass with all other ranks.
+
+        Raises:
+            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        """
+        self._run.consensus.agree_on(what)
+        self._sequence.begin(what.code)
+
+    def comes_next(self, what: str) -> None:
+        """What is to come is this on all ranks, as they have agreed, or agree now; ``reductions_started`` ends it.
+
+        Raises:
+            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        """
+        code, consensus = zlib.crc32(what.encode()), self._run.consensus
+        announced = Announced(Intent.SHARDS, self._number, code << 2 | _REDUCES)
+        if consensus.announce_reductions(announced, known=self._sequence.knows(code)):
+            consensus.agreed()
+        self._sequence.note(code)
 
     def begin_pass(self, weight: float) -> None:
         """A backward pass begins.
@@ -57,15 +103,22 @@ class ShardCollectives:
         """
         self.weight, self.own_is_finite = weight, True
 
-    def gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails."""
+    def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
+        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails.
+
+        Args:
+            output, tensor: as above.
+            unit: number of the sharded module whose parameters they are; -1 for none.
+        """
         self._entered()
         output, tensor = output.detach(), tensor.detach()
-        if not self._carry_out(lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor))):
+        if not self._carry_out(
+            f"gather {unit} {_like(tensor)}", lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor))
+        ):
             # A step that is lost goes on with numbers of the right size, which zeros would not always be.
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(self._run.group.world_size, -1))
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> None:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
         """This rank's part of the weighted sum of all ranks' ``tensor``; zeros if that fails.
 
         Parts are added up in rank order, in single precision or that of the tensor, whichever is higher.
@@ -76,7 +129,9 @@ class ShardCollectives:
         if not bool(tensor.isfinite().all()):
             self.own_is_finite = False
         parts = torch.empty_like(tensor)
-        if not self._carry_out(lambda: self._gradients.all_to_all(_bytes(parts), _bytes(tensor))):
+        if not self._carry_out(
+            f"scatter {unit} {_like(tensor)}", lambda: self._gradients.all_to_all(_bytes(parts), _bytes(tensor))
+        ):
             output.zero_()
             return
         wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -102,7 +157,7 @@ class ShardCollectives:
             )
         everyone = tensor.new_empty((self._run.group.world_size, *tensor.shape))
         own = tensor.detach().contiguous()
-        if self._carry_out(lambda: self._gradients.all_gather(_bytes(everyone), _bytes(own))):
+        if self._carry_out(f"{kind} {_like(own)}", lambda: self._gradients.all_gather(_bytes(everyone), _bytes(own))):
             tensor.copy_(everyone.amax(0) if kind == "max" else everyone.amin(0) if kind == "min" else everyone.sum(0))
             if kind == "mean":
                 tensor.div_(self._run.group.world_size)
@@ -133,7 +188,7 @@ class ShardCollectives:
     def _gradients(self) -> Any:
         return self._run.group.communicator.gradients
 
-    def _carry_out(self, start: Callable[[], Any]) -> bool:
+    def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
         """Make a collective; False in a step that is lost, now or before.
 
         Raises:
@@ -143,13 +198,9 @@ class ShardCollectives:
         if ledger.failed or ledger.replaying:
             return False
         try:
-            if self.in_pass:
-                consensus.wait(start())
-            else:
-                consensus.announce(Announced(Intent.SHARDS, self._number, _REDUCES))
-                consensus.agreed()
-                consensus.wait(start())
-                consensus.reductions_started()
+            self.comes_next(what)
+            consensus.wait(start())
+            consensus.reductions_started()
         except CommunicationFailedError as error:
             if ledger.step is None:
                 raise
@@ -159,10 +210,10 @@ class ShardCollectives:
 
 
 class GatherShards:
-    """Torch's seam for its all-gathers."""
+    """Torch's seam for its all-gathers, of the sharded module of this number."""
 
-    def __init__(self, collectives: ShardCollectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: ShardCollectives, unit: int) -> None:
+        self._collectives, self._unit = collectives, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for it."""
@@ -170,14 +221,14 @@ class GatherShards:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         """Gather."""
-        self._collectives.gather(output_tensor, input_tensor)
+        self._collectives.gather(output_tensor, input_tensor, self._unit)
 
 
 class ScatterGradients:
     """Torch's seam for its reduce-scatters; sums with weights take the place of means."""
 
-    def __init__(self, collectives: ShardCollectives) -> None:
-        self._collectives = collectives
+    def __init__(self, collectives: ShardCollectives, unit: int) -> None:
+        self._collectives, self._unit = collectives, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for it."""
@@ -187,7 +238,11 @@ class ScatterGradients:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         """Add up."""
-        self._collectives.reduce_scatter(output_tensor, input_tensor)
+        self._collectives.reduce_scatter(output_tensor, input_tensor, self._unit)
+
+
+def _like(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {tensor.dtype}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -62,9 +62,9 @@ class ShardedGradients:
         self._micro_steps = MicroSteps(self._gradients)
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
-        for unit in units_of(module):
-            unit.set_custom_all_gather(GatherShards(collectives))  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(ScatterGradients(collectives))  # type: ignore[arg-type]
+        for number, unit in enumerate(units_of(module)):
+            unit.set_custom_all_gather(GatherShards(collectives, number))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(ScatterGradients(collectives, number))  # type: ignore[arg-type]
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -90,9 +90,7 @@ class ShardedGradients:
         if not self._meets:
             return
         try:
-            run.consensus.announce(Announced(Intent.SHARDS, self._number))
-            run.consensus.agreed()
-            self._collectives.note_pass(begins=True)
+            self._collectives.begin(Announced(Intent.SHARDS, self._number))
         except CommunicationFailedError as error:
             if step is None:
                 raise
@@ -106,7 +104,6 @@ class ShardedGradients:
 
     def after_forward(self, output: Any) -> Any:
         """The model has returned this; gives it on."""
-        self._close_phase()
         if not torch.is_grad_enabled():
             for unit in units_of(self._module):
                 unit.reshard()  # torch leaves the outermost module gathered for a backward pass
@@ -115,11 +112,6 @@ class ShardedGradients:
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         return output
-
-    def _close_phase(self) -> None:
-        if self._collectives.in_pass:
-            self._collectives.note_pass(begins=False)
-            self._run.consensus.reductions_started()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -156,9 +148,7 @@ class ShardedGradients:
         if not self._reduces:
             return
         try:
-            run.consensus.announce(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
-            run.consensus.agreed()
-            self._collectives.note_pass(begins=True)
+            self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
         except CommunicationFailedError as error:
             self._fail(str(error))
 
@@ -200,15 +190,11 @@ class ShardedGradients:
         step = self._step
         if step is not None:
             self._micro_steps.end_pass(step)
-        if not self._reduces:
-            self._close_phase()
-            return
         try:
-            if not self._run.ledger.failed:
+            if self._reduces and not self._run.ledger.failed:
                 self._agree(step)
         except CommunicationFailedError as error:
             self._fail(str(error))
-        self._collectives.note_pass(begins=False)
 
     def _agree(self, step: StepView | None) -> None:
         """Agree on the step by what would ride on the reduction of its gradients."""
@@ -219,6 +205,7 @@ class ShardedGradients:
         flags[-1] = float(any(not bool(grad.isfinite().all()) for grad in self._gradients() if grad is not None))
         own = [*consensus.control_values(group.rank), *consensus.step_tag()]
         values = torch.tensor([*own, *flags], dtype=torch.float64)
+        self._collectives.comes_next("the end of a backward pass")
         work = group.communicator.gradients.all_reduce(values)
         consensus.reductions_started()
         run.moment("allreduce")
@@ -233,7 +220,6 @@ class ShardedGradients:
 
     def _fail(self, cause: str) -> None:
         """Nothing of this step counts any more; raises CommunicationFailedError outside of steps."""
-        self._collectives.note_pass(begins=False)
         self._run.ledger.fail(cause)
         if self._step is None:
             raise CommunicationFailedError(cause)
@@ -295,7 +281,6 @@ class ShardedGradients:
         self._waits, self._step = False, None
         self._micro_steps.forget()
         self._task = -1
-        self._collectives.note_pass(begins=False)
         for each in self._optimizer.params:
             each.param.grad = None
 
@@ -375,6 +360,6 @@ class ShardedGradients:
     def enter_group(self) -> None:
         """A group was entered: shards and mesh follow."""
         self._waits, self._task = False, -1
-        self._collectives.note_pass(begins=False)
+        self._collectives.enter_group()
         self._micro_steps.forget()
         self._optimizer.enter_group()

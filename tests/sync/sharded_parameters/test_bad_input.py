@@ -17,7 +17,8 @@ from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters import fsdp_fields
 from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
-from tests.sync.sharded_parameters.sharded import Case, Net, Run, run, sharded_net
+from tests.loop.changing import run_job
+from tests.sync.sharded_parameters.sharded import CLOSE, Case, Net, Run, data, run, sharded_net
 
 
 class _Scalar(nn.Module):
@@ -140,6 +141,47 @@ def test_a_torch_whose_fields_have_moved_is_named(monkeypatch: pytest.MonkeyPatc
         fsdp_fields._missing_fields.cache_clear()
 
 
+class _Branching(Net):
+    """A model that leaves a block out where it is told to."""
+
+    left_out = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.left_out else block(x)
+        return self.last(x) * self.scale
+
+
+@pytest.mark.parametrize(("block", "everywhere"), [(0, False), (0, True), (1, False), (1, True)])
+def test_ranks_that_take_other_branches_are_found_out_before_they_meet(block: int, everywhere: bool) -> None:
+    """All blocks are of one size: what one rank gathers of the first, another must not take for the second."""
+
+    def trained() -> list[torch.Tensor]:
+        model = _Branching()
+        for each in model.blocks:
+            er.fully_shard(each)
+        er.fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                step, rank = er.get_context().get_global_step(), er.get_context().get_world_rank()
+                model.left_out = block if step in (3, 5) and (everywhere or rank) else -1
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                optimizer.step()
+        return [p.detach().clone() for p in model.state_dict().values()]
+
+    if not everywhere:
+        with pytest.raises(RanksDisagreeError, match="another part of model 0"):
+            run_job(trained, [], first=(1, 2))
+        return
+    found, wanted = run_job(trained, [], first=(1, 2)).results[1], run_job(trained, [], first=(1,)).results[1]
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=CLOSE)
+
+
 def _on_one(do: Any) -> Any:
     def between(run: Run, step: int) -> None:
         if step == 3 and er.get_context().get_world_rank() == 1:
@@ -154,7 +196,11 @@ def _on_one(do: Any) -> Any:
         (lambda run: run.wrapped(torch.zeros(2, 13)).sum().backward(), RanksDisagreeError, "model 0"),
         (lambda run: run.optimizer.state_dict(), RanksDisagreeError, "asks for the whole state of model 0"),
         (lambda run: run.model.state_dict(), RanksDisagreeError, "asks for the whole state of model 0"),
-        (lambda run: run.model.last.weight.full_tensor(), RanksDisagreeError, "reduces sharded tensors of model 0"),
+        (
+            lambda run: run.model.last.weight.full_tensor(),
+            RanksDisagreeError,
+            "gathers or reduces another part of model 0",
+        ),
         (lambda run: run.model.last.weight.data.mul_(2.0), ReplicasDifferError, "rank 1 owns differ.*rank 0"),
     ],
     ids=["calls", "optimizer state", "model state", "tensor", "changes rows"],

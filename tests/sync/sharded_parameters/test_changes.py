@@ -17,8 +17,17 @@ def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
 MOMENTS = ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+IN_EVERY_RUN = {("backward", False), ("vote", True), ("edge", False)}
+
+
+@pytest.mark.parametrize(
+    ("moment", "last"),
+    [
+        pytest.param(moment, last, marks=() if (moment, last) in IN_EVERY_RUN else pytest.mark.slow)
+        for moment in MOMENTS
+        for last in (False, True)
+    ],
+)
 def test_a_lost_worker_takes_nothing_with_it(moment: str, last: bool) -> None:
     check(Case(), [Kill(5, 2, moment, last=last)], (1, 2, 3))
 
@@ -33,11 +42,12 @@ def test_loss_after_loss_and_a_worker_in_the_place_of_each() -> None:
     check(Case(optimizer="sgd"), script, (1, 2, 3, 4))
 
 
+@pytest.mark.slow
 def test_a_loss_while_rows_move_is_made_good() -> None:
     check(Case(), [Change(4, (1, 2, 3, 4)), Kill(5, 3, "receiving")], (1, 2))
 
 
-@pytest.mark.parametrize("lost", [1, 3])
+@pytest.mark.parametrize("lost", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_loss_while_another_leaves_is_made_good(lost: int) -> None:
     """The leaver, and the one that follows it or that it follows."""
     check(
@@ -50,5 +60,6 @@ def test_two_workers_lost_at_once_that_follow_each_other_lose_the_state() -> Non
         run(Case(), [Kill(5, 2, "edge", after=(3,)), Kill(5, 3, "receiving")], (1, 2, 3, 4))
 
 
+@pytest.mark.slow
 def test_two_workers_lost_at_once_that_do_not_follow_each_other_lose_nothing() -> None:
     check(Case(), [Kill(5, 1, "forward"), Kill(5, 3, "receiving")], (1, 2, 3, 4))

@@ -15,7 +15,7 @@ from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("workers", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
 def test_training_is_that_of_a_whole_model(workers: int) -> None:
     found = check(Case(), [], tuple(range(1, workers + 1)))
     elements = sum(p.numel() for p in Net().parameters())
@@ -28,10 +28,10 @@ def test_training_is_that_of_a_whole_model(workers: int) -> None:
     [
         Case(micro=2),  # a rank takes several micro-batches, some ranks other ones than others
         Case(optimizer="sgd", batch=10),  # 3 or 4 samples each
-        Case(optimizer="adagrad", clip=False),
-        Case(nonfinite="skip"),
+        pytest.param(Case(optimizer="adagrad", clip=False), marks=pytest.mark.slow),
+        pytest.param(Case(nonfinite="skip"), marks=pytest.mark.slow),
         Case(options=(("reshard_after_forward", True),)),
-        Case(options=(("reshard_after_forward", False),)),
+        pytest.param(Case(options=(("reshard_after_forward", False),)), marks=pytest.mark.slow),
     ],
     ids=["accumulation", "unequal shares", "adagrad", "saved buffers", "reshard", "keep"],
 )
