@@ -165,13 +165,14 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
         run, module, optimizer = self._run, self.module, self._optimizer
-        if sharded := is_sharded_model(module):
+        self._sharded = is_sharded_model(module)
+        if self._sharded:
             check_model(module, optimizer, strategy=strategy, scaler=self._scaler)
         self._trainable = Trainable(module, optimizer)
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
         self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: run.registry.monitoring.request))
         run.registry.monitoring.add_model(lambda: self.measures)
-        builder = SHARDED if sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
+        builder = SHARDED if self._sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         run.registry.add_rate_factor(lambda: self._learning_rates.factor)
@@ -181,7 +182,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
         kept = (
             parts.sharded()
-            if sharded
+            if self._sharded
             else parts.replicated(
                 builder, self._tracker, self._grad_scale, check_finite=self._finite.looks, scaler=self._scaler
             )
@@ -303,7 +304,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _check_batch(self) -> None:
         """An adaptive batch, and some monitors, need gradients of the whole model."""
-        if self._sync.strategy is SHARDED and self._run.registry.monitoring.request.of_gradients:
+        if self._sharded and self._run.registry.monitoring.request.of_gradients:
             self._sync.require_statistics("a monitor of noise, variance or norms")
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:

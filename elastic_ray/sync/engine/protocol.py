@@ -14,7 +14,7 @@ from elastic_ray.sync.profile import ModelProfile
 class GradientSync(GroupDependent, Protocol):
     """How the gradients of one model become the same on all ranks.
 
-    In a step: :meth:`before_forward` and :meth:`after_forward`, backward passes (which an implementation sees through hooks of its own), then
+    In a step: :meth:`before_forward`, :meth:`after_forward`, backward passes (seen through hooks of its own), then
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
     :meth:`no_sync`, ``.grad`` holds the mean over the step's samples; while models ``drift``, over this rank's alone.
     When all ranks have committed a step that trained, :meth:`after_step` is called on each.
