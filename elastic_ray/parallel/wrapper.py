@@ -201,7 +201,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._sync_batch_norm:
             check_process_group(self._run.group.world_size)
         refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
-        return self._sync.after_forward(self.module(*args, **kwargs))
+        return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model, as ``torch.nn.Module.zero_grad``."""

@@ -29,9 +29,6 @@ class Counting:
     def capture(self) -> Any:
         return {}
 
-    def after_forward(self, output: Any) -> Any:
-        return output
-
     def __getattr__(self, name: str) -> Any:
         if name not in (
             "before_forward",

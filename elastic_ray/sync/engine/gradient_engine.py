@@ -114,10 +114,6 @@ class GradientEngine:
         """The strategy in force."""
         return self.plan.strategy
 
-    def after_forward(self, output: Any) -> Any:
-        """The model has returned this; gives it on."""
-        return output
-
     @property
     def strategy_name(self) -> str:
         """Of the strategy in force."""

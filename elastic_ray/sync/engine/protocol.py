@@ -14,7 +14,7 @@ from elastic_ray.sync.profile import ModelProfile
 class GradientSync(GroupDependent, Protocol):
     """How the gradients of one model become the same on all ranks.
 
-    In a step: :meth:`before_forward`, :meth:`after_forward`, backward passes (seen through hooks of its own), then
+    In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
     :meth:`no_sync`, ``.grad`` holds the mean over the step's samples; while models ``drift``, over this rank's alone.
     When all ranks have committed a step that trained, :meth:`after_step` is called on each.
@@ -37,9 +37,6 @@ class GradientSync(GroupDependent, Protocol):
 
     def before_forward(self) -> None:
         """The model is about to be called."""
-
-    def after_forward(self, output: Any) -> Any:
-        """It has returned this; gives it on."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""

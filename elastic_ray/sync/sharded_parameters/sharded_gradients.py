@@ -62,6 +62,7 @@ class ShardedGradients:
         self._micro_steps = MicroSteps(self._gradients)
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
+        module.register_forward_hook(self._after_forward)
         for number, unit in enumerate(units_of(module)):
             unit.set_custom_all_gather(GatherShards(collectives, number))  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(ScatterGradients(collectives, number))  # type: ignore[arg-type]
@@ -102,16 +103,15 @@ class ShardedGradients:
         ledger = self._run.ledger
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
-    def after_forward(self, output: Any) -> Any:
-        """The model has returned this; gives it on."""
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """The model has returned this, also where user code has called it itself and not its wrapper."""
         if not torch.is_grad_enabled():
             for unit in units_of(self._module):
                 unit.reshard()  # torch leaves the outermost module gathered for a backward pass
-            return output
+            return
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
-        return output
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

@@ -156,3 +156,26 @@ def test_a_model_is_loaded_between_steps_with_the_rows_that_others_follow() -> N
     whole = next(own for own in found.results.values() if own.rank == 0)
     for name, value in wanted.parameters.items():
         torch.testing.assert_close(whole.parameters[name], value, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loop_may_call_the_model_itself(workers: int) -> None:
+    """As libraries do that keep the model: its backward passes are seen all the same."""
+
+    def trained(*, wrapped_is_called: bool) -> Any:
+        model = sharded_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        loader = er.AdaptiveDataLoader(data(), batch_size=12, seed=3)
+        loader.autoscale_batch_size(12, local_bsz_bounds=(1, 4), gradient_accumulation=True)
+        for _ in er.remaining_epochs_until(1):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy((wrapped if wrapped_is_called else model)(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    first = tuple(range(1, workers + 1))
+    found = run_job(lambda: trained(wrapped_is_called=False), [], first=first).results[1]
+    wanted = run_job(lambda: trained(wrapped_is_called=True), [], first=first).results[1]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
