@@ -153,7 +153,10 @@ class _Branching(Net):
         return self.last(x) * self.scale
 
 
-@pytest.mark.parametrize(("block", "everywhere"), [(0, False), (0, True), (1, False), (1, True)])
+@pytest.mark.parametrize(
+    ("block", "everywhere"),
+    [(0, False), (1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (1, False)))],
+)
 def test_ranks_that_take_other_branches_are_found_out_before_they_meet(block: int, everywhere: bool) -> None:
     """All blocks are of one size: what one rank gathers of the first, another must not take for the second."""
 

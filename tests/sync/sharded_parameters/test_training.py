@@ -158,7 +158,7 @@ def test_a_model_is_loaded_between_steps_with_the_rows_that_others_follow() -> N
         torch.testing.assert_close(whole.parameters[name], value, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loop_may_call_the_model_itself(workers: int) -> None:
     """As libraries do that keep the model: its backward passes are seen all the same."""
 
