@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
     from elastic_ray.state.layout import ReplicasDifferError
     from elastic_ray.state.tree import UnsafeStateError
+    from elastic_ray.sync.sharded_parameters.fully_shard import fully_shard
     from placement.allocator.actor import PolicyConflictError
     from placement.storage.private_files import ForeignDirectoryError
     from placement.storage.storage_calls import StorageTimeoutError
@@ -86,6 +87,7 @@ _HOMES = {
     "barrier": "elastic_ray.loop.collectives",
     "broadcast": "elastic_ray.loop.collectives",
     "current_epoch": "elastic_ray.loop.api",
+    "fully_shard": "elastic_ray.sync.sharded_parameters.fully_shard",
     "get_checkpoint": "elastic_ray.loop.api",
     "get_context": "elastic_ray.loop.api",
     "get_dataset_shard": "elastic_ray.integrations.ray_data",
@@ -134,6 +136,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "current_epoch",
+    "fully_shard",
     "get_checkpoint",
     "get_context",
     "get_dataset_shard",

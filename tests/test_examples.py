@@ -33,6 +33,7 @@ SMOKE = {
     "digits_loop.py": r"accuracy 0\.\d+ on the held-out digits",
     "custom_policy.py": r"decided by least_left_first",
     "autoscaling.py": r"large +last epoch 0, 512 samples in it",
+    "gpt_sharded.py": r"(?s)-> 4 workers.*kill -9.*loss on held-out text: \d\.\d+; undisturbed \d\.\d+: the same",
     "huggingface_text.py": r"good enough: yes",
     "lightning_digits.py": r"good enough: yes",
     "recommender.py": r"(?s)considered .* x plain DDP; accuracy 0\.\d+",
@@ -51,7 +52,7 @@ NEEDS = {
 }
 
 # CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
-SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "tune_digits.py"}
+SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "gpt_sharded.py", "tune_digits.py"}
 
 
 @pytest.mark.timeout(1000)

@@ -29,6 +29,7 @@ class Intent(enum.IntEnum):
     COLLECTIVE = 7
     UPDATE = 8
     STATE = 9
+    SHARDS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +84,14 @@ class Announced:
                     f"calls optimizer.state_dict() of model {self.index}, whose state lies with several ranks (call it "
                     "on all of them; the first one gets it)"
                 )
+            case Intent.SHARDS:
+                does = (
+                    "calls",
+                    "gathers or reduces another part of",
+                    "asks for the whole state of",
+                    "steps the optimizer of",
+                )
+                return f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks"
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"

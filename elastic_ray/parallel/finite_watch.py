@@ -52,8 +52,11 @@ class FiniteWatch:
         if several and suspects is None:
             self._streak = False
             return True
-        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-        if self._grads_are_finite(grads):
+        own = [_own_rows(p.grad) for p in params if p.grad is not None]
+        grads = [grad._values() if grad.is_sparse else grad for grad in own]
+        # Of a sharded model a rank has some rows only: those that are not finite may be another's.
+        elsewhere = several and any(hasattr(p, "to_local") for p in params)
+        if not elsewhere and self._grads_are_finite(grads):
             self._streak = False
             return True
         text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)
@@ -98,7 +101,7 @@ class FiniteWatch:
             (name, p) for name, p in self._module.named_parameters() if p.requires_grad
         ]
         held += [(name, b) for name, b in self._module.named_buffers() if b.is_floating_point()]
-        bad = [name for name, tensor in held if not bool(tensor.isfinite().all())]
+        bad = [name for name, tensor in held if not bool(_own_rows(tensor).isfinite().all())]
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise NonFiniteParametersError(
@@ -106,3 +109,8 @@ class FiniteWatch:
                 f'{", ".join(bad[:5])}{more}. AdaptiveDataParallel(..., nonfinite="skip") leaves out updates that '
                 'are not finite, "raise" ends the job at the first, "ignore" takes such a result for a success'
             )
+
+
+def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a sharded tensor those that this rank has."""
+    return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor

@@ -19,6 +19,7 @@ from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.learning_rates import LearningRates
+from elastic_ray.parallel.model_parts import ModelParts
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.patches import (
     after_step,
@@ -43,15 +44,14 @@ from elastic_ray.parallel.refusals import (
 from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.state.tree import DictState, ModuleState
+from elastic_ray.state.tree import DictState
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.engine.gradient_engine import GradientEngine
-from elastic_ray.sync.engine.trainable import Trainable, TrainedState
+from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
-from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
+from elastic_ray.sync.sharded_parameters.checks import SHARDED, check_model, is_sharded_model
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
@@ -102,6 +102,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             and there may be several workers.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
+
+    elastic_ray_wraps = True
 
     def __init__(
         self,
@@ -163,33 +165,29 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
         run, module, optimizer = self._run, self.module, self._optimizer
+        self._sharded = is_sharded_model(module)
+        if self._sharded:
+            check_model(module, optimizer, strategy=strategy, scaler=self._scaler)
         self._trainable = Trainable(module, optimizer)
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
         self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: run.registry.monitoring.request))
         run.registry.monitoring.add_model(lambda: self.measures)
-        builder = resolve_strategy("all_reduce" if strategy is None else strategy)
+        builder = SHARDED if self._sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         run.registry.add_rate_factor(lambda: self._learning_rates.factor)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
-        self._tiles = TiledOptimizer(run, module, optimizer, self._index)
-        self._tracker.read_from(self._tiles.denominators)
-        self._sync = GradientEngine(
-            run,
-            module,
-            self._trainable,
-            optimizer,
-            builder,
-            self._statistics,
-            self._grad_scale,
-            self._index,
-            check_finite=self._finite.looks,
-            scaler=self._scaler,
-            tables=self._tables,
-            divided=self._tiles,
+        parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
+        kept = (
+            parts.sharded()
+            if self._sharded
+            else parts.replicated(
+                builder, self._tracker, self._grad_scale, check_finite=self._finite.looks, scaler=self._scaler
+            )
         )
+        self._sync, self._tiles, self._kept = kept.sync, kept.optimizer, kept
         if self._learning_rates.wants_statistics:
             self._sync.require_statistics(self._learning_rates.wants_statistics)
 
@@ -212,12 +210,12 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
-        return self._sync.no_sync()
+        return self._sync.no_sync()  # type: ignore[no-any-return]
 
     @property
     def strategy(self) -> Strategy:
         """The strategy in force."""
-        return self._sync.plan.strategy
+        return self._sync.strategy  # type: ignore[no-any-return]
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
         """Go on with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
@@ -235,7 +233,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def explain_strategy(self) -> StrategyTable:
         """What is done with which parameters, predicted and measured times, and why; ``str`` of it is for people."""
-        return self._sync.explain_strategy()
+        return self._sync.explain_strategy()  # type: ignore[no-any-return]
 
     @property
     def noise_scale(self) -> NoiseScale | None:
@@ -269,9 +267,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
-        trained = TrainedState(optimizer, self._trainable, self._sync.rebuild, self._sync, self._tiles)
-        states.register(f"model/{index}", ModuleState(self.module))
-        states.register(f"optimizer/{index}", trained)
+        states.register(f"model/{index}", self._kept.model_state)
+        states.register(f"optimizer/{index}", self._kept.optimizer_state)
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
@@ -306,7 +303,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
 
     def _check_batch(self) -> None:
-        """An adaptive batch needs the noise scale."""
+        """An adaptive batch, and some monitors, need gradients of the whole model."""
+        if self._sharded and self._run.registry.monitoring.request.of_gradients:
+            self._sync.require_statistics("a monitor of noise, variance or norms")
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")

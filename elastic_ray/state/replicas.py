@@ -48,6 +48,11 @@ class Replicas:
                 )
         self._modules.append(module)
 
+    @staticmethod
+    def _compared(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """Parameters that all ranks hold whole: those of a sharded model have rows of their own on each."""
+        return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
+
     def begin(self) -> None:
         """A group was entered: what was checked in another does not count."""
         self._checked = -1
@@ -78,15 +83,15 @@ class Replicas:
         """
         if len(set(fingerprints)) == 1:
             return
-        count = sum(1 for module in self._modules for _ in module.parameters())
+        count = sum(len(self._compared(module)) for module in self._modules)
         if len({row[0] for row in communicator.gather_ints([count])}) > 1:
             raise ReplicasDifferError("the ranks' models have different numbers of parameters by now")
         names = [
             name if len(self._modules) == 1 else f"model {number}: {name}"
             for number, module in enumerate(self._modules)
-            for name, _ in module.named_parameters()
+            for name, _ in self._compared(module)
         ]
-        everyone = communicator.gather_ints([*self._sums(), *_trainable(self._modules)])
+        everyone = communicator.gather_ints([*self._sums(), *self._trainable()])
         differing = [
             name
             for index, name in enumerate(names)
@@ -104,10 +109,13 @@ class Replicas:
             "count of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass"
         )
 
+    def _trainable(self) -> list[int]:
+        return [int(p.requires_grad) for module in self._modules for _, p in self._compared(module)]
+
     def _sums(self) -> list[int]:
         """Of each parameter's bits, by parameter."""
         with torch.no_grad():
-            sums = [_sum_of_bits(p) for module in self._modules for p in module.parameters()]
+            sums = [sum_of_bits(p) for module in self._modules for _, p in self._compared(module)]
         by_device: dict[torch.device, list[int]] = {}
         for device in {each.device for each in sums}:
             by_device[device] = torch.stack([each for each in sums if each.device == device]).tolist()
@@ -115,11 +123,7 @@ class Replicas:
         return [next(found[each.device]) for each in sums]
 
 
-def _trainable(modules: Sequence[torch.nn.Module]) -> list[int]:
-    return [int(p.requires_grad) for module in modules for p in module.parameters()]
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor's memory, taken as integers; it wraps around."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():

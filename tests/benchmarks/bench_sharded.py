@@ -165,24 +165,24 @@ def _one_job(label: str) -> dict[str, float]:
         job = TiledJob(Path(folder) / "run", workers=(1, WORLD), label=label)
         try:
             job.resize(2)
-            _trains(job, 2, time.time())
+            trains(job, 2, time.time())
             for world in (3, 4):
-                found[f"{world - 1}->{world}"] = _pause_of(job, functools.partial(job.resize, world), world)
+                found[f"{world - 1}->{world}"] = pause_of(job, functools.partial(job.resize, world), world)
             if label != "one owner":
-                found["kill"] = _pause_of(job, lambda: os.kill(job.pids()[3], signal.SIGKILL), 3)
+                found["kill"] = pause_of(job, lambda: os.kill(job.pids()[3], signal.SIGKILL), 3)
         finally:
             job.stop()
     return found
 
 
-def _trains(job: TiledJob, world: int, since_s: float) -> None:
+def trains(job: Any, world: int, since_s: float) -> None:
     """Wait for some steps in a group of this size."""
     if not job.log.wait_for(world=world, steps=_STEPS, since_s=since_s, timeout_s=_WAIT_S):
         job.check()
         raise TimeoutError(f"{job.name}: no {_STEPS} steps with {world} workers in {_WAIT_S:g} s")
 
 
-def _pause_of(job: TiledJob, act: Callable[[], object], world: int) -> float:
+def pause_of(job: Any, act: Callable[[], object], world: int) -> float:
     """The pause that an act has led to, from the last step of one group to the readiness for the next one's first."""
     before, since_s = job.log.read()[-1].step, time.time()
     known = len(job.handle.events())

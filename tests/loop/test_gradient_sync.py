@@ -53,7 +53,7 @@ def own_session() -> Iterator[None]:
 
 
 def test_a_model_trains_with_another_way_of_synchronising(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.parallel.wrapper.GradientEngine", Counting)
+    monkeypatch.setattr("elastic_ray.parallel.model_parts.GradientEngine", Counting)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = er.AdaptiveDataParallel(model, optimizer)

@@ -110,6 +110,11 @@ class GradientEngine:
         return self._in_force.plan
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy in force."""
+        return self.plan.strategy
+
+    @property
     def strategy_name(self) -> str:
         """Of the strategy in force."""
         return self.plan.strategy.name or "by hand"

@@ -79,5 +79,10 @@ def _describe(optimizer: torch.optim.Optimizer) -> OptimizerInfo:
         name=type(optimizer).__name__,
         takes_sparse=takes or isinstance(optimizer, torch.optim.SparseAdam),
         only_sparse=isinstance(optimizer, torch.optim.SparseAdam),
-        elementwise=type(optimizer) in _ELEMENTWISE,
+        elementwise=is_elementwise(optimizer),
     )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an element's update is known to depend on no other element of its tensor."""
+    return type(optimizer) in _ELEMENTWISE

@@ -34,7 +34,7 @@ def carry_out(
         CommunicationFailedError: the group broke; what was received by then is whole.
     """
     rank = communicator.rank
-    for peer in _peers(rank, communicator.world_size):
+    for peer in peers(rank, communicator.world_size):
         mine = sorted(move.tile for move in moves if (move.source, move.destination) == (rank, peer))
         theirs = sorted(move.tile for move in moves if (move.source, move.destination) == (peer, rank))
         for sends in (rank < peer, rank > peer):
@@ -49,7 +49,7 @@ def carry_out(
                     yield tile, trees[str(tile)]
 
 
-def _peers(rank: int, world_size: int) -> Iterator[int]:
+def peers(rank: int, world_size: int) -> Iterator[int]:
     """Whom a rank meets, round by round, so that each pair meets once, and both in the same round."""
     even = world_size + world_size % 2
     for number in range(even - 1):

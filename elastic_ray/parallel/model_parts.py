@@ -1,0 +1,132 @@
+"""How one wrapped model is kept on all ranks: whole on each, or in shards (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ray.parallel.run_view import ModelRun
+from elastic_ray.state.tree import ModuleState, Stateful
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.engine.gradient_engine import GradientEngine
+from elastic_ray.sync.engine.model_profile import is_elementwise
+from elastic_ray.sync.engine.trainable import Trainable, TrainedState
+from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+from elastic_ray.sync.sharded.model_tables import ModelTables
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+from elastic_ray.sync.statistics.noise import NoiseTracker
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeptModel:
+    """A model that is kept on all ranks.
+
+    Attributes:
+        sync: its gradients.
+        optimizer: what votes on updates and makes them.
+        model_state, optimizer_state: what travels and is saved.
+    """
+
+    sync: Any
+    optimizer: Any
+    model_state: Stateful
+    optimizer_state: Stateful
+
+
+class ModelParts:
+    """See the module's text.
+
+    Args:
+        run: that the model is trained in.
+        module: the model.
+        trainable: its trainable parameters.
+        optimizer: steps them.
+        statistics: of the gradients.
+        number: of the model, in the order in which the loop wraps them.
+        tables: its sharded tables.
+    """
+
+    def __init__(
+        self,
+        run: ModelRun,
+        module: torch.nn.Module,
+        trainable: Trainable,
+        optimizer: torch.optim.Optimizer,
+        statistics: GradientStatistics,
+        number: int,
+        tables: ModelTables,
+    ) -> None:
+        self._run, self._module, self._trainable, self._optimizer = run, module, trainable, optimizer
+        self._statistics, self._number, self._tables = statistics, number, tables
+
+    def replicated(
+        self,
+        builder: Any,
+        tracker: NoiseTracker,
+        grad_scale: Callable[[], float],
+        *,
+        check_finite: bool,
+        scaler: Any,
+    ) -> KeptModel:
+        """Whole on each rank.
+
+        Args:
+            builder: of the strategy.
+            tracker: of the noise scale.
+            grad_scale: AMP's present loss scale, 1 without AMP.
+            check_finite: whether to find out on which ranks gradients are NaN or infinite.
+            scaler: AMP's ``GradScaler``; None without AMP.
+        """
+        run, module, optimizer = self._run, self._module, self._optimizer
+        tiles = TiledOptimizer(run, module, optimizer, self._number)
+        tracker.read_from(tiles.denominators)
+        sync = GradientEngine(
+            run,
+            module,
+            self._trainable,
+            optimizer,
+            builder,
+            self._statistics,
+            grad_scale,
+            self._number,
+            check_finite=check_finite,
+            scaler=scaler,
+            tables=self._tables,
+            divided=tiles,
+        )
+        trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, tiles)
+        return KeptModel(sync, tiles, ModuleState(module), trained)
+
+    def sharded(self) -> KeptModel:
+        """In shards.
+
+        Raises:
+            StrategyError: the model has a sharded table as well, or its optimizer is not element-wise.
+        """
+        # Torch's side of it takes a second to load, which models that are not sharded need not wait for.
+        from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+        from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
+        from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
+        from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+
+        if self._tables:
+            raise StrategyError(
+                "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not served: use "
+                "torch.nn.Embedding, whose rows fully_shard divides among the ranks as well"
+            )
+        if not is_elementwise(self._optimizer):
+            raise StrategyError(
+                f"{type(self._optimizer).__name__} cannot step a sharded model: each rank steps its own rows, which is "
+                "right only where an element's update depends on no other element. Torch's SGD, Adam, AdamW, NAdam, "
+                "RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD are so"
+            )
+        run, module, optimizer = self._run, self._module, self._optimizer
+        collectives = ShardCollectives(run, self._number)
+        shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
+        sync = ShardedGradients(run, module, shards, collectives, self._number)
+        StateDicts(module, shards)
+        trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
+        return KeptModel(sync, shards, ShardedModelState(module, shards), trained)

@@ -1,0 +1,109 @@
+"""Which models are sharded, and what cannot be, or not trained so, said with the way out (torch).
+
+Every model is asked: torch's side of it, which takes a second to load, is not loaded for the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.spec import Strategy
+
+ALONE = ("elastic_ray_alone",)
+"""What the mesh is called that modules are sharded on before their model joins a run."""
+
+
+SHARDED = Strategy(name="fully_shard")
+"""What ``strategy`` of a sharded model is."""
+
+
+def is_sharded_model(module: nn.Module) -> bool:
+    """Whether some of a model's modules are sharded by torch's ``fully_shard``, ours or not."""
+    return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
+
+
+def check_module(module: nn.Module) -> str:
+    """What torch would say later or not at all; returns the kind of device of the parameters.
+
+    Raises:
+        ValueError: the module cannot be sharded.
+    """
+    name = type(module).__name__
+    if getattr(module, "elastic_ray_wraps", False):
+        raise ValueError(
+            "module must be a plain model, but got an AdaptiveDataParallel: call fully_shard first, on the model that "
+            "it wraps, then make the optimizer, and wrap last"
+        )
+    if hasattr(type(module), "_get_fsdp_state"):
+        raise ValueError(f"{name} is sharded already: call fully_shard once on each module")
+    params = {param: param_name for param_name, param in module.named_parameters()}
+    own = {param: param_name for param, param_name in params.items() if not hasattr(param, "to_local")}
+    for param, param_name in own.items():
+        if not param.dim() or not param.shape[0]:
+            raise ValueError(
+                f"{name}.{param_name} has the shape {tuple(param.shape)}, and parameters are cut along their first "
+                "dimension: give it one element at least in one dimension, as torch.nn.Parameter(torch.ones(1))"
+            )
+        if not param.is_contiguous():
+            raise ValueError(f"{name}.{param_name} is not contiguous in memory: make it so with .contiguous() before")
+        if param.is_meta:
+            raise ValueError(
+                f"{name}.{param_name} is on the meta device: give the model memory first (module.to_empty(device=...), "
+                "and initialise it), for each worker begins with the whole of it"
+            )
+    kinds = {param.dtype for param in own if param.requires_grad}
+    if len(kinds) > 1:
+        named = ", ".join(
+            f"{own[next(p for p in own if p.dtype == kind)]} is {kind}" for kind in sorted(kinds, key=str)
+        )
+        raise ValueError(
+            f"trained parameters that are sharded together must have one dtype, but in {name} {named}: shard the "
+            "modules of each dtype by themselves, or convert them; for computation in 16 bits see mp_policy"
+        )
+    devices = {param.device for param in params}
+    if len(devices) > 1:
+        raise ValueError(
+            f"{name} has parameters on {', '.join(sorted(map(str, devices)))}: move it to one device first"
+        )
+    return next(iter(devices)).type if devices else "cpu"
+
+
+def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: Any) -> None:
+    """Whether a model with sharded modules can be trained.
+
+    Raises:
+        StrategyError: it cannot be; the message says why, and the way out.
+        ValueError: the optimizer was made before the model was sharded.
+    """
+    outside = [name for name, param in module.named_parameters() if not hasattr(param, "to_local")]
+    stale = sum(1 for group in optimizer.param_groups for p in group["params"] if not hasattr(p, "to_local"))
+    if stale and not outside:
+        raise ValueError(
+            f"the optimizer holds {stale} parameters from before the model was sharded, which is trained no more: make "
+            "it after fully_shard(model), as torch.optim.AdamW(model.parameters())"
+        )
+    if outside:
+        raise StrategyError(
+            f"parts of the model are sharded, but {', '.join(outside[:5])} are not: call "
+            "elastic_ray.fully_shard(model) on the whole of it last, before the optimizer is made"
+        )
+    params: list[Any] = list(module.parameters())
+    if any(param.device_mesh.mesh_dim_names != ALONE for param in params):
+        raise StrategyError(
+            "the model is sharded over a group of its own, by torch's fully_shard or in a run before: build it anew "
+            "and shard it with elastic_ray.fully_shard, over the job's workers"
+        )
+    if strategy is not None:
+        raise StrategyError(
+            "strategy must be left out for a model whose parameters are sharded (elastic_ray.fully_shard): it says how "
+            f"whole replicas are kept together, but got {strategy!r:.80}"
+        )
+    if scaler is not None and scaler.is_enabled():
+        raise StrategyError(
+            "grad_scaler is not served for a sharded model: each rank would look for overflow in its own rows alone. "
+            "Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype="
+            "torch.bfloat16, reduce_dtype=torch.float32))"
+        )

@@ -1,0 +1,256 @@
+"""The collectives of a sharded model, in the present generation (torch).
+
+They wait as all others of a step do: until the generation is called off, or its timeout. From then on the step is lost,
+and what torch and user code still ask for in it is answered with numbers of the right size: no exception leaves
+``model(x)`` or ``backward()``, and the step is drawn again.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+
+_REDUCES = 1  # what is announced; see Intent.SHARDS
+
+
+class _Sequence:
+    """Which collective follows which, as far as all ranks have made them so; the same on all of them."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, set[int]] = {}
+        self._at = 0
+
+    def begin(self, place: int) -> None:
+        """A pass begins, as all ranks have agreed."""
+        self._at = place
+
+    def knows(self, code: int) -> bool:
+        """Whether this one has always come next so far."""
+        return self._next.get(self._at) == {code}
+
+    def note(self, code: int) -> None:
+        """It was made."""
+        self._next.setdefault(self._at, set()).add(code)
+        self._at = code
+
+
+class ShardCollectives:
+    """See the module's text.
+
+    Ranks whose models do different things, as one with a branch that follows from a rank's own samples, must not meet
+    in one collective. So a collective that has not always followed the one before is announced first. One that has is
+    not: a rank that waits in it says so, and the one that has come elsewhere hears of it there.
+
+    Args:
+        run: that the model is trained in.
+        number: of the model, in the order in which the loop wraps them.
+
+    Attributes:
+        weight: of this rank's gradients in those of the step.
+        own_is_finite: whether all gradients of the latest backward pass were on this rank.
+    """
+
+    def __init__(self, run: ShardRun, number: int) -> None:
+        self._run, self._number = run, number
+        self._entered: Callable[[], None] = lambda: None
+        self._sequence = _Sequence()
+        self.own_is_finite = True
+        self.weight = 1.0
+
+    def follow(self, entered: Callable[[], None]) -> None:
+        """Have this called before each collective that torch asks for."""
+        self._entered = entered
+
+    def enter_group(self) -> None:
+        """A group was entered, in which nothing is known of what follows what."""
+        self._sequence = _Sequence()
+
+    def begin(self, what: Announced) -> None:
+        """Begin a pass with all other ranks.
+
+        Raises:
+            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        """
+        self._run.consensus.agree_on(what)
+        self._sequence.begin(what.code)
+
+    def comes_next(self, what: str) -> None:
+        """What is to come is this on all ranks, as they have agreed, or agree now; ``reductions_started`` ends it.
+
+        Raises:
+            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        """
+        code, consensus = zlib.crc32(what.encode()), self._run.consensus
+        announced = Announced(Intent.SHARDS, self._number, code << 2 | _REDUCES)
+        if consensus.announce_reductions(announced, known=self._sequence.knows(code)):
+            consensus.agreed()
+        self._sequence.note(code)
+
+    def begin_pass(self, weight: float) -> None:
+        """A backward pass begins.
+
+        Args:
+            weight: share of this rank's samples in the step's mean gradient.
+        """
+        self.weight, self.own_is_finite = weight, True
+
+    def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
+        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails.
+
+        Args:
+            output, tensor: as above.
+            unit: number of the sharded module whose parameters they are; -1 for none.
+        """
+        self._entered()
+        output, tensor = output.detach(), tensor.detach()
+        if not self._carry_out(
+            f"gather {unit} {_like(tensor)}", lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor))
+        ):
+            # A step that is lost goes on with numbers of the right size, which zeros would not always be.
+            output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(self._run.group.world_size, -1))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
+        """This rank's part of the weighted sum of all ranks' ``tensor``; zeros if that fails.
+
+        Parts are added up in rank order, in single precision or that of the tensor, whichever is higher.
+        """
+        self._entered()
+        world = self._run.group.world_size
+        tensor.mul_(self.weight)
+        if not bool(tensor.isfinite().all()):
+            self.own_is_finite = False
+        parts = torch.empty_like(tensor)
+        if not self._carry_out(
+            f"scatter {unit} {_like(tensor)}", lambda: self._gradients.all_to_all(_bytes(parts), _bytes(tensor))
+        ):
+            output.zero_()
+            return
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        output.copy_(parts.view(world, -1).sum(0, dtype=wide))
+
+    def sum_up(self, tensor: Tensor, op: Any) -> None:
+        """A reduction over all ranks, in place; this rank's numbers if that fails.
+
+        Raises:
+            NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
+        """
+        self._entered()
+        kinds = {
+            dist.ReduceOp.SUM: "sum",
+            dist.ReduceOp.AVG: "mean",
+            dist.ReduceOp.MAX: "max",
+            dist.ReduceOp.MIN: "min",
+        }
+        kind = next((name for each, name in kinds.items() if op == each), None)
+        if kind is None:
+            raise NotImplementedError(
+                f"tensors of a sharded model are not reduced by {op}: use a sum, mean, max or min"
+            )
+        everyone = tensor.new_empty((self._run.group.world_size, *tensor.shape))
+        own = tensor.detach().contiguous()
+        if self._carry_out(f"{kind} {_like(own)}", lambda: self._gradients.all_gather(_bytes(everyone), _bytes(own))):
+            tensor.copy_(everyone.amax(0) if kind == "max" else everyone.amin(0) if kind == "min" else everyone.sum(0))
+            if kind == "mean":
+                tensor.div_(self._run.group.world_size)
+
+    def to_follower(self, tensors: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Tensors of this rank to the one that follows it, and those of the one before to here, in place.
+
+        Args:
+            tensors: of this rank.
+            received: as large as those of the rank before.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        group = self._run.group
+        world, rank = group.world_size, group.rank
+        sent, came = _joined(tensors), torch.empty(sum(each.nbytes for each in received), dtype=torch.uint8)
+        out, into = [0] * world, [0] * world
+        out[(rank + 1) % world], into[(rank - 1) % world] = sent.numel(), came.numel()
+        came = came.to(sent.device)
+        self._run.consensus.wait(self._gradients.all_to_all(came, sent, into, out))
+        offset = 0
+        for each in received:
+            each.copy_(came[offset : offset + each.nbytes].clone().view(each.dtype).view(each.shape))
+            offset += each.nbytes
+
+    @property
+    def _gradients(self) -> Any:
+        return self._run.group.communicator.gradients
+
+    def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
+        """Make a collective; False in a step that is lost, now or before.
+
+        Raises:
+            CommunicationFailedError: the group broke outside of steps.
+        """
+        ledger, consensus = self._run.ledger, self._run.consensus
+        if ledger.failed or ledger.replaying:
+            return False
+        try:
+            self.comes_next(what)
+            consensus.wait(start())
+            consensus.reductions_started()
+        except CommunicationFailedError as error:
+            if ledger.step is None:
+                raise
+            ledger.fail(str(error))
+            return False
+        return True
+
+
+class GatherShards:
+    """Torch's seam for its all-gathers, of the sharded module of this number."""
+
+    def __init__(self, collectives: ShardCollectives, unit: int) -> None:
+        self._collectives, self._unit = collectives, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        """Gather."""
+        self._collectives.gather(output_tensor, input_tensor, self._unit)
+
+
+class ScatterGradients:
+    """Torch's seam for its reduce-scatters; sums with weights take the place of means."""
+
+    def __init__(self, collectives: ShardCollectives, unit: int) -> None:
+        self._collectives, self._unit = collectives, unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Add up."""
+        self._collectives.reduce_scatter(output_tensor, input_tensor, self._unit)
+
+
+def _like(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {tensor.dtype}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor's memory: gloo does not know all types."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Their memory, one after the other."""
+    parts = [_bytes(each.detach().contiguous()) for each in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,224 @@
+"""Private fields of torch's ``fully_shard``: the only place that knows them (torch).
+
+Torch has no way to give a sharded module another group. Here its mesh and its shards are swapped in place, between two
+steps: modules, parameters and hooks stay the objects that they are. Written for torch 2.13; :func:`check_torch` finds
+out whether the torch that is installed has all the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
+
+_STATE = ("_state_ctx", "_fsdp_param_groups", "_is_root", "_training_state")
+_CONTEXT = ("post_backward_final_callback_queued", "iter_forward_root")
+_GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_training_state", "_to_sharded", "_reset_iter_state")
+_PARAM = (
+    *("mesh_info", "post_forward_mesh_info", "_shard_mesh", "_spmd_mesh", "_spmd_placements", "_sharding_spec"),
+    *("sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size", "_sharded_param_data"),
+    *("sharded_param", "all_gather_outputs", "_module_info", "_orig_size", "fsdp_placement", "mp_policy"),
+)
+_TENSOR = ("_local_tensor", "_spec")
+
+
+class UnknownTorchError(RuntimeError):
+    """The torch that is installed keeps the shards of a module in other fields than are known here."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ShardedParam:
+    """One parameter of a sharded module.
+
+    Attributes:
+        name: the first of its names in the model.
+        param: the user's object, a ``DTensor``.
+        shape: of the whole parameter.
+        field: what torch keeps of it.
+    """
+
+    name: str
+    param: nn.Parameter
+    shape: tuple[int, ...]
+    field: Any
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, in the memory that they have."""
+        return self.param._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """Their gradient."""
+        grad: Any = self.param.grad
+        return None if grad is None else grad._local_tensor
+
+
+def check_torch() -> None:
+    """Find out whether torch has the fields that are swapped here.
+
+    Raises:
+        UnknownTorchError: it has not; the message names them, and torch's version.
+    """
+    if missing := _missing_fields():
+        raise UnknownTorchError(
+            "elastic_ray.fully_shard swaps the shards of a module inside torch's fully_shard, whose fields it knows of "
+            f"torch 2.13; in torch {torch.__version__} there is no {', '.join(missing)}. Install torch 2.13, or shard "
+            'the optimizer state alone: AdaptiveDataParallel(model, optimizer, strategy="zero1")'
+        )
+
+
+@functools.cache
+def _missing_fields() -> tuple[str, ...]:
+    """What a small sharded module lacks; names with those of their classes."""
+    probe = nn.Linear(2, 2, bias=False)
+    torch_fully_shard(probe, mesh=mesh_of_one("cpu"))
+    return missing_fields(probe)
+
+
+def missing_fields(module: nn.Module) -> tuple[str, ...]:
+    """Fields that are used here and that a sharded module's parts have not, as ``Class.field``."""
+    found = list(_lacking(module, ("_get_fsdp_state",)))
+    if found:
+        return tuple(found)
+    for state in states_of(module):
+        found += _lacking(state, _STATE)
+        found += _lacking(getattr(state, "_state_ctx", None), _CONTEXT)
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            found += _lacking(group, _GROUP)
+            for field in getattr(group, "fsdp_params", ()):
+                found += _lacking(field, _PARAM)
+                found += _lacking(getattr(field, "sharded_param", None), _TENSOR)
+    return tuple(dict.fromkeys(found))
+
+
+def _lacking(target: object, names: Sequence[str]) -> Iterator[str]:
+    return (f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name))
+
+
+def states_of(module: nn.Module) -> list[Any]:
+    """What torch keeps of the sharded modules in a model, each once; the outermost first."""
+    found: dict[int, Any] = {}
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            state = each._get_fsdp_state()
+            found.setdefault(id(state), state)
+    return list(found.values())
+
+
+def units_of(module: nn.Module) -> list[FSDPModule]:
+    """The sharded modules in a model."""
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
+def groups_of(module: nn.Module) -> list[Any]:
+    """Parameters that are gathered together, as torch keeps them."""
+    return [group for state in states_of(module) for group in state._fsdp_param_groups]
+
+
+def params_of(module: nn.Module) -> list[ShardedParam]:
+    """The sharded parameters of a model, in its order."""
+    fields = {id(field.sharded_param): field for group in groups_of(module) for field in group.fsdp_params}
+    return [
+        ShardedParam(name, param, tuple(fields[id(param)]._orig_size), fields[id(param)])
+        for name, param in module.named_parameters()
+        if id(param) in fields
+    ]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a parameter is one of a sharded module."""
+    return isinstance(tensor, DTensor)
+
+
+def to_sharded(module: nn.Module) -> None:
+    """Have the model hold its shards, whatever was in progress: a lost step, or a pass without gradients."""
+    for state in states_of(module):
+        if state._is_root:
+            state._reset_iter_state()
+    for group in groups_of(module):
+        group._to_sharded()
+
+
+def is_backward_over(module: nn.Module) -> bool:
+    """Whether torch is through with a backward pass, whose last reductions it makes at the very end."""
+    return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
+
+
+def padded(param: ShardedParam, rows: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """Memory for a shard.
+
+    Args:
+        param: the parameter.
+        rows: that the shard has.
+        chunk: rows of the largest shard, to which torch fills all of them up.
+
+    Returns:
+        All of it, zero, and the rows in it.
+    """
+    whole = param.local.new_zeros((chunk, *param.shape[1:]))
+    return whole, whole.narrow(0, 0, rows)
+
+
+def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedParam, Tensor, Tensor]]) -> None:
+    """Have a model train in another group, with other shards; its parameters stay the objects that they are.
+
+    Args:
+        module: the model.
+        mesh: of the group.
+        shards: of each of its parameters: memory, and the rows in it, as :func:`padded` gives them.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    to_sharded(module)
+    info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    for group in groups_of(module):
+        _put(group, mesh_info=info, post_forward_mesh_info=None if group.post_forward_mesh_info is None else info)
+    for param, memory, rows in shards:
+        _swap(param, info, memory, rows)
+
+
+def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
+    """One parameter's mesh and shard."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    field = param.field
+    spec = DTensorSpec(info.mesh, field._spmd_placements, tensor_meta=field._sharding_spec.tensor_meta)
+    _put(
+        field,
+        mesh_info=info,
+        post_forward_mesh_info=None if field.post_forward_mesh_info is None else info,
+        _shard_mesh=info.mesh,
+        _spmd_mesh=info.mesh,
+        _sharding_spec=spec,
+        sharded_size=rows.size(),
+        contiguous_sharded_stride=make_contiguous_strides_for(rows.size()),
+        padded_sharded_param_size=memory.size(),
+        _sharded_param_data=memory.view(-1),
+        all_gather_outputs=[],
+    )
+    if hasattr(field, "_unsharded_param"):  # sized by the group
+        del field._unsharded_param
+    _put(param.param, _local_tensor=rows, _spec=spec, grad=None)
+
+
+def shard_like(param: Tensor, rows: Tensor) -> Tensor:
+    """Rows of this rank as a tensor that goes into the parameter's place."""
+    shard: Any = DTensor
+    return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
+
+
+def _put(target: Any, **fields: Any) -> None:
+    for name, value in fields.items():
+        setattr(target, name, value)

@@ -1,0 +1,191 @@
+"""The shards that a rank holds: rows of parameters, and what the optimizer keeps of them (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.state.tree import receive_state, send_state
+from elastic_ray.sync.optimizer_tiles.moves import peers
+from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of
+
+_VALUE = ""  # stands for the rows themselves among what an optimizer keeps
+
+Rows = dict[str, Any]
+"""Some rows of a parameter, and what the optimizer keeps of them, by name; tensors of the rows' shape are rows, too."""
+
+
+class Shard:
+    """One shard.
+
+    Attributes:
+        views: the rows of each parameter of which it has any, by the parameter's position.
+        states: what the optimizer keeps of each view.
+    """
+
+    def __init__(self) -> None:
+        self.views: dict[int, Parameter] = {}
+        self.states: dict[Parameter, State] = {}
+
+    def put(self, param: int, view: Parameter, state: State) -> None:
+        """Hold rows of a parameter."""
+        self.views[param], self.states[view] = view, state
+
+    def rows(self, param: int) -> Rows:
+        """All rows of a parameter that it has."""
+        view = self.views[param]
+        return {_VALUE: view.detach(), **self.states[view]}
+
+
+class HeldShards:
+    """See the module's text.
+
+    Args:
+        shapes: of the whole parameters.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.counts = [shape[0] for shape in shapes]
+        self.shards: dict[ShardId, Shard] = {}
+
+    def keep(self, shards: Mapping[ShardId, Shard]) -> None:
+        """Hold these, and no others."""
+        self.shards = dict(shards)
+
+    def take(self, move: Sequence[tuple[Piece, Rows]], shard: ShardId, place: Callable[[Piece], Tensor]) -> Shard:
+        """A shard made of what is held and of what was received.
+
+        Args:
+            move: rows that were received.
+            shard: which shard.
+            place: gives memory for rows of a parameter.
+        """
+        made = Shard()
+        for piece in pieces_of(self.counts, shard):
+            parts = self._parts(piece, [each for each in move if each[0].param == piece.param])
+            rows = {key: _own(value) for key, value in joined(parts).items()}
+            view = place(piece)
+            view.copy_(rows.pop(_VALUE))
+            made.put(piece.param, Parameter(view, requires_grad=False), rows)
+        return made
+
+    def _parts(self, piece: Piece, received: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Rows]]:
+        """Parts of a piece that follow each other, each cut from what has it."""
+        sources = [*self._all_rows(piece.param), *received]
+        found: list[tuple[Piece, Rows]] = []
+        at = piece.start
+        while at < piece.stop:
+            have = [each for each in sources if each[0].start <= at < each[0].stop]
+            if not have:
+                raise AssertionError(f"row {at} of parameter {piece.param} is neither held nor was it received")
+            source, rows = max(have, key=lambda each: each[0].stop)
+            part = Piece(piece.param, at, min(piece.stop, source.stop))
+            found.append((part, cut(rows, source, part)))
+            at = part.stop
+        return found
+
+    def _all_rows(self, param: int) -> Iterator[tuple[Piece, Rows]]:
+        for shard, held in self.shards.items():
+            for piece in pieces_of([0] * param + [self.counts[param]], shard):
+                yield piece, held.rows(param)
+
+    def give(self, piece: Piece) -> Rows:
+        """Rows that are held."""
+        return joined(self._parts(piece, ()))
+
+    def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
+        """A whole parameter, and the optimizer's state of it, of memory of its own on the CPU."""
+        mine = [each for each in received if each[0].param == param]
+        parts = self._parts(Piece(param, 0, self.counts[param]), mine)
+        rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
+        return rows.pop(_VALUE), rows
+
+
+def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
+    """A part of some rows; it shares memory with them."""
+    first, count = piece.start - source.start, piece.stop - piece.start
+    like = rows[_VALUE].shape
+    return {
+        key: value.narrow(0, first, count) if isinstance(value, Tensor) and value.shape == like else value
+        for key, value in rows.items()
+    }
+
+
+def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
+    """Rows that follow each other, as one; of one part alone as they are, unless they are to be ``copies``."""
+    (_, first), *_ = parts
+    like = first[_VALUE].shape
+    found: Rows = {}
+    for key, value in first.items():
+        if not isinstance(value, Tensor):
+            found[key] = value
+        elif value.shape == like:
+            pieces = [rows[key] for _, rows in parts]
+            found[key] = torch.cat(pieces) if len(pieces) > 1 or copies else pieces[0]
+        else:
+            found[key] = value.clone()
+    return found
+
+
+def _own(value: Any) -> Any:
+    """A tensor that keeps no larger one in memory."""
+    if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
+
+
+def _on_cpu(rows: Rows) -> Rows:
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in rows.items()}
+
+
+def carry_out(
+    communicator: Communicator, moved: Sequence[RowMove], give: Callable[[Piece], Rows]
+) -> list[tuple[Piece, Rows]]:
+    """Send rows to ranks that lack them; all ranks call it with the same moves. One message for each pair of ranks.
+
+    Args:
+        communicator: the group.
+        moved: which rows.
+        give: rows that this rank holds.
+
+    Returns:
+        What this rank has received.
+
+    Raises:
+        CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
+    """
+    rank, pairs = communicator.rank, by_pair(moved)
+    found: list[tuple[Piece, Rows]] = []
+    for peer in peers(rank, communicator.world_size):
+        mine, theirs = pairs.get((rank, peer), ()), pairs.get((peer, rank), ())
+        for sends in (rank < peer, rank > peer):
+            if sends and mine:
+                send_state(communicator, peer, {_name(piece): give(piece) for piece in mine})
+            elif not sends and theirs:
+                trees, _ = receive_state(communicator, peer, lambda key: None)
+                found += _checked(communicator, peer, theirs, trees)
+    return found
+
+
+def _name(piece: Piece) -> str:
+    return f"{piece.param}:{piece.start}:{piece.stop}"
+
+
+def _checked(
+    communicator: Communicator, peer: int, wanted: Sequence[Piece], trees: Mapping[str, Any]
+) -> list[tuple[Piece, Rows]]:
+    """What a peer has sent, if it is what was agreed on."""
+    found = [(piece, trees.get(_name(piece))) for piece in wanted]
+    for piece, rows in found:
+        value = rows.get(_VALUE) if isinstance(rows, dict) else None
+        if not isinstance(value, Tensor) or value.shape[:1] != (piece.stop - piece.start,):
+            communicator.mark_broken()
+            raise CommunicationFailedError(f"rank {peer} sent other rows than was agreed on")
+    return [(piece, rows) for piece, rows in found if rows is not None]

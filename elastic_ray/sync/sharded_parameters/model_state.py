@@ -1,0 +1,113 @@
+"""Parameters and buffers of a sharded model, as they travel and are saved (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ray.sync.sharded_parameters.fsdp_fields import is_sharded, shard_like
+from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+
+
+class ShardedModelState:
+    """See the module's text: ranks that join get buffers; rows they get as shards. A checkpoint has whole parameters.
+
+    Args:
+        module: the model.
+        optimizer: its parameters.
+    """
+
+    in_place = False
+
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
+        self._module, self._optimizer = module, optimizer
+
+    def capture(self) -> Any:
+        """Buffers."""
+        return {"buffers": dict(self._module.named_buffers())}
+
+    def capture_to_save(self) -> Any:
+        """Whole parameters as well, where this rank has them."""
+        whole = self._optimizer.gathered_whole()
+        names = [each.name for each in self._optimizer.params]
+        found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}
+        return {**self.capture(), **found}
+
+    def capture_to_keep(self) -> Any:
+        """What all hold: this rank's rows are kept with the optimizer's state."""
+        return self.capture()
+
+    @torch.no_grad()
+    def restore(self, tree: Any) -> None:
+        """Take over.
+
+        Raises:
+            RuntimeError: it is of another model.
+        """
+        buffers = dict(self._module.named_buffers())
+        if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
+            raise RuntimeError(
+                "train_loop_per_worker must build the same model on every worker, and shard it "
+                "(elastic_ray.fully_shard) on every one or on none"
+            )
+        for name, buffer in buffers.items():
+            buffer.copy_(tree["buffers"][name])
+        if "parameters" in tree:
+            self._optimizer.take_whole(tree["parameters"])
+
+
+def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
+    """Before a sharded module loads a state dict: whole parameters in it become this rank's rows; see torch's hooks."""
+    for name, param in module.named_parameters():
+        value = state_dict.get(prefix + name)
+        if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
+            continue  # what does not fit torch tells of
+        mesh: Any = param.device_mesh  # type: ignore[attr-defined]
+        parts = list(torch.chunk(value, mesh.size()))
+        rank = mesh.get_group().rank()
+        rows = parts[rank] if rank < len(parts) else value[:0]
+        state_dict[prefix + name] = shard_like(param, rows.to(param.device))
+
+
+class StateDicts:
+    """Has ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them.
+
+    Args:
+        module: the model.
+        optimizer: its parameters.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+        hooked: Any = module
+        hooked.register_state_dict_post_hook(lambda *arguments: self._give(*arguments))
+        taking = hooked.register_load_state_dict_pre_hook(self._take)
+        # Before the one that cuts this rank's rows out: the rank that follows needs them, too.
+        hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
+
+    def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        """Whole parameters in place of rows, where this rank has them; see torch's hooks."""
+        sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}
+        if not sharded:
+            return
+        names = {id(each.param): each.name for each in self._optimizer.params}
+        known = {
+            prefix + name: names[id(param)]
+            for name, param in module.named_parameters(remove_duplicate=False)
+            if id(param) in names
+        }
+        whole = self._optimizer.whole_params()
+        for name in sharded & known.keys():
+            if known[name] in whole:
+                state_dict[name] = whole[known[name]]
+            else:
+                del state_dict[name]
+
+    def _take(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        for each in self._optimizer.params:
+            value = state_dict.get(prefix + each.name)
+            if isinstance(value, Tensor) and not is_sharded(value) and tuple(value.shape) == each.shape:
+                self._optimizer.load_param(each.name, value)

@@ -1,0 +1,99 @@
+"""An update that a rank has voted for and of which it does not know whether it is decided (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.optimizer_tiles.swapped import swapped
+from elastic_ray.sync.sharded_parameters.held_shards import Shard
+
+
+class ShardUpdate:
+    """An update of shards: which parameters they are parts of, and by what gradients.
+
+    Args:
+        optimizer: makes it.
+        hidden: ``id`` of the user's parameters, in whose place the optimizer steps rows of shards.
+        groups: position of each parameter's group in the optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, hidden: Sequence[int], groups: Mapping[int, int]) -> None:
+        self._optimizer, self._hidden, self._groups = optimizer, hidden, groups
+
+    def make(self, shards: Sequence[tuple[Shard, Mapping[int, Tensor]]], apply: Callable[[], Any]) -> Any:
+        """Make it.
+
+        Args:
+            shards: each with the gradients of its rows, by the parameter's position; without those that have none.
+            apply: the optimizer's own step.
+        """
+        shown: list[tuple[Parameter, int]] = []
+        states: dict[Parameter, State] = {}
+        for shard, grads in shards:
+            for param, grad in grads.items():
+                view = shard.views[param]
+                view.requires_grad_(True)
+                view.grad = grad
+                shown.append((view, self._groups[param]))
+                states[view] = shard.states[view]
+        with swapped(self._optimizer, self._hidden, shown, states):
+            result = apply()
+        for shard, grads in shards:
+            for param in grads:
+                view = shard.views[param]
+                view.grad = None
+                shard.put(param, view, states[view])
+        return result
+
+
+class PendingShards:
+    """See the module's text: what it takes to make an update later, when it is heard to be decided.
+
+    By then the optimizer may have the options of a later step, and the gradients are gone.
+
+    Args:
+        optimizer: makes it.
+        update: how.
+        shards: as of ``ShardUpdate.make``; gradients are copied.
+        key: of the update.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        update: ShardUpdate,
+        shards: Sequence[tuple[Shard, Mapping[int, Tensor]]],
+        key: tuple[int, int],
+    ) -> None:
+        self.key = key
+        self._optimizer, self._update = optimizer, update
+        self._shards = [(shard, {param: grad.clone() for param, grad in grads.items()}) for shard, grads in shards]
+        self._options = _options(optimizer)
+
+    def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
+        """Make the update, as other ranks have.
+
+        Args:
+            apply: the optimizer's own step.
+            rates: learning rates that they have made it with.
+        """
+        groups, before = self._optimizer.param_groups, _options(self._optimizer)
+        try:
+            for group, options in zip(groups, self._options, strict=True):
+                group.update(options)
+            for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
+                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+            self._update.make(self._shards, apply)
+        finally:
+            for group, options in zip(groups, before, strict=True):
+                group.update(options)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

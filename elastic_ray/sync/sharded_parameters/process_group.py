@@ -1,0 +1,123 @@
+"""What a sharded model's tensors take for their process group: ranks, and collectives that are ours (torch).
+
+Torch's own ``ProcessGroup`` of a generation would block in a collective whose peer is gone, and raise inside user code.
+This one has no connections: what user code asks of sharded tensors (``clip_grad_norm_``, ``full_tensor()``) comes by
+here, and goes on as a collective of the present generation, or as none in a step that is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic_ray.sync.sharded_parameters.checks import ALONE
+
+_NUMBERS = itertools.count()
+_ALONE: dict[str, DeviceMesh] = {}
+_MAKING = threading.Lock()
+
+
+class ModelCollectives(Protocol):
+    """Collectives among the ranks of the present generation."""
+
+    def sum_up(self, tensor: Tensor, op: Any) -> None:
+        """A reduction over all ranks, in place."""
+
+    def gather(self, output: Tensor, tensor: Tensor) -> None:
+        """Every rank's tensor, in rank order."""
+
+
+class _Done(dist._Work):  # type: ignore[name-defined,misc]
+    """Work that is over."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class ShardGroup(dist.ProcessGroup):
+    """See the module's text.
+
+    Args:
+        rank: of this process.
+        world_size: ranks.
+        collectives: makes them; None for a group of one.
+    """
+
+    def __init__(self, rank: int, world_size: int, collectives: ModelCollectives | None) -> None:
+        super().__init__(rank, world_size)  # type: ignore[call-arg]
+        self._collectives = collectives
+
+    def getBackendName(self) -> str:
+        """For torch."""
+        return "elastic_ray"
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """For torch: in place."""
+        if self._collectives is None:
+            return _Done()
+        for tensor in tensors:
+            self._collectives.sum_up(tensor, getattr(options, "reduceOp", dist.ReduceOp.SUM))
+        return _Done()
+
+    def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
+        """For torch: ``full_tensor()`` of a sharded tensor, for instance."""
+        if self._collectives is None:
+            output.copy_(tensor.reshape(output.shape))
+        else:
+            self._collectives.gather(output, tensor)
+        return _Done()
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
+        """For torch: several of them."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.all_gather_single(output, tensor)
+        return _Done()
+
+    # Other names that torch has for the same.
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
+
+
+def make_mesh(
+    device_type: str, rank: int, world_size: int, collectives: ModelCollectives | None, *, name: str = ""
+) -> DeviceMesh:
+    """A mesh that no other equals: torch remembers what it has worked out for a mesh, and takes an equal one for it.
+
+    Args:
+        device_type: as ``"cpu"``.
+        rank: of this process.
+        world_size: ranks.
+        collectives: among them; None for a group of one.
+        name: of it, another than all others'; one is made up where none is given.
+    """
+    name = name or f"elastic_ray_{next(_NUMBERS)}"
+    mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
+    group = ShardGroup(rank, world_size, collectives)
+    _register_process_group(name, group)  # type: ignore[arg-type]
+    for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):
+        setattr(mesh, field, value)
+    return mesh
+
+
+def forget_mesh(mesh: DeviceMesh) -> None:
+    """No tensor is of this mesh any more."""
+    for name in mesh._dim_group_names:
+        _unregister_process_group(name)
+
+
+def mesh_of_one(device_type: str) -> DeviceMesh:
+    """The mesh that modules are sharded on before their model joins a run: this process alone."""
+    with _MAKING:
+        if device_type not in _ALONE:
+            _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])
+        return _ALONE[device_type]

@@ -1,0 +1,227 @@
+"""Which rows of which parameters each rank holds, and which move when the group changes (pure).
+
+Torch cuts each parameter along its first dimension as ``torch.chunk`` does: in a group of ``W`` ranks, rank ``r`` owns
+rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two
+numbers, the size of the group and its place in it. Each shard lies with two ranks: its owner, and the rank that follows
+it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+COPIES = 2
+"""Ranks that hold each shard, in a group of so many or more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class ShardId:
+    """A shard of the whole model.
+
+    Attributes:
+        world: ranks of the group that it was cut for; 1 or more.
+        index: its place, from 0 to ``world - 1``.
+    """
+
+    world: int
+    index: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.world:
+            raise ValueError(
+                f"index must be from 0 to {self.world - 1} in a group of {self.world}, but got {self.index}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Piece:
+    """Rows of one parameter.
+
+    Attributes:
+        param: position of the parameter in the model.
+        start, stop: first row, and the one behind the last; ``start < stop``.
+    """
+
+    param: int
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class RowMove:
+    """Rows that one rank sends to another."""
+
+    source: int
+    destination: int
+    piece: Piece
+
+
+def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
+    """First row of a shard, and the one behind its last, of a parameter with so many; the same twice for none."""
+    each = -(-rows // shard.world)
+    return min(rows, shard.index * each), min(rows, (shard.index + 1) * each)
+
+
+def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
+    """What a shard holds, without parameters of which it has no row.
+
+    Args:
+        rows: of each parameter.
+        shard: it.
+    """
+    ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
+    return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
+
+
+def shards_of(world: int, rank: int) -> tuple[ShardId, ...]:
+    """What a rank holds in a group: its own shard first, then that of the rank before, which it follows."""
+    return tuple(ShardId(world, (rank - i) % world) for i in range(min(COPIES, world)))
+
+
+def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
+    """By parameter, the ranges of rows that some shards hold together; in order, apart from each other."""
+    found: list[list[tuple[int, int]]] = []
+    shards = sorted(shards)
+    for count in rows:
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(rows_of(count, shard) for shard in shards):
+            if start == stop:
+                continue
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+            else:
+                merged.append((start, stop))
+        found.append(merged)
+    return found
+
+
+def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]:
+    """Rows that no rank holds.
+
+    Args:
+        rows: of each parameter.
+        held: the shards of each rank, which may be of several layouts.
+    """
+    have = covered(rows, {shard for mine in held for shard in mine})
+    return tuple(
+        Piece(param, start, stop)
+        for param, count in enumerate(rows)
+        for start, stop in _without((0, count), have[param])
+    )
+
+
+def moves(
+    rows: Sequence[int], held: Sequence[Set[ShardId]], widths: Sequence[int] | None = None
+) -> tuple[RowMove, ...]:
+    """What each rank receives so that it holds its two shards of the present group; nothing that it has already.
+
+    Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
+
+    Args:
+        rows: of each parameter.
+        held: the shards of each rank of the present group.
+        widths: elements of a row of each parameter; 1 by default.
+
+    Raises:
+        ValueError: no rank holds some rows; see :func:`lost`.
+    """
+    world = len(held)
+    widths = widths or [1] * len(rows)
+    have = [covered(rows, mine) for mine in held]
+    sent = [0] * world
+    found: list[RowMove] = []
+    for destination in range(world):
+        for param, count in enumerate(rows):
+            wanted = covered([count], shards_of(world, destination))[0]
+            for each in wanted:
+                for missing in _without(each, have[destination][param]):
+                    found += _from_holders(
+                        param, missing, [ranges[param] for ranges in have], destination, sent, widths
+                    )
+    return tuple(found)
+
+
+def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tuple[ShardId, int, int], ...]:
+    """What is given to ranks that stay, so that after the others have left a loss of one more loses nothing.
+
+    Args:
+        held: the shards of each rank.
+        stays: whether a rank does; at least one.
+
+    Returns:
+        Shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
+        those in turn that have received the fewest.
+    """
+    staying = [rank for rank, stay in enumerate(stays) if stay]
+    if not staying:
+        raise ValueError(f"one rank at least must stay, but all {len(stays)} leave")
+    load = dict.fromkeys(staying, 0)
+    given: list[tuple[ShardId, int, int]] = []
+    for shard in sorted({shard for mine in held for shard in mine}):
+        holders = [rank for rank, mine in enumerate(held) if shard in mine]
+        source = min(holders, key=lambda rank: (stays[rank], rank))
+        have = [rank for rank in holders if stays[rank]]
+        while len(have) < min(COPIES, len(staying)):
+            destination = min((each for each in staying if each not in have), key=lambda each: (load[each], each))
+            load[destination] += 1
+            have.append(destination)
+            given.append((shard, source, destination))
+    return tuple(given)
+
+
+def to_code(shard: ShardId) -> int:
+    """A shard as a number above 0, for :func:`from_code`."""
+    return shard.world << 20 | shard.index
+
+
+def from_code(code: int) -> ShardId:
+    """The inverse of :func:`to_code`; raises ValueError for what is no shard."""
+    return ShardId(code >> 20, code & ((1 << 20) - 1))
+
+
+def _without(each: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a range that lie in none of others, which are in order."""
+    first, last = each
+    found = []
+    for start, stop in ranges:
+        if stop <= first or start >= last:
+            continue
+        if start > first:
+            found.append((first, start))
+        first = max(first, stop)
+    if first < last:
+        found.append((first, last))
+    return found
+
+
+def _from_holders(
+    param: int,
+    missing: tuple[int, int],
+    have: Sequence[Sequence[tuple[int, int]]],
+    destination: int,
+    sent: list[int],
+    widths: Sequence[int],
+) -> list[RowMove]:
+    """Moves of missing rows, in as few pieces as their holders allow."""
+    first, last = missing
+    edges = {edge for ranges in have for each in ranges for edge in each if first < edge < last}
+    found: list[RowMove] = []
+    for start, stop in zip([first, *sorted(edges)], [*sorted(edges), last], strict=True):
+        holders = [r for r, ranges in enumerate(have) if any(a <= start and stop <= b for a, b in ranges)]
+        if not holders:
+            raise ValueError(
+                f"every row must have a holder, but rows {start} to {stop - 1} of parameter {param} have none"
+            )
+        source = min(holders, key=lambda rank: (sent[rank], rank))
+        sent[source] += (stop - start) * widths[param]
+        found.append(RowMove(source, destination, Piece(param, start, stop)))
+    return found
+
+
+def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
+    """What each pair of ranks (source, destination) exchanges, in order."""
+    found: dict[tuple[int, int], list[Piece]] = {}
+    for move in moved:
+        found.setdefault((move.source, move.destination), []).append(move.piece)
+    return {pair: tuple(sorted(pieces)) for pair, pieces in found.items()}

@@ -1,0 +1,267 @@
+"""Shards of one model between ranks: what this one holds, and how it comes to hold what it is to (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.state.layout import ReplicasDifferError
+from elastic_ray.state.replicas import sum_of_bits
+from elastic_ray.sync.optimizer_tiles.moves import StateLostError
+from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
+from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam, adopt, padded, params_of
+from elastic_ray.sync.sharded_parameters.held_shards import HeldShards, Rows, Shard, carry_out
+from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
+from elastic_ray.sync.sharded_parameters.row_layout import (
+    Piece,
+    RowMove,
+    ShardId,
+    from_code,
+    hand_over,
+    lost,
+    moves,
+    pieces_of,
+    rows_of,
+    shards_of,
+    to_code,
+)
+
+Whole = dict[int, tuple[Tensor, State]]
+"""Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""
+
+_WHOLE = ShardId(1, 0)
+
+
+class ShardHolder:
+    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+
+    Args:
+        module: the model, sharded on a mesh of one.
+        optimizer: steps its parameters.
+        number: of the model, in the order in which the loop wraps them.
+        collectives: of the model.
+
+    Attributes:
+        params: of the model, in its order.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
+    ) -> None:
+        self._module, self._optimizer, self._number, self._collectives = module, optimizer, number, collectives
+        self.params: list[ShardedParam] = params_of(module)
+        self._held = HeldShards([each.shape for each in self.params])
+        self._layout = _WHOLE
+        self._mesh: Any = None
+        self._workers: tuple[str, ...] = ()
+        self._hold_whole()
+
+    def _hold_whole(self) -> None:
+        """The whole model is here, and with it what the optimizer knows so far."""
+        shard = Shard()
+        for place, each in enumerate(self.params):
+            shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
+        self._layout = _WHOLE
+        self._held.keep({_WHOLE: shard})
+
+    def _state_of(self, param: ShardedParam) -> State:
+        """What the optimizer has of a whole parameter; it has it no more."""
+        state = self._optimizer.state.pop(param.param, {})
+        return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
+
+    @property
+    def mine(self) -> tuple[Shard, ...]:
+        """The shards of the present layout: this rank's own first, then the one that it follows, where there is one."""
+        return tuple(self._held.shards[each] for each in shards_of(self._layout.world, self._layout.index))
+
+    @property
+    def holds(self) -> bool:
+        """Whether anything is held."""
+        return bool(self._held.shards)
+
+    def drop(self) -> None:
+        """Nothing is held, and others hold what counts."""
+        self._held.keep({})
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def look_around(self, communicator: Communicator, *, opened: bool) -> tuple[list[set[ShardId]], bool]:
+        """What all ranks hold, and whether one is ``opened``; all call it.
+
+        Raises:
+            StateLostError: no rank holds some rows; raised on every rank.
+        """
+        own = sorted(to_code(shard) for shard in self._held.shards)
+        rows = [own]
+        if communicator.world_size > 1:
+            sizes = communicator.gather_ints([len(own), int(opened)])
+            most = max(size for size, _ in sizes)
+            told = communicator.gather_ints([*own, *[0] * (most - len(own))])
+            rows = [row[:size] for row, (size, _) in zip(told, sizes, strict=True)]
+            opened = any(is_open for _, is_open in sizes)
+        everyone = [{from_code(code) for code in row} for row in rows]
+        if gone := lost(self._held.counts, everyone):
+            raise StateLostError(self._lost_text(gone))
+        return everyone, opened
+
+    def arrange(self, group: TileGroup, everyone: Sequence[set[ShardId]]) -> None:
+        """Hold what this rank is to hold in a group.
+
+        Args:
+            group: it.
+            everyone: the shards of each of its ranks.
+        """
+        held = self._held
+        widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
+        sent = moves(held.counts, everyone, widths)
+        received = carry_out(group.communicator, sent, held.give) if sent else []
+        mine = shards_of(group.world_size, group.rank)
+        memory = self._memory(group)
+        made = {mine[0]: held.take(received, mine[0], lambda piece: memory[piece.param][1])}
+        made |= {each: held.take(received, each, self._place) for each in mine[1:]}
+        # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
+        held.keep(held.shards | made)
+        if group.world_size > 1:
+            group.communicator.gather_ints([1])
+        held.keep(made)
+        self._layout = mine[0]
+        self._workers = tuple(member.worker for member in group.members)
+        before = self._mesh
+        self._mesh = make_mesh(self.params[0].local.device.type, group.rank, group.world_size, self._collectives)
+        adopt(self._module, self._mesh, [(param, *memory[place]) for place, param in enumerate(self.params)])
+        if before is not None:
+            forget_mesh(before)
+
+    def _memory(self, group: TileGroup) -> list[tuple[Tensor, Tensor]]:
+        """For the rows that this rank owns in a group: the model's."""
+        found = []
+        for count, param in zip(self._held.counts, self.params, strict=True):
+            start, stop = rows_of(count, ShardId(group.world_size, group.rank))
+            _, chunk = rows_of(count, ShardId(group.world_size, 0))
+            found.append(padded(param, stop - start, chunk))
+        return found
+
+    def _place(self, piece: Piece) -> Tensor:
+        """Memory for rows that this rank follows."""
+        param = self.params[piece.param]
+        return param.local.new_empty((piece.stop - piece.start, *param.shape[1:]))
+
+    def _lost_text(self, gone: Sequence[Piece]) -> str:
+        rows = sum(piece.stop - piece.start for piece in gone)
+        whose = f" in the group of {', '.join(self._workers)}" if self._workers else ""
+        return (
+            f"{rows / sum(self._held.counts):.0%} of the rows of parameters of model {self._number} were lost{whose}: "
+            "each row lies with two workers that follow each other, and none that lives has these"
+        )
+
+    def hand_over(self, group: TileGroup, stays: Sequence[bool]) -> None:
+        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        world, counts = group.world_size, self._held.counts
+        given = hand_over([set(shards_of(world, rank)) for rank in range(world)], stays)
+        sent = [
+            RowMove(source, destination, piece)
+            for shard, source, destination in given
+            for piece in pieces_of(counts, shard)
+        ]
+        received = carry_out(group.communicator, sent, self._held.give) if sent else []
+        for shard, _, destination in given:
+            if destination == group.rank:
+                self._held.shards[shard] = self._held.take(received, shard, self._place)
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    def compare(self, communicator: Communicator) -> None:
+        """Whether each rank's shard is, bit by bit, what the rank that follows it has.
+
+        Raises:
+            ReplicasDifferError: it is not; raised on every rank.
+        """
+        sums = [sum(int(sum_of_bits(view)) for view in shard.views.values()) for shard in self.mine]
+        rows = communicator.gather_ints([each & ((1 << 62) - 1) for each in sums])
+        bad = [rank for rank, (own, _) in enumerate(rows) if rows[(rank + 1) % len(rows)][1] != own]
+        if bad:
+            raise ReplicasDifferError(
+                f"rows of parameters that rank {bad[0]} owns differ from those that rank {(bad[0] + 1) % len(rows)} "
+                f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
+                "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
+                "back) reaches only the rows that a rank owns. Change them by load_state_dict(), on all ranks"
+            )
+
+    def collect(self, group: TileGroup) -> Whole | None:
+        """The whole on rank 0; None elsewhere. All ranks call it."""
+        world, counts = group.world_size, self._held.counts
+        needed = [ShardId(world, rank) for rank in range(world) if ShardId(world, rank) not in shards_of(world, 0)]
+        sent = [RowMove(each.index, 0, piece) for each in needed for piece in pieces_of(counts, each)]
+        received = carry_out(group.communicator, sent, self._held.give) if sent else []
+        return self.whole(received) if group.rank == 0 else None
+
+    def whole(self, received: Sequence[tuple[Piece, Rows]] = ()) -> Whole:
+        """The whole of what is held, and of what was received."""
+        return {place: self._held.whole(place, received) for place in range(len(self.params))}
+
+    @torch.no_grad()
+    def take_param(self, place: int, value: Tensor) -> None:
+        """A whole parameter is given anew: take over the rows that this rank holds."""
+        for shard, held in self._held.shards.items():
+            if place in held.views:
+                start, stop = rows_of(self._held.counts[place], shard)
+                held.views[place].copy_(value[start:stop])
+
+    def take_states(self) -> None:
+        """The optimizer was given whole states: keep those of the rows that this rank holds."""
+        for place, each in enumerate(self.params):
+            state = self._state_of(each)
+            for shard, held in self._held.shards.items():
+                if place in held.views:
+                    start, stop = rows_of(self._held.counts[place], shard)
+                    held.put(place, held.views[place], _rows_of_state(state, each.shape, start, stop))
+
+    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+        """Hold the whole model, with these parameters; states follow by :meth:`take_states`.
+
+        Raises:
+            RuntimeError: a parameter has another shape.
+        """
+        shard = Shard()
+        for place, each in enumerate(self.params):
+            there = tuple(values[each.name].shape)
+            if there != each.shape:
+                raise RuntimeError(f"parameter {each.name!r} is {each.shape} here and {there} there")
+            value = values[each.name].to(each.local.device, each.local.dtype, copy=True)
+            shard.put(place, Parameter(value, requires_grad=False), {})
+        self._held.keep({_WHOLE: shard})
+
+    def to_keep(self) -> dict[str, Any]:
+        """The shards that this rank holds, for a rerun in this process."""
+        return {
+            str(to_code(shard)): {str(place): held.rows(place) for place in held.views}
+            for shard, held in self._held.shards.items()
+        }
+
+    def take_kept(self, kept: Mapping[str, Any]) -> None:
+        """Hold what :meth:`to_keep` gave in a run before."""
+        shards: dict[ShardId, Shard] = {}
+        for code, pieces in kept.items():
+            shard = Shard()
+            for place, rows in pieces.items():
+                state = {key: value for key, value in rows.items() if key}
+                shard.put(int(place), Parameter(rows[""], requires_grad=False), state)
+            shards[from_code(int(code))] = shard
+        self._held.keep(shards)
+
+
+def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
+    """A parameter's state cut to some of its rows, in memory of its own."""
+    return {
+        key: (value[start:stop] if tuple(value.shape) == shape else value).clone()
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }

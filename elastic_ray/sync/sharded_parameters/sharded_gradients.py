@@ -1,0 +1,365 @@
+"""Gradients of one sharded model: torch gathers, computes and scatters; what surrounds it is here (torch).
+
+When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with replicated
+models, ranks say what they are about to do before collectives, agree on the step while they reduce, and leave a lost
+step without an exception in user code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.state.layout import digest
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.sharded_parameters.checks import SHARDED
+from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
+from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, units_of
+from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
+from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+from elastic_ray.sync.spec import Strategy
+
+_NO_STRATEGY = (
+    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
+    "kept together: leave strategy= and set_strategy() out, or do not shard the model"
+)
+_OUTSIDE = (
+    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
+    "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
+    "group cannot change between them. Iterate an AdaptiveDataLoader instead"
+)
+
+
+class ShardedGradients:
+    """See the module's text, and ``GradientSync``, which this is.
+
+    Args:
+        run: that the model is trained in.
+        module: the model.
+        optimizer: its parameters, and the state of the user's optimizer.
+        collectives: of the model.
+        number: of the model, in the order in which the loop wraps them.
+    """
+
+    def __init__(
+        self, run: ShardRun, module: nn.Module, optimizer: ShardedOptimizer, collectives: ShardCollectives, number: int
+    ) -> None:
+        self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
+        self._collectives = collectives
+        self._step: StepView | None = None
+        self._task = -1  # autograd's number of the backward pass in progress
+        self._reduces = self._warned = False
+        self._waits = False  # gradients of a step wait for the optimizer
+        self._micro_steps = MicroSteps(self._gradients)
+        self.nonfinite_ranks: list[int] | None = None
+        collectives.follow(self.entered)
+        module.register_forward_hook(self._after_forward)
+        for number, unit in enumerate(units_of(module)):
+            unit.set_custom_all_gather(GatherShards(collectives, number))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(ScatterGradients(collectives, number))  # type: ignore[arg-type]
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """All ranks call the model at the same place.
+
+        Raises:
+            RanksDisagreeError: others do something else here.
+            RuntimeError: the model cannot be called here; the message says why.
+            CommunicationFailedError: the group broke outside of steps.
+        """
+        run, step = self._run, self._run.ledger.step
+        if torch._C._current_graph_task_id() == -1:
+            self._task = -1  # a backward pass may have ended with an exception
+        if step is not None and step.whole:  # also where no rank shares rows: the group may grow
+            raise RuntimeError(
+                "a sharded model cannot be called in a pass over whole_batches=True: towards its end some ranks of a "
+                "group have no batch, and all gather parameters together; evaluate without whole_batches"
+            )
+        if not self._meets:
+            return
+        try:
+            self._collectives.begin(Announced(Intent.SHARDS, self._number))
+        except CommunicationFailedError as error:
+            if step is None:
+                raise
+            run.ledger.fail(str(error))
+
+    @property
+    def _meets(self) -> bool:
+        """Whether other ranks are met in what comes next."""
+        ledger = self._run.ledger
+        return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
+
+    def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        """The model has returned this, also where user code has called it itself and not its wrapper."""
+        if not torch.is_grad_enabled():
+            for unit in units_of(self._module):
+                unit.reshard()  # torch leaves the outermost module gathered for a backward pass
+            return
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def _on_gradient(self, gradient: Tensor) -> None:
+        """A backward pass has reached the model's output."""
+        self.entered()
+
+    def entered(self) -> None:
+        """A collective is about to be made, or a backward pass has come to the model."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and self._task == -1:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            self._begin()
+
+    def _begin(self) -> None:
+        """A backward pass begins: find out what is to become of it, and tell the others."""
+        run, step = self._run, self._run.ledger.step
+        run.moment("backward")
+        self._reduces = self._meets
+        self.nonfinite_ranks = None
+        if step is None:
+            self._step = None
+            if self._reduces and not self._warned:
+                self._warned = True
+                run.tell("warning", _OUTSIDE)
+        else:
+            self._begin_in(step)
+        world, rank = run.group.world_size, run.group.rank
+        weight = 1.0 / world if step is None else step.weight(rank)
+        self._collectives.begin_pass(weight if world > 1 else 1.0)
+        for unit in units_of(self._module):  # torch makes no collective in a group of one
+            unit.set_gradient_divide_factor(1.0 if world > 1 else 1.0 / weight)
+        if not self._reduces:
+            return
+        try:
+            self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
+        except CommunicationFailedError as error:
+            self._fail(str(error))
+
+    def _begin_in(self, step: StepView) -> None:
+        """A backward pass of a loader's step begins.
+
+        Raises:
+            RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
+        """
+        if step.weighed:
+            raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
+        if step is not self._step:
+            if self._waits:
+                raise RuntimeError(
+                    "gradients of a sharded model cannot be added up over several steps of a loader: call "
+                    "optimizer.step() in each of them, or let the loader accumulate "
+                    "(autoscale_batch_size(..., gradient_accumulation=True))"
+                )
+            self._step = step
+            self._micro_steps.forget()
+            self._run.ledger.mark_training()
+        self._micro_steps.begin_pass(step)
+        step.begin_backward()
+        self._waits = True
+
+    @property
+    def _layout(self) -> int:
+        return digest([(each.name, each.shape, each.param.requires_grad) for each in self._optimizer.params])
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [each.local_grad for each in self._optimizer.params]
+
+    def _finish(self) -> None:
+        """The backward pass has ended, and torch's own end of it may be still to come."""
+        if not is_backward_over(self._module):
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            return
+        self._task = -1
+        step = self._step
+        if step is not None:
+            self._micro_steps.end_pass(step)
+        try:
+            if self._reduces and not self._run.ledger.failed:
+                self._agree(step)
+        except CommunicationFailedError as error:
+            self._fail(str(error))
+
+    def _agree(self, step: StepView | None) -> None:
+        """Agree on the step by what would ride on the reduction of its gradients."""
+        run = self._run
+        consensus, group = run.consensus, run.group
+        flags = [0.0] * (group.world_size + 1)
+        flags[group.rank] = float(not self._collectives.own_is_finite)
+        flags[-1] = float(any(not bool(grad.isfinite().all()) for grad in self._gradients() if grad is not None))
+        own = [*consensus.control_values(group.rank), *consensus.step_tag()]
+        values = torch.tensor([*own, *flags], dtype=torch.float64)
+        self._collectives.comes_next("the end of a backward pass")
+        work = group.communicator.gradients.all_reduce(values)
+        consensus.reductions_started()
+        run.moment("allreduce")
+        consensus.wait(work)
+        sums = values.tolist()
+        consensus.check_same_step(sums[consensus.control_size : len(own)])
+        bad, any_bad = [rank for rank, flag in enumerate(sums[len(own) : -1]) if flag], sums[-1] > 0
+        self.nonfinite_ranks = bad if bad or any_bad else None
+        if step is None or step.is_last_micro:
+            consensus.conclude(sums[: consensus.control_size], group.world_size)
+            run.ledger.mark_reduced()
+
+    def _fail(self, cause: str) -> None:
+        """Nothing of this step counts any more; raises CommunicationFailedError outside of steps."""
+        self._run.ledger.fail(cause)
+        if self._step is None:
+            raise CommunicationFailedError(cause)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Not for sharded models.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "no_sync() is not served for a sharded model, of which no rank could hold whole gradients: let the loader "
+            "accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
+        )
+
+    # -- the optimizer -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for the optimizer."""
+        return self._waits
+
+    def before_update(self) -> None:
+        """The optimizer was asked to step."""
+        step = self._run.ledger.step
+        if step is None or step.is_last_micro:
+            self._waits = False
+
+    def applied(self) -> None:
+        """It steps."""
+
+    def rebuild(self) -> None:
+        """Other parameters are trainable than before: torch looks at each backward pass anew."""
+
+    @property
+    def gives_statistics(self) -> bool:
+        """The gradient noise scale is not measured: no rank has whole gradients to measure it by."""
+        return False
+
+    def require_statistics(self, user: str) -> None:
+        """Refuse what needs them.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            f"{user} needs the gradient noise scale, which is not measured for a model whose parameters are sharded: "
+            'use scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
+        )
+
+    # -- steps that are lost -------------------------------------------------------------------------------------------
+
+    def remember(self) -> Any:
+        """What a step needs to be undone: nothing, since each begins without gradients that count."""
+        return None
+
+    def roll_back(self, remembered: Any) -> None:
+        """Undo a lost step."""
+        self._waits, self._step = False, None
+        self._micro_steps.forget()
+        self._task = -1
+        for each in self._optimizer.params:
+            each.param.grad = None
+
+    def capture(self) -> Any:
+        """For joiners and checkpoints: nothing."""
+        return {}
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state."""
+
+    # -- the strategy --------------------------------------------------------------------------------------------------
+
+    @property
+    def strategy(self) -> Strategy:
+        """For people."""
+        return SHARDED
+
+    @property
+    def strategy_name(self) -> str:
+        """For people."""
+        return SHARDED.name
+
+    @property
+    def strategy_key(self) -> str:
+        """Tells step times apart."""
+        return SHARDED.name
+
+    def set_strategy(self, strategy: object) -> None:
+        """Refuse another one.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(_NO_STRATEGY)
+
+    def explain_strategy(self) -> Any:
+        """Refuse: there is none.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(_NO_STRATEGY)
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    local = drifts = False
+    marker = 0
+    scaler = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank holds all that is to be saved."""
+        return self._optimizer.settled
+
+    def fix_drift(self) -> int:
+        """Nothing differs by design that all ranks hold."""
+        return 0
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
+        """All ranks have committed a step that trained."""
+
+    def collapse(self) -> None:
+        """The end of a pass: rank 0 holds the whole model, and the whole state of the optimizer."""
+        self._optimizer.gather()
+
+    def prepare_to_save(self) -> None:
+        """Likewise."""
+        self._optimizer.gather()
+
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """Nothing differs by design that all ranks hold."""
+
+    def before_change(self, stays: Sequence[bool]) -> None:
+        """Leavers hand over what only they hold."""
+        self._optimizer.hand_over(stays)
+
+    def enter_group(self) -> None:
+        """A group was entered: shards and mesh follow."""
+        self._waits, self._task = False, -1
+        self._collectives.enter_group()
+        self._micro_steps.forget()
+        self._optimizer.enter_group()

@@ -1,0 +1,319 @@
+"""Parameters and optimizer state of one sharded model: updates, and changes of the group (torch).
+
+Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
+the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. What one rank has
+heard decided can be done on every rank that lives: both holders of a shard have all that the update takes, and make it
+alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on but rows for the new
+layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
+from elastic_ray.sync.sharded_parameters.held_shards import Shard
+from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
+from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
+
+_STATE, _STEP = 2, 3  # what is announced; see Intent.SHARDS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Update:
+    """An update that was made: its number, the group that made it, and the learning rates."""
+
+    number: int = 0
+    generation: int = 0
+    rates: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells updates apart."""
+        return self.number, self.generation
+
+
+class ShardedOptimizer:
+    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+
+    Args:
+        run: that the model is trained in.
+        module: the model, sharded on a mesh of one.
+        optimizer: steps its parameters.
+        number: of the model, in the order in which the loop wraps them.
+        collectives: of the model.
+    """
+
+    def __init__(
+        self,
+        run: ShardRun,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        collectives: ShardCollectives,
+    ) -> None:
+        self._run, self._optimizer, self._number = run, optimizer, number
+        self._collectives = collectives
+        self._apply: Callable[..., Any] = optimizer.step
+        self._holder = ShardHolder(module, optimizer, number, collectives)
+        self._begun = False
+        self._last = _Update()
+        self._followed: Mapping[int, Tensor] = {}  # gradients of an update that is decided
+        self._pending: PendingShards | None = None
+        self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
+        self._gathered: Whole | None = None
+
+    @property
+    def params(self) -> Sequence[ShardedParam]:
+        """Of the model, in its order."""
+        return self._holder.params
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold some of the shards: updates are voted on."""
+        return self._begun and self._run.group.world_size > 1
+
+    def decide(self) -> bool:
+        """Vote on the update that is about to be made; False where the step is lost."""
+        self._close()
+        if not self.divided:
+            return True
+        run, voted = self._run, False
+        try:
+            run.consensus.announce(Announced(Intent.SHARDS, self._number, self._trained_digest << 2 | _STEP))
+            run.consensus.agreed()
+            followed = self._grads_of_followed()
+            voted = True
+            vote = run.group.communicator.gradients.all_reduce(torch.ones(1))
+            run.moment("vote")
+            run.consensus.wait(vote)
+            run.consensus.reductions_started()
+        except CommunicationFailedError as error:
+            if run.ledger.step is None:
+                raise
+            if voted:  # others may have heard of its end
+                self._pending = self._pend(followed)
+            run.ledger.fail(str(error))
+            return False
+        self._followed = followed
+        return True
+
+    def _close(self) -> None:
+        """Rank 0 has the whole state no more."""
+        self._open, self._gathered = False, None
+
+    def _grads_of_followed(self) -> dict[int, Tensor]:
+        """The gradients that the rank before has for its shard, in return for one's own to the rank that follows."""
+        own = self._own_grads()
+        _, followed = self._holder.mine
+        trained = [place for place, each in enumerate(self.params) if each.param.grad is not None]
+        received = {
+            place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
+            for place in trained
+            if place in followed.views
+        }
+        self._collectives.to_follower([own[place] for place in trained if place in own], list(received.values()))
+        return received
+
+    @property
+    def _trained_digest(self) -> int:
+        """32 bits that tell apart which parameters have a gradient: all ranks must have the same ones."""
+        return zlib.crc32(bytes(each.param.grad is not None for each in self.params))
+
+    def _grad_dtype(self, place: int) -> torch.dtype:
+        grad = self.params[place].local_grad
+        assert grad is not None, "only parameters with gradients are asked for"
+        return grad.dtype
+
+    def _own_grads(self) -> dict[int, Tensor]:
+        """Those of the rows that this rank owns."""
+        own = self._holder.mine[0]
+        found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
+        return {place: grad for place, grad in found.items() if grad is not None}
+
+    def _with_grads(self, followed: Mapping[int, Tensor]) -> list[tuple[Shard, Mapping[int, Tensor]]]:
+        return list(zip(self._holder.mine, [self._own_grads(), followed], strict=False))
+
+    def _pend(self, followed: Mapping[int, Tensor]) -> PendingShards:
+        key = self._last.number + 1, self._run.group.generation
+        return PendingShards(self._optimizer, self._update, self._with_grads(followed), key)
+
+    @property
+    def _update(self) -> ShardUpdate:
+        numbers = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        groups = {place: numbers[id(each.param)] for place, each in enumerate(self.params) if id(each.param) in numbers}
+        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], groups)
+
+    def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
+        """Make an update that is decided.
+
+        Args:
+            apply: the optimizer's own step.
+            kwargs: for it.
+        """
+        followed, self._followed = self._followed, {}
+        result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
+        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+        self._last = _Update(self._last.number + 1, self._run.group.generation, rates)
+        return result
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def enter_group(self) -> None:
+        """Hold what this rank is to hold in the present group; all ranks that hold anything hold the same update.
+
+        Raises:
+            StateLostError: no rank holds some rows; raised on every rank.
+        """
+        group = self._run.group
+        self._gathered = None
+        everyone, self._open = self._holder.look_around(group.communicator, opened=self._open)
+        self._holder.arrange(group, everyone)
+        self._pending, self._followed, self._begun = None, {}, True
+        if self._open and self.divided:
+            self._gathered = self._holder.collect(group)
+
+    def hand_over(self, stays: Sequence[bool]) -> None:
+        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        if self.divided and not all(stays):
+            self._holder.hand_over(self._run.group, stays)
+
+    # -- the whole -----------------------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether this rank can save the whole model."""
+        return not self.divided or self._gathered is not None
+
+    def gather(self) -> None:
+        """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
+
+        At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
+        The two holders of each shard are compared by the way.
+
+        Raises:
+            ReplicasDifferError: they differ; raised on every rank.
+        """
+        if self.divided and not self._open:
+            self._holder.compare(self._run.group.communicator)
+            self._gathered = self._holder.collect(self._run.group)
+        self._open = True
+
+    def _whole(self) -> Whole | None:
+        """The whole where this rank is to have it; all ranks call it between an update and the end of a pass."""
+        if not self.divided:
+            return self._holder.whole()
+        if not self._open:
+            self._run.consensus.agree_on(Announced(Intent.SHARDS, self._number, _STATE))
+            self.gather()
+        return self._gathered
+
+    def whole_states(self) -> dict[Tensor, State]:
+        """The optimizer's states by parameter, on rank 0, and none on the others.
+
+        Raises:
+            RanksDisagreeError: another rank does not call it, between an update and the end of a pass.
+        """
+        return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
+
+    def whole_params(self) -> dict[str, Tensor]:
+        """The same of parameters, by name."""
+        return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
+
+    def loaded(self) -> None:
+        """The optimizer was given whole states, on all ranks alike: keep those of the rows that this rank holds."""
+        self._holder.take_states()
+        if self.divided:
+            self._close()
+
+    def load_param(self, name: str, value: Tensor) -> None:
+        """A whole parameter is given anew, on all ranks alike: take over the rows that this rank holds."""
+        self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
+        if self.divided:
+            self._close()
+
+    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+        """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
+
+        Raises:
+            RuntimeError: a parameter has another shape.
+        """
+        self._holder.take_whole(values)
+        self._close()
+
+    # -- what travels and what is kept ---------------------------------------------------------------------------------
+
+    @property
+    def tiled(self) -> list[Parameter]:
+        """Parameters of which each rank holds a part."""
+        return [each.param for each in self.params]
+
+    def capture(self) -> dict[str, Any]:
+        """What all ranks share, without rows."""
+        return {
+            "update": [*self._last.key, list(self._last.rates)],
+            "begun": self._begun,
+            "parameters": [[each.name, list(each.shape)] for each in self.params],
+        }
+
+    def gathered(self) -> dict[Parameter, State] | None:
+        """The optimizer's whole states where this rank has them."""
+        whole = self.gathered_whole()
+        return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
+
+    def gathered_whole(self) -> Whole | None:
+        """All that there is, where this rank has it."""
+        if self.divided:
+            return self._gathered
+        return self._holder.whole() if self._holder.holds else None
+
+    def kept(self) -> dict[str, Any]:
+        """The shards that this rank holds, for a rerun in this process."""
+        return self._holder.to_keep()
+
+    def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
+        """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
+
+        Args:
+            tree: it.
+            whole: whether the optimizer holds the whole state of that update, and the model all parameters.
+
+        Raises:
+            RuntimeError: it is of a model that is not sharded, or of another one.
+        """
+        if tree is None:
+            raise RuntimeError(
+                "a model that was not sharded cannot go on as a sharded one, nor from its automatic checkpoint: shard "
+                "it on every worker (elastic_ray.fully_shard), or start anew under another RunConfig(name)"
+            )
+        if tree["parameters"] != self.capture()["parameters"]:
+            raise RuntimeError("train_loop_per_worker must build and shard the same model on every worker")
+        pending, before = self._pending, self._last
+        number, generation, rates = tree["update"]
+        self._last = _Update(number, generation, tuple(rates))
+        self._pending = None
+        self._close()
+        if whole:
+            self._open = True
+            self._holder.take_states()
+        elif tree.get("kept"):
+            self._holder.take_kept(tree["kept"])
+        elif pending is not None and pending.key == self._last.key:
+            pending.make(self._apply, self._last.rates)
+        elif before.key != self._last.key or not self._begun:
+            self._holder.drop()
+        self._begun = self._begun or bool(tree["begun"])

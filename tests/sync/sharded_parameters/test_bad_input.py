@@ -1,0 +1,231 @@
+"""What cannot be sharded, or not trained so, is said before the first step, with the way out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import elastic_ray as er
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import RanksDisagreeError
+from elastic_ray.state.layout import ReplicasDifferError
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.sharded_parameters import fsdp_fields
+from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
+from tests.loop.changing import run_job
+from tests.sync.sharded_parameters.sharded import CLOSE, Case, Net, Run, data, run, sharded_net
+
+
+class _Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class _Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16)
+
+
+def _turned() -> nn.Module:
+    layer = nn.Linear(2, 3)
+    layer.weight = nn.Parameter(torch.ones(2, 3).t())
+    return layer
+
+
+def _sharded_twice() -> nn.Module:
+    return er.fully_shard(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "text"),
+    [
+        (_Scalar, {}, ValueError, r"_Scalar\.scale has the shape \(\).*torch\.nn\.Parameter\(torch\.ones\(1\)\)"),
+        (_Mixed, {}, ValueError, r"one dtype, but in _Mixed .*other\.weight is torch\.bfloat16"),
+        (_turned, {}, ValueError, r"Linear\.weight is not contiguous"),
+        (_sharded_twice, {}, ValueError, "sharded already"),
+        (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "does not support containers"),
+        (lambda: nn.Linear(2, 2, device="meta"), {}, ValueError, "meta device"),
+        (lambda: "model", {}, TypeError, "module must be a torch.nn.Module, but got str"),
+        (Net, {"mesh": None}, TypeError, "has no mesh=.*the group is the job's"),
+        (Net, {"offload_policy": None}, TypeError, "has no offload_policy="),
+        (Net, {"shard": 1}, TypeError, "no argument 'shard'; it has module"),
+        (Net, {"reshard_after_forward": 2}, TypeError, "True, False or None, but got 2"),
+        (Net, {"mp_policy": torch.bfloat16}, TypeError, "MixedPrecisionPolicy, but got dtype"),
+    ],
+)
+def test_what_cannot_be_sharded(module: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        er.fully_shard(module(), **options)
+
+
+def _before() -> tuple[Any, Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return er.fully_shard(model), optimizer
+
+
+def _in_part() -> tuple[Any, Any]:
+    model = Net()
+    er.fully_shard(model.blocks[0])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _by_torch() -> tuple[Any, Any]:
+    model = Net()
+    mesh = copy.copy(mesh_of_one("cpu"))
+    object.__setattr__(mesh, "_mesh_dim_names", ("own",))
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
+    model = sharded_net()
+    return model, optimizer(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "text"),
+    [
+        (_before, {}, ValueError, r"before the model was sharded.*make it after fully_shard\(model\)"),
+        (_in_part, {}, StrategyError, r"first\.weight.* are not: call elastic_ray\.fully_shard\(model\)"),
+        (_by_torch, {}, StrategyError, "by torch's fully_shard or in a run before"),
+        (_good, {"strategy": "zero1"}, StrategyError, "strategy must be left out.*'zero1'"),
+        (_good, {"scaling_rule": "adascale"}, StrategyError, "noise scale, which is not measured for a model whose"),
+        (_good, {"grad_scaler": torch.amp.GradScaler("cpu")}, StrategyError, "Train in bfloat16"),
+        (lambda: _good(torch.optim.Adafactor), {}, StrategyError, "Adafactor cannot step a sharded model"),
+    ],
+)
+def test_what_cannot_be_trained(make: Any, options: dict[str, Any], error: type[Exception], text: str) -> None:
+    model, optimizer = make()
+    with pytest.raises(error, match=text):
+        er.AdaptiveDataParallel(model, optimizer, **options)
+
+
+def test_a_wrapped_model_cannot_be_sharded_any_more() -> None:
+    model = Net()
+    wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="call fully_shard first"):
+        er.fully_shard(wrapped)
+
+
+def test_a_sharded_model_has_no_strategy_to_change_and_no_gradients_to_keep_back() -> None:
+    model, optimizer = _good()
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    assert wrapped.strategy.name == "fully_shard"
+    for call in (lambda: wrapped.set_strategy("zero1"), wrapped.explain_strategy):
+        with pytest.raises(StrategyError, match="parameters of this model are sharded"):
+            call()
+    with pytest.raises(RuntimeError, match="no_sync"):
+        wrapped.no_sync()
+
+
+def test_a_torch_whose_fields_have_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fsdp_fields.missing_fields(er.fully_shard(nn.Linear(2, 2))) == ()
+    monkeypatch.setattr(fsdp_fields, "_PARAM", (*fsdp_fields._PARAM, "_moved"))
+    assert fsdp_fields.missing_fields(er.fully_shard(nn.Linear(2, 2))) == ("FSDPParam._moved",)
+    fsdp_fields._missing_fields.cache_clear()
+    try:
+        with pytest.raises(
+            fsdp_fields.UnknownTorchError, match=rf"torch {torch.__version__[:4]}.* no FSDPParam\._moved"
+        ):
+            er.fully_shard(nn.Linear(2, 2))
+    finally:
+        monkeypatch.undo()
+        fsdp_fields._missing_fields.cache_clear()
+
+
+class _Branching(Net):
+    """A model that leaves a block out where it is told to."""
+
+    left_out = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.left_out else block(x)
+        return self.last(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("block", "everywhere"),
+    [(0, False), (1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (1, False)))],
+)
+def test_ranks_that_take_other_branches_are_found_out_before_they_meet(block: int, everywhere: bool) -> None:
+    """All blocks are of one size: what one rank gathers of the first, another must not take for the second."""
+
+    def trained() -> list[torch.Tensor]:
+        model = _Branching()
+        for each in model.blocks:
+            er.fully_shard(each)
+        er.fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                step, rank = er.get_context().get_global_step(), er.get_context().get_world_rank()
+                model.left_out = block if step in (3, 5) and (everywhere or rank) else -1
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                optimizer.step()
+        return [p.detach().clone() for p in model.state_dict().values()]
+
+    if not everywhere:
+        with pytest.raises(RanksDisagreeError, match="another part of model 0"):
+            run_job(trained, [], first=(1, 2))
+        return
+    found, wanted = run_job(trained, [], first=(1, 2)).results[1], run_job(trained, [], first=(1,)).results[1]
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=CLOSE)
+
+
+def _on_one(do: Any) -> Any:
+    def between(run: Run, step: int) -> None:
+        if step == 3 and er.get_context().get_world_rank() == 1:
+            do(run)
+
+    return between
+
+
+@pytest.mark.parametrize(
+    ("do", "error", "text"),
+    [
+        (lambda run: run.wrapped(torch.zeros(2, 13)).sum().backward(), RanksDisagreeError, "model 0"),
+        (lambda run: run.optimizer.state_dict(), RanksDisagreeError, "asks for the whole state of model 0"),
+        (lambda run: run.model.state_dict(), RanksDisagreeError, "asks for the whole state of model 0"),
+        (
+            lambda run: run.model.last.weight.full_tensor(),
+            RanksDisagreeError,
+            "gathers or reduces another part of model 0",
+        ),
+        (lambda run: run.model.last.weight.data.mul_(2.0), ReplicasDifferError, "rank 1 owns differ.*rank 0"),
+    ],
+    ids=["calls", "optimizer state", "model state", "tensor", "changes rows"],
+)
+def test_one_rank_that_does_otherwise_is_found_out(do: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises((error, CommunicationFailedError), match=text):
+        run(Case(clip=False, between=_on_one(do)), [], (1, 2))
+
+
+def test_whole_batches_are_refused_also_by_one_worker() -> None:
+    def between(run: Run, step: int) -> None:
+        if step == 2:
+            for x, _ in er.AdaptiveDataLoader(run.dataset, batch_size=5, whole_batches=True):
+                run.wrapped(x)
+
+    with pytest.raises(RuntimeError, match="whole_batches"):
+        run(Case(between=between), [], (1,))
+
+
+def test_mixed_precision_is_torchs() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = run(Case(options=(("mp_policy", policy),)), [], (1, 2, 3))
+    whole = next(own for own in found.results.values() if own.rank == 0)
+    assert {value.dtype for value in whole.parameters.values()} == {torch.float32}
+    assert whole.losses[1] < whole.losses[0]

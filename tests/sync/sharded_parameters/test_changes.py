@@ -1,0 +1,65 @@
+"""Shards move when the group changes, and outlive the loss of a worker at any moment."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ray.membership.worker_side import LostGroupError
+from elastic_ray.sync.optimizer_tiles.moves import StateLostError
+from tests.loop.changing import Change, Hold, Kill
+from tests.sync.sharded_parameters.sharded import Case, check, run
+
+
+def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
+    check(Case(), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4)), Change(11, (3,))], (1, 2))
+
+
+MOMENTS = ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"]
+
+
+IN_EVERY_RUN = {("backward", False), ("vote", True), ("edge", False)}
+
+
+@pytest.mark.parametrize(
+    ("moment", "last"),
+    [
+        pytest.param(moment, last, marks=() if (moment, last) in IN_EVERY_RUN else pytest.mark.slow)
+        for moment in MOMENTS
+        for last in (False, True)
+    ],
+)
+def test_a_lost_worker_takes_nothing_with_it(moment: str, last: bool) -> None:
+    check(Case(), [Kill(5, 2, moment, last=last)], (1, 2, 3))
+
+
+def test_what_one_has_heard_decided_those_make_that_have_not() -> None:
+    """Worker 1 hears the vote's end and is lost before it says so; 3 has voted and waits."""
+    check(Case(), [Hold(5, 3, "vote"), Kill(5, 1, "edge")], (1, 2, 3))
+
+
+def test_loss_after_loss_and_a_worker_in_the_place_of_each() -> None:
+    script = [Kill(3, 2, "backward", joins=(5,)), Kill(6, 1, "vote", joins=(6,)), Kill(9, 5, "after_step")]
+    check(Case(optimizer="sgd"), script, (1, 2, 3, 4))
+
+
+@pytest.mark.slow
+def test_a_loss_while_rows_move_is_made_good() -> None:
+    check(Case(), [Change(4, (1, 2, 3, 4)), Kill(5, 3, "receiving")], (1, 2))
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_loss_while_another_leaves_is_made_good(lost: int) -> None:
+    """The leaver, and the one that follows it or that it follows."""
+    check(
+        Case(), [Change(4, tuple(each for each in (1, 2, 3, 4) if each != 2)), Kill(5, lost, "receiving")], (1, 2, 3, 4)
+    )
+
+
+def test_two_workers_lost_at_once_that_follow_each_other_lose_the_state() -> None:
+    with pytest.raises((StateLostError, LostGroupError), match="rows of parameters of model 0 were lost"):
+        run(Case(), [Kill(5, 2, "edge", after=(3,)), Kill(5, 3, "receiving")], (1, 2, 3, 4))
+
+
+@pytest.mark.slow
+def test_two_workers_lost_at_once_that_do_not_follow_each_other_lose_nothing() -> None:
+    check(Case(), [Kill(5, 1, "forward"), Kill(5, 3, "receiving")], (1, 2, 3, 4))

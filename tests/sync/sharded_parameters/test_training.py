@@ -1,0 +1,181 @@
+"""A sharded model is trained as a whole one, by any number of workers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_ray as er
+from elastic_ray.session.current import session_of_thread
+from tests.loop.changing import Change, Kill, run_job
+from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
+
+
+@pytest.mark.parametrize("workers", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
+def test_training_is_that_of_a_whole_model(workers: int) -> None:
+    found = check(Case(), [], tuple(range(1, workers + 1)))
+    elements = sum(p.numel() for p in Net().parameters())
+    for own in found.results.values():
+        assert max(own.held) <= 2 * elements * 2 / workers * 1.35, "two shards of two moments"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(micro=2),  # a rank takes several micro-batches, some ranks other ones than others
+        Case(optimizer="sgd", batch=10),  # 3 or 4 samples each
+        pytest.param(Case(optimizer="adagrad", clip=False), marks=pytest.mark.slow),
+        pytest.param(Case(nonfinite="skip"), marks=pytest.mark.slow),
+        Case(options=(("reshard_after_forward", True),)),
+        pytest.param(Case(options=(("reshard_after_forward", False),)), marks=pytest.mark.slow),
+    ],
+    ids=["accumulation", "unequal shares", "adagrad", "saved buffers", "reshard", "keep"],
+)
+def test_other_loops_are_as_with_a_whole_model(case: Case) -> None:
+    check(case, [Change(4, (1, 2, 3)), Kill(9, 2, "backward")], (1, 2))
+
+
+def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named() -> None:
+    def trained() -> Any:
+        model = sharded_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", nonfinite="skip")
+        kept = None
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                step, rank = er.get_context().get_global_step(), er.get_context().get_world_rank()
+                if step in (4, 5):
+                    now = [p.to_local().clone() for p in model.parameters()]
+                    assert step == 4 or all(map(torch.equal, kept, now)), "no rank has made the update"
+                    kept = now
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(wrapped(x), y)
+                (loss * float("nan") if (step, rank) == (4, 1) else loss).backward()
+                optimizer.step()
+
+    told = run_job(trained, [], first=(1, 2, 3)).told
+    (text,) = [text for kind, text, _ in told if kind == "not_finite"]
+    assert "on rank 1 in step 4; the update was left out" in text
+
+
+def test_frozen_layers_and_tied_weights() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(13, 13, bias=False), nn.Linear(13, 13, bias=False)
+            self.frozen, self.last = nn.Linear(13, 7), nn.Linear(7, 3)
+            self.second.weight = self.first.weight
+            self.frozen.requires_grad_(False)
+            generator = torch.Generator().manual_seed(7)
+            for p in self.parameters():
+                p.data.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.tanh(self.frozen(self.second(torch.tanh(self.first(x))))))
+
+    def trained(*, sharded: bool) -> Any:
+        model = Tied()
+        if sharded:
+            er.fully_shard(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-2)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                optimizer.step()
+        return model.state_dict(), er.get_context().get_world_rank()
+
+    found = run_job(lambda: trained(sharded=True), [Change(3, (1, 2, 3)), Kill(6, 1, "vote")], first=(1, 2))
+    (wanted, _) = run_job(lambda: trained(sharded=False), [], first=(1,)).results[1]
+    (whole,) = [state for state, rank in found.results.values() if rank == 0]
+    assert whole.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(whole[name], value, rtol=0, atol=CLOSE)
+
+
+def _loop(epochs: int, states: Any = None, *, loaded: Any = None) -> Any:
+    model = sharded_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
+    if loaded is not None:
+        model.load_state_dict(loaded[0])
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    session = session_of_thread()
+    assert session is not None
+    if states is not None:
+        session.states.resume(copy.deepcopy(states), loaded=True)
+    if loaded is not None:
+        optimizer.load_state_dict(copy.deepcopy(loaded[1]))
+    for _ in er.remaining_epochs_until(epochs):
+        for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+    session.registry.prepare_to_save()
+    saved = copy.deepcopy(session.states.capture_to_save()) if session.rank == 0 else None
+    return saved, model.state_dict(), optimizer.state_dict()
+
+
+def test_an_automatic_checkpoint_is_of_no_size_of_group() -> None:
+    saved, *_ = run_job(lambda: _loop(1), [], first=(1, 2, 3)).results[1]
+    _, found, _ = run_job(lambda: _loop(2, saved), [], first=(1, 2)).results[1]
+    _, wanted, _ = run_job(lambda: _loop(2), [], first=(1,)).results[1]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
+
+
+def test_what_state_dicts_give_they_take() -> None:
+    """Whole tensors, before the model joins a run, by any number of workers."""
+    _, *first = run_job(lambda: _loop(1), [], first=(1, 2)).results[1]
+    assert first[0]["blocks.0.up.weight"].shape == (9, 7)
+    found = run_job(lambda: _loop(1, loaded=first), [Kill(4, 2, "edge")], first=(1, 2, 3)).results
+    wanted = run_job(lambda: _loop(1, loaded=first), [], first=(1,)).results[1]
+    for name, value in wanted[1].items():
+        torch.testing.assert_close(found[1][1][name], value, rtol=0, atol=CLOSE)
+    assert found[1][2]["state"][0]["step"] == 2 * SAMPLES // 12
+
+
+def test_a_model_is_loaded_between_steps_with_the_rows_that_others_follow() -> None:
+    """As a loop does that goes back to its best state: the worker that follows must have the rows as well."""
+    kept: dict[str, Any] = {}
+
+    def between(run: Run, step: int) -> None:
+        if step == 0:
+            kept["model"] = {name: p.detach().clone() for name, p in Net().named_parameters()} | {
+                "seen": torch.zeros(1)
+            }
+        if step == 6:
+            run.model.load_state_dict(kept["model"])
+
+    found = run(Case(optimizer="sgd", between=between), [Kill(7, 2, "edge")], (1, 2, 3))
+    wanted = run(Case(optimizer="sgd", between=between), [], (1,)).results[1]
+    whole = next(own for own in found.results.values() if own.rank == 0)
+    for name, value in wanted.parameters.items():
+        torch.testing.assert_close(whole.parameters[name], value, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_loop_may_call_the_model_itself(workers: int) -> None:
+    """As libraries do that keep the model: its backward passes are seen all the same."""
+
+    def trained(*, wrapped_is_called: bool) -> Any:
+        model = sharded_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        loader = er.AdaptiveDataLoader(data(), batch_size=12, seed=3)
+        loader.autoscale_batch_size(12, local_bsz_bounds=(1, 4), gradient_accumulation=True)
+        for _ in er.remaining_epochs_until(1):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy((wrapped if wrapped_is_called else model)(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    first = tuple(range(1, workers + 1))
+    found = run_job(lambda: trained(wrapped_is_called=False), [], first=first).results[1]
+    wanted = run_job(lambda: trained(wrapped_is_called=True), [], first=first).results[1]
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
