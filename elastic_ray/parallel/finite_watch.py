@@ -9,6 +9,7 @@ import torch
 
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
 from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
 
 class FiniteWatch:
@@ -52,8 +53,10 @@ class FiniteWatch:
         if several and suspects is None:
             self._streak = False
             return True
-        grads = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
-        if self._grads_are_finite(grads):
+        held = [p.grad._values() if p.grad.is_sparse else p.grad for p in params if p.grad is not None]
+        grads = [grad for grad in held if not isinstance(grad, SlicedGradient)]
+        sliced = all(grad.finite for grad in held if isinstance(grad, SlicedGradient))
+        if sliced and self._grads_are_finite(grads):
             self._streak = False
             return True
         text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)

@@ -16,6 +16,7 @@ from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, 
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.sharded.tiles import from_words, to_words
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,6 +72,16 @@ class TileHolder:
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
+
+    def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
+        """The spans of each parameter with the ranks that own them in the present group."""
+        found: dict[int, list[OwnedSpan]] = {id(param): [] for param in params}
+        for spans, owners in zip(self._tiling.tiles, self.owners, strict=True):
+            for span in spans:
+                mine = found.get(id(self.params[span.name]))
+                if mine is not None:
+                    mine.append(OwnedSpan(span.start, span.length, owners))
+        return [sorted(found[id(param)], key=lambda span: span.start) for param in params]
 
     # -- the group -----------------------------------------------------------------------------------------------------
 

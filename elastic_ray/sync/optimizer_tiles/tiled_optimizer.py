@@ -27,6 +27,7 @@ from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 _COPIED_IN_A_STEP = 24
 """Spans whose state gets memory of its own in one step after a change of the group."""
@@ -92,6 +93,15 @@ class TiledOptimizer:
     @property
     def _held(self) -> HeldTiles | None:
         return self._holder.held
+
+    @property
+    def owners(self) -> object:
+        """The ranks that own each tile; another object where they are others than before."""
+        return self._holder.owners
+
+    def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
+        """The parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        return self._holder.owned_spans(params)
 
     @property
     def divided(self) -> bool:
