@@ -50,6 +50,7 @@ class SlicedBucket(Bucket):
         self._own: Tensor | None = None  # this rank's weighted gradients, as they were sent
         self._kept: list[tuple[Piece, Tensor]] | None = None  # what this rank has added up; None before
         self._received: list[tuple[Piece, Tensor]] = []
+        self._numbers: list[list[float]] = []
 
     @property
     def sliced(self) -> bool:
@@ -140,8 +141,7 @@ class SlicedBucket(Bucket):
             if flag and index not in self._contents:
                 self._show(index, param)
         for index, content in self._contents.items():
-            squared, nans, infinities = self._numbers[index]
-            content.norm, content.nonfinite, content.waits = squared**0.5, (int(nans), int(infinities)), False
+            content.know(*self._numbers[index])
         for piece, part in [*(self._kept or []), *self._received]:
             if piece.param in self._contents:
                 self._contents[piece.param].parts[piece.start] = part

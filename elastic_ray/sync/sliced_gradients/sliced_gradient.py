@@ -43,6 +43,21 @@ class Content:
     waits: bool = True
     plain: Tensor | None = None
 
+    def know(self, squared_norm: float, nans: float, infinities: float) -> None:
+        """It is reduced, and all ranks know this of it."""
+        self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
+
+    def become(self, plain: Tensor) -> None:
+        """An ordinary tensor from now on."""
+        self.waits, self.plain = False, plain
+
+    def fill(self, number: float, count: int) -> None:
+        """With a number; it has so many elements."""
+        for part in self.parts.values():
+            part.fill_(number)
+        self.norm = abs(number) * count**0.5
+        self.nonfinite = (count * math.isnan(number), count * math.isinf(number))
+
     def multiply(self, factor: Any) -> None:
         """By a number."""
         number = float(factor)
@@ -77,8 +92,11 @@ class SlicedGradient(Tensor):
         made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, dtype=param.dtype, device=param.device
         )
-        made.content = content
         return made
+
+    def __init__(self, param: Tensor, content: Content) -> None:
+        super().__init__()
+        self.content = content
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         known = "still being reduced" if self.content.waits else f"norm {self.content.norm}"
@@ -122,9 +140,7 @@ class SlicedGradient(Tensor):
 
     def clear(self) -> None:
         """It is zero from now on, as an ordinary tensor: it was zeroed, or its step was lost while it was reduced."""
-        content = self.content
-        content.waits, content.norm = False, 0.0
-        content.plain = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self.content.become(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -226,12 +242,7 @@ def _clamp(given: Any, grad: Any, low: Any = None, high: Any = None, *, min: Any
 
 
 def _fill(given: Any, grad: Any, value: Any) -> Any:
-    number = float(value)
-    for part in grad.content.parts.values():
-        part.fill_(number)
-    count = grad.numel()
-    grad.content.norm = abs(number) * count**0.5
-    grad.content.nonfinite = (count * math.isnan(number), count * math.isinf(number))
+    grad.content.fill(float(value), grad.numel())
     return given[0]
 
 

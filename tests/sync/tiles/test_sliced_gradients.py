@@ -37,7 +37,7 @@ def parameters(outcome: Any) -> Any:
     return dataclasses.replace(outcome, results=results)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
     case = Case(optimizer, strategy="zero2")
     found, wanted = (
@@ -55,15 +55,19 @@ def test_other_numbers_of_owners(copies: int) -> None:
     same(parameters(found), parameters(wanted))
 
 
+RARER = ("forward", "optimizer_step", "after_step")
+
+
 @pytest.mark.parametrize(
-    "moment", ["forward", "backward", "allreduce", "optimizer_step", "vote", "publish", "after_step"]
+    "moment",
+    ["backward", "allreduce", "vote", "publish", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)],
 )
 def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     script = [Kill(4, 2, moment), Kill(6, 1, moment), Change(9, (3, 4, 5))]
     check(Case("sgd", strategy="zero2"), script, FOUR, exact=False)
 
 
-@pytest.mark.parametrize("held", [(2, 3), (1, 3), (1,)])
+@pytest.mark.parametrize("held", [(2, 3), pytest.param((1, 3), marks=pytest.mark.slow)])
 def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
     heard = tuple({1, 2, 3} - set(held))
     script = [Kill(3, 4, "publish", after=heard), *(Hold(3, worker, "vote") for worker in held)]
@@ -83,7 +87,7 @@ def test_loops_of_other_kinds_are_as_replicated(options: dict[str, Any]) -> None
     same(found, wanted, 2e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1, variance_every=2)
     found = run_job(_Loop("zero2", optimizer=optimizer, monitor=monitor), [], first=FOUR)
@@ -213,18 +217,23 @@ READS: dict[str, Between] = {
 }
 
 
-@pytest.mark.parametrize("read", READS)
-def test_no_rank_gives_a_number_that_is_wrong(read: str) -> None:
+def test_no_rank_gives_a_number_that_is_wrong() -> None:
     """An error on every rank; user code that goes on from it trains as before."""
 
-    def between(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        with pytest.raises((RuntimeError, TypeError)) as refused:
-            READS[read](model, optimizer)
-        return str(refused.value)
+    def between(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+        texts = {}
+        for name, read in READS.items():
+            with pytest.raises((RuntimeError, TypeError)) as refused:
+                read(model, optimizer)
+            texts[name] = str(refused.value)
+        return texts
 
     found = run_job(_Once("zero2", between), [], first=(1, 2, 3))
-    texts = {text for own in found.results.values() for text in own[:-1]}
-    assert any("adds to gradients" in text or "tensor subclass" in text or "zero1" in text for text in texts), texts
+    for own in found.results.values():
+        for texts in own[:-1]:
+            for name, text in texts.items():
+                of_torch = "tensor subclass" in text
+                assert of_torch or "adds to gradients" in text or "of a parameter of shape" in text, (name, text)
     assert all(map(torch.equal, found.results[1][-1], found.results[3][-1]))
 
 
