@@ -6,18 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import elastic_ray as er
 from elastic_ray.sync import Owner, StateLostError
 from elastic_ray.sync.optimizer_tiles import tiled_optimizer
 from elastic_ray.sync.optimizer_tiles.restoring import moved, needed_at_once, next_moves, owners_meanwhile
 from elastic_ray.sync.sharded.placement import moves, place
-from tests.loop.changing import Change, Kill
+from tests.loop.changing import Change, Kill, run_job
 from tests.sync.tiles.test_changes import GROWS_AND_SHRINKS
 from tests.sync.tiles.trained import Case, Run, check, run
-
-FOUR = (1, 2, 3, 4)
 
 
 @st.composite
@@ -62,6 +63,45 @@ def test_a_join_moves_a_joiners_own_share_and_a_loss_moves_nothing() -> None:
     assert len(sent) == tiles / 3 and {move.destination for move in sent} == {2}
     held = [frozenset(tile for tile, mine in enumerate(target) if rank in mine) for rank in (0, 1)]
     assert not needed_at_once(moves(held, place(tiles, held, [""] * 2, 1)), place(tiles, held, [""] * 2, 1), held)
+
+
+def sent_in_pauses(strategy: Any, script: list[Any], first: tuple[int, ...]) -> list[float]:
+    """By group, bytes that its ranks had sent to each other when its first step began, over those of the parameters."""
+    found: dict[tuple[int, int], int] = {}
+    size = 4 * (150 * 200 + 200)
+
+    def trainee() -> None:
+        model = nn.Linear(150, 200)
+        optimizer = torch.optim.AdamW(model.parameters())
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+        loader = er.AdaptiveDataLoader(torch.ones(160, 150), batch_size=12)
+        for _ in er.remaining_epochs_until(1):
+            for x in loader:
+                group = wrapped._run.group
+                sent = group.communicator.traffic.bytes["send"]
+                found.setdefault((group.generation, group.rank), sent)
+                optimizer.zero_grad()
+                wrapped(x).pow(2).mean().backward()
+                optimizer.step()
+
+    outcome = run_job(trainee, script, first=first)
+    return [
+        sum(sent for (generation, _), sent in found.items() if generation == number + 1) / size
+        for number in range(len(outcome.groups))
+    ]
+
+
+def test_what_a_pause_moves() -> None:
+    """A joiner gets the parameters, and of twice their size in moments what it is to update first."""
+    script = [Change(3, (1, 2, 3)), Change(7, (1, 2, 3, 4)), Kill(10, 2, "after_step", last=True)]
+    _, third, fourth, killed = sent_in_pauses("all_reduce", script, (1, 2))
+    assert third == pytest.approx(3, rel=0.03) and fourth == pytest.approx(3, rel=0.03) and killed < 0.1
+    for strategy in ("zero1", Owner(unit="tile", copies=1)):
+        kills = script if strategy == "zero1" else script[:2]
+        _, third, fourth, *killed = sent_in_pauses(strategy, kills, (1, 2))
+        names = 0.35  # of tiles and of what an optimizer keeps, beside a model as small as this one
+        assert 1 + 2 / 3 <= third < 1 + 2 / 3 + names and 1 + 2 / 4 <= fourth < 1 + 2 / 4 + names
+        assert not any(each > 0.1 for each in killed), "owners that are left go on from what they hold"
 
 
 @pytest.fixture

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import elastic_ray as er
 from elastic_ray.monitoring import Monitor
-from elastic_ray.sync import Owner, Reduce, Rule, Strategy
+from elastic_ray.sync import Owner, Reduce, Rule, Strategy, StrategyError, Wire
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, pieces_of, routes
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 from tests.loop.changing import Change, Hold, Kill, run_job
 from tests.sync.tiles.test_changes import GROWS_AND_SHRINKS
@@ -53,6 +56,46 @@ def test_other_numbers_of_owners(copies: int) -> None:
     case = Case(strategy=strategy)
     found, wanted = (run(each, script, (1, 2)) for each in (case, dataclasses.replace(case, strategy="all_reduce")))
     same(parameters(found), parameters(wanted))
+
+
+def test_gradients_may_travel_in_16_bits() -> None:
+    strategy = Owner(unit="tile", gradients="sliced", wire=Wire(dtype="bf16"))
+    found, wanted = (run(Case("sgd", strategy=each), [], (1, 2, 3)) for each in (strategy, "all_reduce"))
+    same(parameters(found), parameters(wanted), tolerance=2e-3)
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_what_one_rank_sends_is_what_another_expects(world: int, copies: int, sizes: list[int], random: Any) -> None:
+    spans = [[OwnedSpan(0, size, tuple(random.sample(range(world), min(copies, world))))] for size in sizes]
+    pieces = pieces_of(sizes, spans)
+    every = [routes(pieces, rank, world) for rank in range(world)]
+    assert all(sum(each.sent_splits) == sum(sizes) for each in every)
+    for source, mine in enumerate(every):
+        at = passed = 0
+        for peer, theirs in enumerate(every):
+            to_peer = mine.sent[at : at + len(theirs.kept)]
+            assert to_peer == theirs.kept and mine.sent_splits[peer] == sum(piece.length for piece in theirs.kept)
+            at += len(theirs.kept)
+            from_source = [piece for piece in theirs.followed if piece.owners[0] == source]
+            given_on = [mine.kept[i] for i in mine.passed[passed : passed + len(from_source)]]
+            assert given_on == from_source and mine.passed_splits[peer] == theirs.followed_splits[source]
+            passed += len(from_source)
+    owned = [{*each.kept, *each.followed} for each in every]
+    for piece in pieces:
+        assert {rank for rank, mine in enumerate(owned) if piece in mine} == set(piece.owners)
+
+
+def test_a_parameter_without_an_owner_is_an_error() -> None:
+    with pytest.raises(ValueError, match="spans of parameter 1 must cover 5 elements"):
+        pieces_of([3, 5], [[OwnedSpan(0, 3, (0,))], [OwnedSpan(0, 4, (1,))]])
+
+
+def test_slices_need_tiles() -> None:
+    with pytest.raises(StrategyError, match="gradients='sliced' needs unit='tile'"):
+        Owner(gradients="sliced")
+    with pytest.raises(StrategyError, match="gradients must be one of full, sliced"):
+        Owner(unit="tile", gradients="half")
 
 
 RARER = ("forward", "optimizer_step", "after_step")
