@@ -39,17 +39,21 @@ def test_every_tile_has_an_owner_at_any_time_and_soon_those_that_it_is_to_have(
     target = place(tiles, held, [""] * len(held), copies)
     first = needed_at_once(moves(held, target), target, held)
     assert all(not held[move.destination] for move in first), "ranks that hold tiles receive none in a pause"
-    present = owners_meanwhile(target, moved(first, held))
+    holds = moved(first, held)
+    present = owners_meanwhile(target, holds)
     for _ in range(tiles + 1):
+        assert all(1 <= len(mine) <= copies for mine in present)
+        assert all(tile in holds[rank] for tile, mine in enumerate(present) for rank in mine), "owners hold their tiles"
         if present == target:
             break
-        assert all(1 <= len(mine) <= copies for mine in present)
         sent = next_moves(target, present, [1] * tiles, most)
         received = [sum(move.destination == rank for move in sent) for rank in range(len(held))]
         assert max(received) <= max(1, most)
         assert all(move.source in present[move.tile] for move in sent)
-        now = [frozenset(tile for tile, mine in enumerate(present) if rank in mine) for rank in range(len(held))]
-        after = owners_meanwhile(target, moved(sent, now))
+        holds = moved(
+            sent, [frozenset(t for t, mine in enumerate(present) if rank in mine) for rank in range(len(held))]
+        )
+        after = owners_meanwhile(target, holds)
         assert all(len(new) >= len(old) for old, new in zip(present, after, strict=True)), "no copy is given up early"
         present = after
     assert present == target
