@@ -9,6 +9,7 @@ import torch
 
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
 from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
 
 class FiniteWatch:
@@ -53,10 +54,12 @@ class FiniteWatch:
             self._streak = False
             return True
         own = [_own_rows(p.grad) for p in params if p.grad is not None]
-        grads = [grad._values() if grad.is_sparse else grad for grad in own]
+        held = [grad._values() if grad.is_sparse else grad for grad in own]
+        grads = [grad for grad in held if not isinstance(grad, SlicedGradient)]
+        sliced = all(grad.finite for grad in held if isinstance(grad, SlicedGradient))
         # Of a sharded model a rank has some rows only: those that are not finite may be another's.
         elsewhere = several and any(hasattr(p, "to_local") for p in params)
-        if not elsewhere and self._grads_are_finite(grads):
+        if not elsewhere and sliced and self._grads_are_finite(grads):
             self._streak = False
             return True
         text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)

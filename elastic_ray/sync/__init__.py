@@ -15,13 +15,10 @@ from elastic_ray.sync.builders import (
     PairAveraging,
     Parallax,
     PartitionedAR,
-    PartitionedPS,
     PowerSGD,
     PSLoadBalancing,
     RandomAxisPartitionAR,
     StrategyBuilder,
-    UnevenPartitionedPS,
-    ZeRO1,
 )
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
@@ -30,6 +27,7 @@ from elastic_ray.sync.choosing.resource_spec import ResourceSpec, read_resource_
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowSGD
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
+from elastic_ray.sync.tile_builders import PartitionedPS, UnevenPartitionedPS, ZeRO1, ZeRO2
 from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -83,6 +81,7 @@ __all__ = [
     "UnevenPartitionedPS",
     "Wire",
     "ZeRO1",
+    "ZeRO2",
     "read_resource_spec",
 ]
 

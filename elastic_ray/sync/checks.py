@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from placement.checks import check_whole
+
+# Far above what is of use: a strategy may come from a file of somebody else's.
+_MOST_TEXT = 1 << 20
 
 
 class StrategyError(ValueError):
@@ -43,3 +47,22 @@ def check_type(field: str, value: object, kind: Any) -> None:
     if not isinstance(value, kind):
         names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
         raise StrategyError(f"{field} must be a {names}, but got {value!r}")
+
+
+def parse_json(text: str) -> Any:
+    """JSON of a file that may be anybody's: short, without depth, and with each field once."""
+    if len(text) > _MOST_TEXT:
+        raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise StrategyError(f"a field is there twice in {[name for name, _ in pairs]}")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except StrategyError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None

@@ -85,7 +85,8 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):
         _check(param, sync, profile)
-    syncs = [_reduction(sync) for sync in assigned]
+    tiles = _tiles(assigned, topology)
+    syncs = [_reduction(sync, divided=tiles is not None and tiles.divided) for sync in assigned]
     cuts = _cut_all(profile.params, syncs)
     owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
     return SyncPlan(
@@ -93,13 +94,13 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
             dataclasses.replace(cut, owner=owner) if owner else cut for cut, owner in zip(cuts, owners, strict=True)
         ),
         strategy=strategy,
-        tiles=_tiles(assigned, topology),
+        tiles=tiles,
     )
 
 
-def _reduction(sync: Sync) -> Sync:
-    """How gradients are reduced: those of tiles by all-reduce, as every rank needs all of them."""
-    if isinstance(sync, Owner) and sync.owns_tiles:
+def _reduction(sync: Sync, *, divided: bool) -> Sync:
+    """How gradients are reduced: those of tiles by all-reduce where every rank needs all of them."""
+    if isinstance(sync, Owner) and sync.owns_tiles and not (divided and sync.slices_gradients):
         return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
     return sync
 
@@ -196,7 +197,8 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
     """Parameters of one kind, bucket by bucket; a table, and an owner's tensor, is alone in its bucket."""
     if isinstance(sync, Rows):
         return [[i] for i in mine]
-    full = sync.bucket_bytes if isinstance(sync, Reduce) else sync.bucket_bytes // 4
+    together = isinstance(sync, Reduce) or sync.owns_tiles
+    full = sync.bucket_bytes if together else sync.bucket_bytes // 4
     full = min(full, max(FIRST_BUCKET_BYTES, sum(params[i].nbytes for i in mine) // _MOST_OF_MODEL))
     cuts: list[list[int]] = [[]]
     size, limit = 0, min(FIRST_BUCKET_BYTES, full) if first else full
@@ -214,7 +216,7 @@ def _owners(cuts: Sequence[tuple[Sync, int]], topology: Topology) -> list[int]:
     loads = [0] * topology.world_size
     owners = []
     for sync, nbytes in cuts:
-        if not isinstance(sync, Owner):
+        if not isinstance(sync, Owner) or sync.owns_tiles:
             owners.append(0)
             continue
         owner = 0 if sync.placement == "first" else min(range(len(loads)), key=lambda rank: (loads[rank], rank))

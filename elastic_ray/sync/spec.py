@@ -11,12 +11,20 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from elastic_ray.sync.checks import StrategyError, check_count, check_flag, check_one_of, check_range, check_type
+from elastic_ray.sync.checks import (
+    StrategyError,
+    check_count,
+    check_flag,
+    check_one_of,
+    check_range,
+    check_type,
+    parse_json,
+)
 
 VERSION = 1
 
 # Far above what is of use: a strategy may come from a file of somebody else's.
-_MOST_TEXT, _MOST_RULES, _LONGEST_NAME = 1 << 20, 10_000, 200
+_MOST_RULES, _LONGEST_NAME = 10_000, 200
 _MOST_BYTES, _MOST_PARTS, _MOST_RANK, _MOST_COPIES = 1 << 40, 64, 4096, 8
 
 WIRES = ("native", "bf16", "fp16", "int8")
@@ -121,13 +129,13 @@ class Owner:
     """Each tensor has an owner, which collects its gradient and sends the mean back: a parameter server's traffic.
 
     Optimizer state stays whole on every rank, so that the loss of an owner loses nothing.
-
     Tiles (``unit="tile"``): the optimizer state of each lies with ``copies`` ranks, which make the same updates and
     send new parameters to all (ZeRO-1). A group of no more than ``copies`` ranks trains replicated.
 
     Attributes:
         unit: ``"tensor"`` or ``"tile"``.
-        gradients: of tiles: ``"full"`` ones are all-reduced, so that code which clips or unscales them is right.
+        gradients: of tiles: ``"full"`` ones are all-reduced, so that code which reads them is right; ``"sliced"``
+            ones go to their tile's owners alone (ZeRO-2).
         copies: owners of a tile, on different nodes as far as balance allows.
         cut: of tiles: ``"equal"`` parts of all tensors together, or AutoDist's parts of each (``"divisor"``,
             ``"uneven"``). Optimizers that are not element-wise own whole tensors.
@@ -148,7 +156,7 @@ class Owner:
     def __post_init__(self) -> None:
         check_one_of("placement", self.placement, ("balanced", "first"))
         check_one_of("unit", self.unit, ("tensor", "tile"))
-        check_one_of("gradients", self.gradients, ("full",))
+        check_one_of("gradients", self.gradients, ("full", "sliced"))
         check_one_of("cut", self.cut, CUTS)
         check_count("copies", self.copies, least=1, most=_MOST_COPIES)
         check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
@@ -157,11 +165,18 @@ class Owner:
             raise StrategyError("Owner.wire must be native, bf16 or fp16: an owner's tensors have no residuals")
         if self.owns_tiles and self.placement != "balanced":
             raise StrategyError(f"Owner.placement must be 'balanced' for tiles, but got {self.placement!r}")
+        if self.slices_gradients and not self.owns_tiles:
+            raise StrategyError("Owner.gradients='sliced' needs unit='tile', but unit is 'tensor'")
 
     @property
     def owns_tiles(self) -> bool:
         """Whether optimizer state is divided among the ranks."""
         return self.unit == "tile"
+
+    @property
+    def slices_gradients(self) -> bool:
+        """Whether gradients go to the owners alone."""
+        return self.gradients == "sliced"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,7 +343,7 @@ class Strategy:
         Raises:
             StrategyError: the text is no JSON, of another version, or a field is unknown or out of range.
         """
-        tree = _parse(text)
+        tree = parse_json(text)
         if not isinstance(tree, dict) or type(tree.get("version")) is not int or tree["version"] != VERSION:
             found = repr(tree.get("version")) if isinstance(tree, dict) else f"a {type(tree).__name__}"
             raise StrategyError(f"a strategy's JSON must be an object of version {VERSION}, but got {found}")
@@ -348,25 +363,6 @@ class Strategy:
 
 
 _KINDS: Mapping[str, type[Sync]] = {kind.kind: kind for kind in (Reduce, Owner, Rows)}
-
-
-def _parse(text: str) -> Any:
-    """JSON of a file that may be anybody's: short, without depth, and with each field once."""
-    if len(text) > _MOST_TEXT:
-        raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise StrategyError(f"a field is there twice in {[name for name, _ in pairs]}")
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=once)
-    except StrategyError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise StrategyError(f"a strategy must be JSON as Strategy.to_json() writes it, but {error}") from None
 
 
 def _wire(sync: Sync) -> Wire:

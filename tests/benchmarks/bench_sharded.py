@@ -1,8 +1,9 @@
 """Optimizer state in tiles against replicated training: 25 M parameters with AdamW, gloo.
 
 Bars: the pause of a join at most 0.9 x (one owner) and 1.0 x (two owners) the replicated one, that of a SIGKILL at most
-1.2 x with no committed step lost; a step of four ranks at most 1.15 x; moments on each rank at most 2 / 4 + 5 %.
-Steps are measured in alternating blocks in the same processes; pauses in jobs that follow one another.
+1.2 x with no committed step lost; a step of four ranks at most 1.15 x, with sliced gradients 1.10 x; moments on each
+rank at most 2 / 4 + 5 %. Steps are measured in alternating blocks in the same processes. Pauses are medians over jobs
+that follow one another, each of which grows twice: single ones differ by a factor of two on a crowded machine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from common import StepLog, bar, finish, median, side_parser
 from elastic_side import ElasticJob
 
 WORLD = 4
-_STEPS, _WAIT_S = 4, 150.0
+_STEPS, _WAIT_S = 8, 150.0
+STEPPED = ("all_reduce", "zero1", "zero2")
 STRATEGIES = {"replicated": "all_reduce", "one owner": "one", "two owners": "zero1"}
 
 
@@ -34,9 +36,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     bars: list[dict[str, Any]] = []
     if options.part in ("both", "steps"):
-        _steps(rows, bars, blocks=2 if options.quick else 8)
+        _steps(rows, bars, blocks=2 if options.quick else 6)
     if options.part in ("both", "pauses"):
-        _pauses(rows, bars, repeats=1 if options.quick else 3)
+        _pauses(rows, bars, repeats=1 if options.quick else 2)
     finish("sharded", rows=rows, bars=bars)
 
 
@@ -54,12 +56,12 @@ def train_blocks(blocks: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     parallel = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy="all_reduce")
     loader = er.AdaptiveDataLoader(common.Rows(), batch_size=common.GLOBAL_BATCH, drop_last=True)
-    times: dict[str, list[float]] = {"all_reduce": [], "zero1": []}
+    times: dict[str, list[float]] = {strategy: [] for strategy in STEPPED}
     moments: dict[str, int] = {}
     step, before, per_block = 0, 0.0, 8
     for _ in er.remaining_epochs_until(1):
         for x, y in loader:
-            strategy = ("all_reduce", "zero1")[step // per_block % 2]
+            strategy = STEPPED[step // per_block % len(STEPPED)]
             if step % per_block == 0:
                 parallel.set_strategy(strategy)
             optimizer.zero_grad()
@@ -72,7 +74,7 @@ def train_blocks(blocks: int) -> dict[str, Any]:
             step += 1
             if step % per_block == 0:
                 moments[strategy] = _moments(optimizer, parallel)
-            if step == 2 * blocks * per_block:
+            if step == len(STEPPED) * blocks * per_block:
                 break
     return {"step_s": {name: statistics.median(each) for name, each in times.items()}, "moments": moments}
 
@@ -103,10 +105,10 @@ def _steps(rows: list[dict[str, Any]], bars: list[dict[str, Any]], *, blocks: in
     for name in slowest:
         rows.append({"what": f"step at W={WORLD} [s]", "strategy": name, "value": slowest[name]})
         rows.append({"what": "moments of a rank [MB]", "strategy": name, "value": most[name] / 1e6})
-    times = slowest["zero1"] / slowest["all_reduce"]
-    share = most["zero1"] / most["all_reduce"]
-    bars.append(bar("step, two owners / replicated", value=times, limit=1.15, at_least=False))
-    bars.append(bar("moments, two owners / replicated", value=share, limit=2 / WORLD + 0.05, at_least=False))
+    for name, limit in (("zero1", 1.15), ("zero2", 1.10)):
+        times, share = slowest[name] / slowest["all_reduce"], most[name] / most["all_reduce"]
+        bars.append(bar(f"step, {name} / replicated", value=times, limit=limit, at_least=False))
+        bars.append(bar(f"moments, {name} / replicated", value=share, limit=2 / WORLD + 0.05, at_least=False))
 
 
 # -- pauses ----------------------------------------------------------------------------------------------------------
@@ -156,22 +158,21 @@ class TiledJob(ElasticJob):
         ).submit()
 
 
-def _one_job(label: str) -> dict[str, float]:
-    """Pauses of 2 -> 3 -> 4, and of a SIGKILL of one of four."""
-    from scenarios import cluster
-
-    found: dict[str, float] = {}
-    with cluster(nodes=1, slots=WORLD) as _, tempfile.TemporaryDirectory() as folder:
-        job = TiledJob(Path(folder) / "run", workers=(1, WORLD), label=label)
-        try:
+def _one_job(label: str, folder: Path, *, times: int) -> dict[str, list[float]]:
+    """Pauses of 2 -> 3 -> 4, several times, and of a SIGKILL of one of four."""
+    found: dict[str, list[float]] = {}
+    job = TiledJob(folder, workers=(1, WORLD), label=label)
+    try:
+        for _ in range(times):
             job.resize(2)
             trains(job, 2, time.time())
             for world in (3, 4):
-                found[f"{world - 1}->{world}"] = pause_of(job, functools.partial(job.resize, world), world)
-            if label != "one owner":
-                found["kill"] = pause_of(job, lambda: os.kill(job.pids()[3], signal.SIGKILL), 3)
-        finally:
-            job.stop()
+                pause_s = pause_of(job, functools.partial(job.resize, world), world)
+                found.setdefault(f"{world - 1}->{world}", []).append(pause_s)
+        if label != "one owner":
+            found["kill"] = [pause_of(job, lambda: os.kill(job.pids()[3], signal.SIGKILL), 3)]
+    finally:
+        job.stop()
     return found
 
 
@@ -202,17 +203,20 @@ def pause_of(job: Any, act: Callable[[], object], world: int) -> float:
 
 
 def _pauses(rows: list[dict[str, Any]], bars: list[dict[str, Any]], *, repeats: int) -> None:
-    measured: dict[str, list[dict[str, float]]] = {label: [] for label in STRATEGIES}
-    for _ in range(repeats):
-        for label, outcomes in measured.items():
-            outcomes.append(_one_job(label))
-    medians = {
-        label: {event: median(each[event] for each in outcomes) for event in outcomes[0]}
-        for label, outcomes in measured.items()
-    }
+    from scenarios import cluster
+
+    measured: dict[str, dict[str, list[float]]] = {label: {} for label in STRATEGIES}
+    with cluster(nodes=1, slots=WORLD) as _, tempfile.TemporaryDirectory() as folder:
+        for number in range(repeats):
+            for label, outcomes in measured.items():
+                name = f"{label.replace(' ', '-')}-{number}"
+                for event, pauses_s in _one_job(label, Path(folder) / name, times=min(2, repeats)).items():
+                    outcomes.setdefault(event, []).extend(pauses_s)
+    medians = {label: {event: median(each) for event, each in events.items()} for label, events in measured.items()}
     for label, events in medians.items():
         for event, pause_s in events.items():
-            rows.append({"what": f"pause {event} [s]", "strategy": label, "value": pause_s})
+            number = len(measured[label][event])
+            rows.append({"what": f"pause {event} [s], median of {number}", "strategy": label, "value": pause_s})
     plain = medians["replicated"]
     for label, limit in (("one owner", 0.9), ("two owners", 1.0)):
         worst = max(medians[label][event] / plain[event] for event in ("2->3", "3->4"))  # type: ignore[operator]

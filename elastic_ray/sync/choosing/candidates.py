@@ -132,6 +132,6 @@ def describe(sync: Sync) -> str:
     if sync.wire.rank:
         wire = f" with PowerSGD of rank {sync.wire.rank}"
     if isinstance(sync, Owner):
-        return f"owners ({sync.placement}){wire}"
+        return f"slices to their owners{wire}" if sync.owns_tiles else f"owners ({sync.placement}){wire}"
     parts = f" in {sync.parts} parts" if sync.parts > 1 else ""
     return f"all-reduce{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"

@@ -152,7 +152,9 @@ def bucket_cost(
     dense = tables * (rates.update + rates.backward)
     if world_size == 1:
         return StepCost(cpu_s=dense)
-    if isinstance(sync, Owner):
+    if isinstance(sync, Owner) and sync.owns_tiles:
+        cost = _sliced_cost(mine, sync, links, world_size, rates)
+    elif isinstance(sync, Owner):
         cost = _owner_cost(mine, sync.wire, links, rates)
     else:
         cost = _reduce_cost(mine, sync, links, world_size, rates)
@@ -226,6 +228,18 @@ def _owner_cost(params: Sequence[ParamInfo], wire: Wire, links: LinkTable, rates
     seconds = links.seconds(REDUCE, sent) + links.seconds(BROADCAST, sent)
     cpu_s = nbytes * (rates.copy if wire.exact else rates.copy + rates.cast)
     return StepCost(communication_s=seconds, cpu_s=cpu_s, nbytes=sent)
+
+
+def _sliced_cost(
+    params: Sequence[ParamInfo], owner: Owner, links: LinkTable, world_size: int, rates: CpuRates
+) -> StepCost:
+    """To first owners, half of an all-reduce's way, and each share from there to the other owners."""
+    nbytes = sum(param.nbytes for param in params)
+    sent = nbytes if owner.wire.exact else sum(2 * param.numel for param in params)
+    passed = nbytes * (owner.copies - 1) // world_size
+    seconds = links.seconds(ALL_REDUCE, sent / 2) + (links.seconds(ALL_REDUCE, passed / 2) if passed else 0.0)
+    cpu_s = nbytes * (2 * rates.copy if owner.wire.exact else 2 * rates.copy + rates.cast)
+    return StepCost(communication_s=seconds, cpu_s=cpu_s, nbytes=sent + passed)
 
 
 def _average_cost(

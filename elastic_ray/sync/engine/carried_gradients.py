@@ -9,6 +9,7 @@ import torch
 
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
 
 _TWICE = (
     "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they count "
@@ -116,7 +117,10 @@ class CarriedGradients:
         """State for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
         if self._local:
             return {"lost": self._steps}
-        return {"steps": self._steps, "gradients": self._gradients()} if self._steps else {}
+        gradients = self._gradients() if self._steps else {}
+        if any(isinstance(grad, SlicedGradient) for grad in gradients.values()):
+            return {}  # no backward pass can add to them, so that they are of one step, which has not applied them
+        return {"steps": self._steps, "gradients": gradients} if self._steps else {}
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state."""
@@ -140,7 +144,8 @@ class CarriedGradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        return {i: p.grad.detach() for i, p in enumerate(self._params()) if p.grad is not None}
+        found = {i: plain_or_sliced(p.grad) for i, p in enumerate(self._params()) if p.grad is not None}
+        return {i: grad.detach() for i, grad in found.items()}
 
     def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
         self._steps, self._step, self._local = steps, None, False

@@ -18,6 +18,8 @@ from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOper
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.plan import BucketPlan
+from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
+from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket, SpanOwners
 from elastic_ray.sync.spec import Owner, Reduce, Rows
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.rows import RowsOperation
@@ -30,10 +32,14 @@ def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
     return plain and dtype in (torch.float32, torch.float64)
 
 
-def make_bucket(plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int) -> GradientBucket:
-    """The bucket of a plan, with ``tail`` extra elements."""
+def make_bucket(
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: SpanOwners
+) -> GradientBucket:
+    """The bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
+    if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
+        return SlicedBucket(index, plan.group, params, owners)
     return build_bucket(index, plan.group, params, tail)
 
 
@@ -46,6 +52,8 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
     sync = plan.sync
     if isinstance(sync, Reduce):
         return _reduction(sync, plan.params)
+    if isinstance(sync, Owner) and sync.owns_tiles:
+        return SlicedOperation(sync.copies, WireForm(sync.wire.dtype))
     if isinstance(sync, Owner):
         return OwnerOperation(plan.owner, WireForm(sync.wire.dtype))
     if isinstance(sync, Rows):

@@ -369,7 +369,9 @@ class GradientEngine:
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
         self._statistics.rebuilt(len(trainable.groups))
-        layout = BucketLayout(trainable.groups, plan, self._control_size, self._in_force, self._statistics)
+        layout = BucketLayout(
+            trainable.groups, plan, self._control_size, self._in_force, self._statistics, self._divided
+        )
         self._drift.follow(plan.strategy.average)
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)

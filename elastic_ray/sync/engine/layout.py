@@ -13,6 +13,7 @@ from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.owing import SettlingOperation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket, SpanOwners
 
 
 class Sequel(Protocol):
@@ -55,9 +56,11 @@ class BucketLayout:
         control_size: number of control values.
         sequel: what follows the reductions.
         statistics: what rides of the gradients' statistics.
+        owners: of the optimizer state.
 
     Attributes:
         buckets: in the order of reduction.
+        sliced: those of which each rank receives a part of the mean.
         operations: one for each.
         sequel: as given.
         tail: the tail.
@@ -74,6 +77,7 @@ class BucketLayout:
         control_size: int,
         sequel: Sequel,
         statistics: RidingStatistics,
+        owners: SpanOwners,
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:
@@ -89,9 +93,16 @@ class BucketLayout:
         last = len(plan.buckets) - 1
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
         self.buckets: list[GradientBucket] = [
-            make_bucket(each, index, [params[i] for i in each.params], size if index == last and self.tail_rides else 0)
+            make_bucket(
+                each,
+                index,
+                [params[i] for i in each.params],
+                size if index == last and self.tail_rides else 0,
+                owners,
+            )
             for index, each in enumerate(plan.buckets)
         ]
+        self.sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlicedBucket)]
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]

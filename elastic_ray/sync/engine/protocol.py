@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
+
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 
 class GradientSync(GroupDependent, Protocol):
@@ -78,6 +81,13 @@ class DividedState(Protocol):
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
         """Buckets were laid out for another strategy, other parameters or another group."""
+
+    @property
+    def owners(self) -> object:
+        """The ranks that own each part; another object where they are others than before."""
+
+    def owned_spans(self, params: Sequence[torch.nn.Parameter]) -> list[list[OwnedSpan]]:
+        """The parts of each parameter."""
 
     @property
     def unsettled(self) -> bool:

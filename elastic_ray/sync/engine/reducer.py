@@ -345,7 +345,7 @@ class GradientReducer:
         """Wait for the reductions, conclude what rode on them, and write the mean back."""
         if self._ledger.failed:
             return
-        layout = self._layout
+        layout, first = self._layout, self._group.rank == 0
         try:
             if self._unanswered:
                 self._meet()
@@ -353,7 +353,7 @@ class GradientReducer:
             values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag])
             if self._measures:
-                self._statistics.measure_mean(self._buckets, first=self._group.rank == 0)
+                self._statistics.measure_mean(self._buckets, first=first, add_up=self._reduction.add_up)
             if self._check_finite:
                 self.nonfinite_ranks = self._reduction.nonfinite_ranks()
             self._exchange_rows()
@@ -361,7 +361,7 @@ class GradientReducer:
             self._give_up(str(error))
             return
         self._consensus.conclude(values[: self._consensus.control_size], self._group.world_size)
-        self._statistics.take_shared(values[layout.shared], first=self._group.rank == 0)
+        self._statistics.take_shared(values[layout.shared], first=first)
         self._write_back(lambda: [count > 0 for count in self._tail[layout.step_tag.stop :].tolist()])
         self._ledger.mark_reduced()
         self._carried.mark_reduced()

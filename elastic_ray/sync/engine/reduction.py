@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from elastic_ray.sync.engine.context import SyncConsensus, SyncGroup
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.buckets import are_finite
@@ -100,6 +102,8 @@ class Reduction:
         while going:
             finished += 1
             going = [each for each in going if self._goes_on(*each, finished, looks=looks)]
+        if self._layout.sliced and not self._tell_sizes() and looks:
+            self._finite = False
         if looks and self._finite is None:
             self._finite = True
         if self._owing and not self.is_finite():
@@ -117,12 +121,34 @@ class Reduction:
         if self._works[index]:
             return True
         self._took_s[index] = time.perf_counter() - self._began_s[index]
+        if bucket.sliced:
+            return False
         if looks and not are_finite([bucket]):
             self._finite = False
         elif bucket.complete and index < len(self._layout.buckets) - 1:
             bucket.write_back(lambda: ())
             self._written.add(index)
         return False
+
+    def _tell_sizes(self) -> bool:
+        """Tell each other what all ranks must know of gradients that none of them holds; whether all are finite."""
+        mine = [bucket.numbers() for bucket in self._layout.sliced]
+        told = torch.cat(mine)
+        self._consensus.wait(self._gradients.all_reduce(told))
+        for bucket, numbers in zip(self._layout.sliced, torch.split(told, [len(each) for each in mine]), strict=True):
+            bucket.know(numbers)
+        return all(bucket.finite for bucket in self._layout.sliced)
+
+    @property
+    def add_up(self) -> Callable[[Sequence[float]], list[float]] | None:
+        """Adds up numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
+        return self._add_up if self._layout.sliced else None
+
+    def _add_up(self, values: Sequence[float]) -> list[float]:
+        told = torch.tensor(list(values), dtype=torch.float64)
+        self._consensus.wait(self._gradients.all_reduce(told))
+        found: list[float] = told.tolist()
+        return found
 
     def has_written(self, index: int) -> bool:
         """Whether a bucket's sum is in ``.grad`` already."""

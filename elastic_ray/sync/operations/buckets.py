@@ -68,6 +68,11 @@ class Bucket:
         self.carried.copy_(self.body)
 
     @property
+    def sliced(self) -> bool:
+        """Whether each rank receives a part of the mean."""
+        return False
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the gradients."""
         return self.flat.dtype

@@ -69,6 +69,10 @@ class GradientBucket(Protocol):
         """Of the gradients."""
 
     @property
+    def sliced(self) -> bool:
+        """Whether each rank receives the mean of some parts only."""
+
+    @property
     def complete(self) -> bool:
         """Whether the backward pass has reached all its parameters."""
 

@@ -11,12 +11,14 @@ from torch.nn import Parameter
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
+from elastic_ray.sync.optimizer_tiles.restoring import Owners, moved, needed_at_once, next_moves, owners_meanwhile
 from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, cut_tile
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling
 from elastic_ray.sync.optimizer_tiles.written import written_states
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.sharded.tiles import from_words, to_words
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +56,8 @@ class TileHolder:
         tiling: of the parameters; None where every rank holds the whole state.
         params: those in tiles, by name.
         held: the tiles that this rank holds; None where it holds the whole state, or nothing.
-        owners: ranks of the present group that own each tile, as long as the state is divided in it.
+        owners: ranks of the present group that own each tile, as long as the state is divided in it. After a change of
+            the group they are others for some steps than they are to be.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -63,7 +66,8 @@ class TileHolder:
         self.params: dict[str, Parameter] = {}
         self.held: HeldTiles | None = None
         self._whole = True
-        self.owners: tuple[tuple[int, ...], ...] = ()
+        self.owners: Owners = ()
+        self._target: Owners = ()
         self._workers: tuple[str, ...] = ()
         self._copies = 1
 
@@ -72,6 +76,16 @@ class TileHolder:
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
+
+    def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
+        """The spans of each parameter with the ranks that own them in the present group."""
+        found: dict[int, list[OwnedSpan]] = {id(param): [] for param in params}
+        for spans, owners in zip(self._tiling.tiles, self.owners, strict=True):
+            for span in spans:
+                mine = found.get(id(self.params[span.name]))
+                if mine is not None:
+                    mine.append(OwnedSpan(span.start, span.length, owners))
+        return [sorted(found[id(param)], key=lambda span: span.start) for param in params]
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
@@ -90,28 +104,58 @@ class TileHolder:
             raise StateLostError(self._lost_text(gone))
         return Everyone(tiles, any(row[-2] for row in rows), any(row[-1] for row in rows))
 
-    def arrange(self, group: TileGroup, everyone: Everyone, copies: int) -> None:
+    def arrange(self, group: TileGroup, everyone: Everyone, copies: int, *, gradually: bool) -> None:
         """Have each tile lie with so many ranks.
 
         Args:
             group: the present one.
             everyone: what its ranks hold.
             copies: of a tile.
+            gradually: only what the next step needs moves now, and the rest by :meth:`restore_some`.
         """
         communicator, world = group.communicator, group.world_size
         nodes = [member.node for member in group.members] or [""]
-        owners = place(len(self._tiling), everyone.tiles, nodes, copies)
-        sent = moves(everyone.tiles, owners)
+        target = place(len(self._tiling), everyone.tiles, nodes, copies)
+        sent = moves(everyone.tiles, target)
+        if copies < world and gradually:
+            sent = needed_at_once(sent, target, everyone.tiles)
         if sent:
             self._receive(communicator, sent)
         if world > 1:
             communicator.gather_ints([1])  # ranks that are through with this do not hold any more what they have sent
-        self.owners, self._copies = owners, copies
+        self._target, self._copies = target, copies
+        self.owners = owners_meanwhile(target, moved(sent, everyone.tiles))
         self._workers = tuple(member.worker for member in group.members)
         if copies >= world:
             self.become_whole()
         else:
-            self._keep([tile for tile, mine in enumerate(owners) if group.rank in mine])
+            self._keep([tile for tile, mine in enumerate(self.owners) if group.rank in mine])
+
+    @property
+    def restores(self) -> bool:
+        """Whether some tiles have others owners than they are to have."""
+        return self.owners != self._target
+
+    def restore_some(self, group: TileGroup, most: int) -> None:
+        """Move some tiles to the owners that they are to have; all ranks call it, between the same two updates.
+
+        Args:
+            group: the present one.
+            most: bytes of parameters whose state a rank receives, if that is more than one tile.
+        """
+        communicator = group.communicator
+        sizes = [self._nbytes(tile) for tile in range(len(self._tiling))]
+        sent = next_moves(self._target, self.owners, sizes, most)
+        self._receive(communicator, sent)
+        communicator.gather_ints([1], with_gradients=True)  # as above
+        present = [
+            frozenset(tile for tile, mine in enumerate(self.owners) if rank in mine) for rank in range(group.world_size)
+        ]
+        self.owners = owners_meanwhile(self._target, moved(sent, present))
+        self._keep([tile for tile, mine in enumerate(self.owners) if group.rank in mine])
+
+    def _nbytes(self, tile: int) -> int:
+        return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
@@ -139,11 +183,14 @@ class TileHolder:
         return self.tiling
 
     def _lost_text(self, gone: Sequence[int]) -> str:
+        """Whose loss it was, and whether second copies would have been there some steps later."""
         whose = sorted({self._workers[rank] for tile in gone if self.owners for rank in self.owners[tile]})
         named = f" ({', '.join(whose)})" if whose else ""
+        early = any(len(self.owners[tile]) < self._copies for tile in gone) if self.owners else False
+        said = ". Since the change before, second copies had not been restored yet" if early else ""
         return (
             f"{len(gone) / len(self._tiling):.0%} of the optimizer state of model {self._number} was lost with all "
-            f"workers that held it{named}: each part lies with {self._copies} of them, and no living worker has it"
+            f"workers that held it{named}: each part lies with {self._copies} of them, and none that lives has it{said}"
         )
 
     def _states_of(self, tile: int) -> list[State]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
+from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
 State: TypeAlias = dict[str, Any]
 """What an optimizer keeps of one parameter."""
@@ -79,6 +80,7 @@ class HeldTiles:
         self._views: dict[int, list[Parameter]] = {}
         self.states: dict[Parameter, State] = {}
         self._borrowed: list[Parameter] = []  # whose states are parts of larger tensors
+        self._shown: list[tuple[Parameter, Tensor]] = []  # parameters whose gradient is one of this rank's for a while
 
     def __contains__(self, tile: object) -> bool:
         return tile in self._views
@@ -144,10 +146,19 @@ class HeldTiles:
                 view.data = part_of(param, span)
 
     def put_gradients(self) -> None:
-        """Each view's gradient is its part of the parameter's."""
+        """Each view's gradient is its part of the parameter's.
+
+        Raises:
+            RuntimeError: gradients were reduced for other owners than there are now.
+        """
         for span, view in self.spans():
-            if not span.whole:
-                grad = self._params[span.name].grad
+            grad = self._params[span.name].grad
+            if isinstance(grad, SlicedGradient):
+                part = grad.part(span.start, span.length).view(view.shape)
+                if span.whole:
+                    self._shown.append((view, grad))
+                view.grad = part
+            elif not span.whole:
                 view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
 
     def drop_gradients(self) -> None:
@@ -155,6 +166,9 @@ class HeldTiles:
         for span, view in self.spans():
             if not span.whole:
                 view.grad = None
+        for param, grad in self._shown:
+            param.grad = grad
+        self._shown = []
 
 
 def cut_tile(

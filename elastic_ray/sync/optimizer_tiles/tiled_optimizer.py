@@ -27,9 +27,13 @@ from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 
 _COPIED_IN_A_STEP = 24
 """Spans whose state gets memory of its own in one step after a change of the group."""
+
+RESTORED_IN_A_STEP = 8 << 20
+"""Bytes of parameters whose state a rank receives behind one step, while owners are not yet what they are to be."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,6 +96,15 @@ class TiledOptimizer:
     @property
     def _held(self) -> HeldTiles | None:
         return self._holder.held
+
+    @property
+    def owners(self) -> object:
+        """The ranks that own each tile; another object where they are others than before."""
+        return self._holder.owners
+
+    def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
+        """The parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        return self._holder.owned_spans(params)
 
     @property
     def divided(self) -> bool:
@@ -190,6 +203,10 @@ class TiledOptimizer:
             self._publisher.run(run.group.communicator)
             if self.denominators.due(run.ledger.steps + 1):
                 self.denominators.gather(run.group.communicator, held, holder.params, senders)
+            if holder.restores:
+                run.moment("restore")
+                holder.restore_some(run.group, RESTORED_IN_A_STEP)
+                self._publisher = None
         except CommunicationFailedError as error:
             self._unpublished, self._publisher = True, None
             if run.ledger.step is None:
@@ -247,7 +264,7 @@ class TiledOptimizer:
         self.denominators.invalidate(fresh=self._last.number == 0)
         if everyone.unpublished:
             self._publisher_of(everyone.senders).run(group.communicator)
-        self._holder.arrange(group, everyone, copies)
+        self._holder.arrange(group, everyone, copies, gradually=self._last.number > 0)
         self._unpublished = False
 
     def hand_over(self, stays: Sequence[bool]) -> None:

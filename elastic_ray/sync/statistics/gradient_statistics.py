@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
 
 _Norm = float | torch.Tensor
+_AddUp = Callable[[Sequence[float]], list[float]]
 
 
 class GradientStatistics:
@@ -158,23 +158,23 @@ class GradientStatistics:
             if due:
                 place[part] = torch.stack([torch.as_tensor(norm) for norm in norms[part]])
 
-    def measure_mean(self, buckets: Sequence[GradientBucket], *, first: bool) -> bool:
-        """The buckets hold the step's mean gradient; ``first`` on rank 0, which alone measures for all.
+    def measure_mean(self, buckets: Sequence[GradientBucket], *, first: bool, add_up: _AddUp | None = None) -> None:
+        """The buckets hold the step's mean gradient.
 
-        Returns:
-            Whether this has shown that all of it is finite.
+        Args:
+            buckets: these.
+            first: whether this is rank 0, which alone measures for all.
+            add_up: adds up numbers over all ranks where some buckets hold a part of it; all ranks measure then.
         """
         self._first, self._mean = first, None
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
-        plain = first and (self._variance_due or self._norms_due)
+        plain = (first or add_up is not None) and (self._variance_due or self._norms_due)
         if self._noise_due:
-            self._mean = self._norms_of_mean(buckets, preconditioned=self._preconditioned)
+            self._mean = self._norms_of_mean(buckets, preconditioned=self._preconditioned, add_up=add_up)
         if plain and (self._mean is None or self._preconditioned):
-            self._plain_mean = self._norms_of_mean(buckets, preconditioned=False)
+            self._plain_mean = self._norms_of_mean(buckets, preconditioned=False, add_up=add_up)
         else:
             self._plain_mean = self._mean
-        norms = self._mean or self._plain_mean
-        return norms is not None and all(map(math.isfinite, norms))
 
     def collect(self, step: StepView, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
         """Take in what the pass has shown, after :meth:`measure_mean`.
@@ -216,13 +216,18 @@ class GradientStatistics:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
-    def _norms_of_mean(self, buckets: Sequence[GradientBucket], *, preconditioned: bool) -> list[float]:
+    def _norms_of_mean(
+        self, buckets: Sequence[GradientBucket], *, preconditioned: bool, add_up: _AddUp | None = None
+    ) -> list[float]:
         """Squared norms of what the buckets hold, by parameter group."""
         sums: list[Any] = [0.0] * self._groups
+        parts: list[Any] = [0.0] * self._groups
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
-            sums[bucket.group] += bucket.squared_norm(preconditioner)
-        return [float(each) for each in sums]
+            found = parts if bucket.sliced else sums
+            found[bucket.group] += bucket.squared_norm(preconditioner)
+        whole = add_up([float(each) for each in parts]) if add_up is not None else parts
+        return [float(each) + float(part) for each, part in zip(sums, whole, strict=True)]
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ class RowBucket:
         self._carried = self._kept()
 
     @property
+    def sliced(self) -> bool:
+        """Whether each rank receives a part of the mean."""
+        return False
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the gradient."""
         return self.table.param.dtype

@@ -1,0 +1,113 @@
+"""Which parts of a bucket travel to which ranks (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnedSpan:
+    """A part of a parameter, and the ranks that own its optimizer state.
+
+    Attributes:
+        start: first element, of the parameter as a vector.
+        length: elements.
+        owners: ranks; the first one adds up.
+    """
+
+    start: int
+    length: int
+    owners: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """The same as a part of a bucket.
+
+    Attributes:
+        param: position of the parameter in the bucket.
+        start: first element, of the parameter as a vector.
+        at: the same, of the bucket.
+        length: elements.
+        owners: as of ``OwnedSpan``.
+    """
+
+    param: int
+    start: int
+    at: int
+    length: int
+    owners: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routes:
+    """What one rank sends and receives, in this order. In the first round every rank sends each piece to its first
+    owner, which adds them up; in the second that one sends the sum to the other owners.
+
+    Attributes:
+        sent: all pieces, by first owner.
+        sent_splits: elements for each rank.
+        kept: pieces that this rank adds up, in the order in which each rank sends them.
+        passed: positions in ``kept`` of what this rank sends in the second round, by rank.
+        passed_splits: elements for each rank.
+        followed: pieces whose sum this rank receives, by rank.
+        followed_splits: elements from each rank.
+    """
+
+    sent: tuple[Piece, ...]
+    sent_splits: tuple[int, ...]
+    kept: tuple[Piece, ...]
+    passed: tuple[int, ...]
+    passed_splits: tuple[int, ...]
+    followed: tuple[Piece, ...]
+    followed_splits: tuple[int, ...]
+
+    @property
+    def passes_all(self) -> bool:
+        """Whether what is passed on is what is kept, as it lies."""
+        return self.passed == tuple(range(len(self.kept)))
+
+
+def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[Piece, ...]:
+    """The pieces of a bucket.
+
+    Args:
+        sizes: elements of each of its parameters, as they follow each other.
+        spans: of each parameter, all of it once.
+
+    Raises:
+        ValueError: some elements of a parameter have no owner.
+    """
+    found, at = [], 0
+    for param, (size, mine) in enumerate(zip(sizes, spans, strict=True)):
+        if sum(span.length for span in mine) != size:
+            raise ValueError(f"spans of parameter {param} must cover {size} elements, but got {list(mine)}")
+        found += [Piece(param, span.start, at + span.start, span.length, span.owners) for span in mine]
+        at += size
+    return tuple(found)
+
+
+def routes(pieces: Sequence[Piece], rank: int, world_size: int) -> Routes:
+    """What a rank sends and receives of a bucket; all ranks call it with the same pieces."""
+    # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
+    ordered = sorted(pieces, key=lambda piece: piece.owners)
+    kept = [piece for piece in ordered if piece.owners[0] == rank]
+    passed = [[i for i, piece in enumerate(kept) if peer in piece.owners[1:]] for peer in range(world_size)]
+    followed = [
+        [piece for piece in ordered if piece.owners[0] == peer and rank in piece.owners[1:]]
+        for peer in range(world_size)
+    ]
+    return Routes(
+        sent=tuple(ordered),
+        sent_splits=_splits(world_size, lambda peer: [piece for piece in ordered if piece.owners[0] == peer]),
+        kept=tuple(kept),
+        passed=tuple(i for mine in passed for i in mine),
+        passed_splits=_splits(world_size, lambda peer: [kept[i] for i in passed[peer]]),
+        followed=tuple(piece for mine in followed for piece in mine),
+        followed_splits=_splits(world_size, lambda peer: followed[peer]),
+    )
+
+
+def _splits(world_size: int, pieces: Callable[[int], Sequence[Piece]]) -> tuple[int, ...]:
+    return tuple(sum(piece.length for piece in pieces(peer)) for peer in range(world_size))

@@ -1,0 +1,176 @@
+"""A bucket whose sums go to the ranks that own the optimizer state of its parameters (torch)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from elastic_ray.sync.operations.buckets import Bucket, build_bucket
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, Piece, pieces_of
+from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
+
+NUMBERS = 3
+"""What ranks tell each other of each parameter: the squared norm of what a rank adds up, its NaNs, its infinities."""
+
+
+class SpanOwners(Protocol):
+    """Which ranks own which part of the optimizer state."""
+
+    @property
+    def owners(self) -> object:
+        """Another object where they are others than before."""
+
+    def owned_spans(self, params: Sequence[torch.nn.Parameter]) -> list[list[OwnedSpan]]:
+        """The spans of each parameter."""
+
+
+class SlicedBucket(Bucket):
+    """See the module's text.
+
+    Until it is launched it is an ordinary bucket. From then on ``.grad`` is a ``SlicedGradient``, and the bucket knows
+    the sum of what this rank owns.
+
+    Args:
+        index: position in the order of reduction.
+        group: parameter group of the parameters.
+        params: of one dtype and device.
+        owners: of their optimizer state.
+    """
+
+    def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: SpanOwners) -> None:
+        made = build_bucket(index, group, params, 0)
+        super().__init__(index=index, group=group, params=made.params, flat=made.flat, body=made.body, views=made.views)
+        self._owners = owners
+        self._pieces: tuple[object, tuple[Piece, ...]] | None = None
+        self._had: Sequence[bool] = [False] * len(params)
+        self._contents: dict[int, Content] = {}  # of gradients that are being reduced, or were
+        self._own: Tensor | None = None  # this rank's weighted gradients, as they were sent
+        self._kept: list[tuple[Piece, Tensor]] | None = None  # what this rank has added up; None before
+        self._received: list[tuple[Piece, Tensor]] = []
+        self._numbers: list[list[float]] = []
+
+    @property
+    def sliced(self) -> bool:
+        """Whether each rank receives a part of the mean."""
+        return True
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Of the present owners; another object when these are others."""
+        owners = self._owners.owners
+        if self._pieces is None or self._pieces[0] is not owners:
+            spans = self._owners.owned_spans(self.params)
+            self._pieces = owners, pieces_of([p.numel() for p in self.params], spans)
+        return self._pieces[1]
+
+    def begin_pass(self) -> None:
+        """A backward pass begins: gradients that were zeroed in place are ordinary ones."""
+        super().begin_pass()
+        for param in self.params:
+            if isinstance(param.grad, SlicedGradient):
+                param.grad = plain_or_sliced(param.grad)
+
+    def put(self, weight: float) -> None:
+        """See ``GradientBucket``.
+
+        Raises:
+            RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
+        """
+        if any(isinstance(param.grad, SlicedGradient) for param in self.params):
+            raise RuntimeError(ADDS_UP)
+        self._kept = None
+        super().put(weight)
+        self._had = super().has_gradient
+
+    @property
+    def has_gradient(self) -> Sequence[bool]:
+        """See ``GradientBucket``."""
+        return self._had
+
+    def give(self, own: Tensor) -> None:
+        """The bucket is on its way: its memory is free for what arrives, and so is that of its gradients.
+
+        Args:
+            own: what this rank has sent.
+        """
+        self._own = own
+        self.grads = []
+        self._contents = {}
+        for index, (param, had) in enumerate(zip(self.params, self._had, strict=True)):
+            if had:
+                self._show(index, param)
+
+    def _show(self, index: int, param: torch.nn.Parameter) -> None:
+        content = self._contents[index] = Content()
+        param.grad = SlicedGradient(param, content)
+
+    def take(self, kept: Sequence[tuple[Piece, Tensor]], received: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Sums of pieces that this rank adds up, and of those that it follows."""
+        self._kept, self._received = list(kept), list(received)
+
+    def numbers(self) -> Tensor:
+        """[parameters, :data:`NUMBERS`] in float64 on the CPU: this rank's part of what all are to know."""
+        found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
+        kept = self._kept or []
+        if not kept:
+            return found
+        norms = torch.stack(torch._foreach_norm([part for _, part in kept])).double().cpu()
+        places = torch.tensor([piece.param for piece, _ in kept])
+        found[:, 0].index_add_(0, places, norms.square())
+        for (piece, part), norm in zip(kept, norms.tolist(), strict=True):
+            if not norm < float("inf"):  # it may have overflown
+                found[piece.param, 1] += float(part.isnan().sum())
+                found[piece.param, 2] += float(part.isinf().sum())
+        return found
+
+    def know(self, numbers: Tensor) -> None:
+        """The same, added up over all ranks."""
+        self._numbers = numbers.tolist()
+
+    @property
+    def finite(self) -> bool:
+        """Whether the whole mean is, by what all ranks know."""
+        return not any(nans or infinities for _, nans, infinities in self._numbers)
+
+    def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
+        """Have ``.grad`` stand for the mean; ``used`` tells which parameters had a gradient on any rank."""
+        for index, (param, flag) in enumerate(zip(self.params, used(), strict=True)):
+            if flag and index not in self._contents:
+                self._show(index, param)
+        for index, content in self._contents.items():
+            content.know(*self._numbers[index])
+        for piece, part in [*(self._kept or []), *self._received]:
+            if piece.param in self._contents:
+                self._contents[piece.param].parts[piece.start] = part
+        self._contents = {}
+
+    def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
+        """Of what it holds; once it is reduced, of what this rank adds up."""
+        if self._kept is None:
+            return super().squared_norm(preconditioner)
+        found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.flat.device)
+        for piece, part in self._kept:
+            weighted = part.to(found.dtype)
+            if preconditioner is not None:
+                weighted = weighted * preconditioner[piece.at : piece.at + piece.length]
+            found += torch.dot(weighted, weighted).to(found.dtype)
+        return found
+
+    def own_is_finite(self) -> bool:
+        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        if self._own is None:
+            return super().own_is_finite()
+        tensors = [self._own, *([self.carried] if self.carried is not None else [])]
+        return all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+    def replace_buffer(self) -> None:
+        """Leave all memory to a reduction that was given up; gradients that it was to reduce are zero."""
+        super().replace_buffer()
+        for index in self._contents:
+            grad = self.params[index].grad
+            if isinstance(grad, SlicedGradient):
+                grad.clear()
+        self._contents, self._own, self._kept, self._received = {}, None, None, []

@@ -1,0 +1,292 @@
+"""``.grad`` of a parameter whose mean gradient lies in slices with several ranks (torch).
+
+It is a tensor without elements: what cannot be told of the whole gradient without them raises an error, and nothing
+gives the number of a part for that of the whole. All ranks know its 2-norm and whether it is finite, so that clipping
+and AMP's ``GradScaler`` work as they are, and do the same on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+ADDS_UP = (
+    "a backward pass adds to gradients that an earlier one has reduced to the ranks that own their optimizer state: "
+    "call optimizer.zero_grad() between the two, call backward() once on the sum of the losses, have all passes but "
+    'the last within no_sync(), or use strategy="zero1"'
+)
+_WAITS = "is still being reduced: read it when backward() has returned"
+
+
+@dataclasses.dataclass(slots=True)
+class Content:
+    """What is known of a gradient.
+
+    Attributes:
+        parts: the slices that this rank owns, by first element.
+        norm: 2-norm of the whole; None where that is not known.
+        nonfinite: how many elements are NaN, and how many infinite.
+        waits: whether it is still being reduced.
+        plain: an ordinary tensor that it has become, with zeros at first; nothing else counts then.
+    """
+
+    parts: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    norm: float | None = None
+    nonfinite: tuple[int, int] = (0, 0)
+    waits: bool = True
+    plain: Tensor | None = None
+
+    def know(self, squared_norm: float, nans: float, infinities: float) -> None:
+        """It is reduced, and all ranks know this of it."""
+        self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
+
+    def become(self, plain: Tensor) -> None:
+        """An ordinary tensor from now on."""
+        self.waits, self.plain = False, plain
+
+    def fill(self, number: float, count: int) -> None:
+        """With a number; it has so many elements."""
+        for part in self.parts.values():
+            part.fill_(number)
+        self.norm = abs(number) * count**0.5
+        self.nonfinite = (count * math.isnan(number), count * math.isinf(number))
+
+    def multiply(self, factor: Any) -> None:
+        """By a number."""
+        number = float(factor)
+        for part in self.parts.values():
+            part.mul_(factor)
+        if self.norm is not None:
+            self.norm *= abs(number)
+        if not math.isfinite(number):
+            self.nonfinite = (1, 0)
+
+    def change(self, each: Callable[[Tensor], object]) -> None:
+        """Every element by itself, to finite ones where it is a number."""
+        for part in self.parts.values():
+            each(part)
+        self.norm, self.nonfinite = None, (self.nonfinite[0], 0)
+
+
+class SlicedGradient(Tensor):
+    """See the module's text.
+
+    Args:
+        param: whose gradient it is.
+        content: what is known of it.
+    """
+
+    content: Content
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, param: Tensor, content: Content) -> SlicedGradient:
+        """As ``torch.Tensor``."""
+        made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=param.device
+        )
+        return made
+
+    def __init__(self, param: Tensor, content: Content) -> None:
+        super().__init__()
+        self.content = content
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        known = "still being reduced" if self.content.waits else f"norm {self.content.norm}"
+        return f"SlicedGradient(shape {tuple(self.shape)}, {self.content.plain if self.is_plain else known})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedGradient:
+        found = SlicedGradient(self, copy.deepcopy(self.content, memo))
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refused(self, "pickle")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has become an ordinary tensor, by ``zero_grad(set_to_none=False)`` or a lost step."""
+        return self.content.plain is not None
+
+    @property
+    def finite(self) -> bool:
+        """Whether all elements are, on all ranks."""
+        content = self.content
+        return bool(content.plain.isfinite().all()) if content.plain is not None else not any(content.nonfinite)
+
+    def part(self, start: int, length: int) -> Tensor:
+        """A slice that this rank owns.
+
+        Raises:
+            RuntimeError: it does not: the group has changed since the gradient was reduced.
+        """
+        content = self.content
+        if content.plain is not None:
+            return content.plain.reshape(-1)[start : start + length]
+        found = content.parts.get(start)
+        if found is None or found.numel() != length:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(self.shape)} was reduced for other owners of its "
+                "optimizer state than there are now: apply gradients in the step whose backward() has made them"
+            )
+        return found
+
+    def clear(self) -> None:
+        """It is zero from now on, as an ordinary tensor: it was zeroed, or its step was lost while it was reduced."""
+        self.content.become(torch.zeros(self.shape, dtype=self.dtype, device=self.device))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What torch calls for every operation on it."""
+        taken = tree_map_only(cls, plain_or_sliced, (args, dict(kwargs or {})))
+        left = [each for each in tree_leaves(taken) if isinstance(each, cls)]
+        if not left:
+            result = func(*taken[0], **taken[1])
+            return result if result is None or not func._schema.is_mutable else args[0]
+        handler = _HANDLERS.get(func.overloadpacket)
+        name = func.overloadpacket.__name__
+        if handler is None or any(each.content.waits for each in left):
+            raise _refused(left[0], name)
+        try:
+            return handler(args, *taken[0], **taken[1])
+        except (TypeError, ValueError, NotImplementedError):
+            raise _refused(left[0], name) from None
+
+
+def plain_or_sliced(grad: Tensor) -> Tensor:
+    """The ordinary tensor that a sliced gradient has become; another tensor, and a sliced gradient, as it is."""
+    if isinstance(grad, SlicedGradient) and grad.content.plain is not None:
+        return grad.content.plain
+    return grad
+
+
+def _refused(grad: SlicedGradient, operation: str) -> RuntimeError:
+    """Why an operation cannot be computed, and the way out."""
+    which = f"the gradient of a parameter of shape {tuple(grad.shape)}"
+    if grad.content.waits:
+        return RuntimeError(f"{which} {_WAITS}")
+    if operation in ("add", "add_"):
+        return RuntimeError(ADDS_UP)
+    return RuntimeError(
+        f"{which} lies in slices with the ranks that own its optimizer state, so that no rank can compute "
+        f"{operation!r} of it: its 2-norm, clip_grad_norm_ by that, clip_grad_value_, GradScaler and products with "
+        'a number can be had. Use strategy="zero1" for code that needs its elements, or another norm'
+    )
+
+
+# -- what can be computed: ``given`` are the arguments as torch gives them, the others with ordinary tensors for such
+
+
+def _norm(
+    given: Any, grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    whole = dim is None or sorted(each % grad.ndim for each in dim) == list(range(grad.ndim))
+    if order != 2 or not whole or keepdim or grad.content.norm is None:
+        raise ValueError("another norm")
+    return torch.tensor(grad.content.norm, dtype=dtype or grad.dtype, device=grad.device)
+
+
+def _norms(given: Any, grads: Any, order: Any = 2, dtype: Any = None) -> list[Tensor]:
+    def norm(grad: Any) -> Tensor:
+        if isinstance(grad, SlicedGradient):
+            return _norm(given, grad, order, dtype=dtype)
+        found: Tensor = torch.linalg.vector_norm(grad, order, dtype=dtype)
+        return found
+
+    return [norm(grad) for grad in grads]
+
+
+def _multiply(given: Any, grad: Any, factor: Any) -> Any:
+    if isinstance(factor, Tensor) and factor.numel() != 1:
+        raise ValueError("no number")
+    if isinstance(grad, SlicedGradient):
+        grad.content.multiply(factor)
+    else:
+        grad.mul_(factor)
+    return given[0]
+
+
+def _divide(given: Any, grad: Any, factor: Any) -> Any:
+    return _multiply(given, grad, 1.0 / float(factor))
+
+
+def _multiply_all(given: Any, grads: Any, factors: Any) -> None:
+    for grad, factor in zip(
+        grads, factors if isinstance(factors, (list, tuple)) else [factors] * len(grads), strict=True
+    ):
+        _multiply(given, grad, factor)
+
+
+def _divide_all(given: Any, grads: Any, factors: Any) -> None:
+    for grad, factor in zip(
+        grads, factors if isinstance(factors, (list, tuple)) else [factors] * len(grads), strict=True
+    ):
+        _divide(given, grad, factor)
+
+
+def _clamp(given: Any, grad: Any, low: Any = None, high: Any = None, *, min: Any = None, max: Any = None) -> Any:
+    low, high = low if low is not None else min, high if high is not None else max
+    if not all(each is None or isinstance(each, (int, float)) for each in (low, high)):
+        raise ValueError("no numbers")
+    grad.content.change(lambda part: part.clamp_(low, high))
+    return given[0]
+
+
+def _fill(given: Any, grad: Any, value: Any) -> Any:
+    grad.content.fill(float(value), grad.numel())
+    return given[0]
+
+
+def _zero(given: Any, grad: Any) -> Any:
+    if isinstance(grad, SlicedGradient):
+        grad.clear()
+    else:
+        grad.zero_()
+    return given[0]
+
+
+def _zero_all(given: Any, grads: Any) -> None:
+    for grad in grads:
+        _zero(given, grad)
+
+
+def _detach(given: Any, grad: Any) -> Any:
+    return SlicedGradient(grad, grad.content)
+
+
+def _unscale(given: Any, grads: Any, found: Tensor, inverse: Tensor) -> None:
+    """What AMP's scaler does with all gradients, whose outcome is the same on all ranks."""
+    others = [grad for grad in grads if not isinstance(grad, SlicedGradient)]
+    if others:
+        torch._amp_foreach_non_finite_check_and_unscale_(others, found, inverse)
+    for grad in grads:
+        if isinstance(grad, SlicedGradient):
+            grad.content.multiply(inverse)
+            if not grad.finite:
+                found.fill_(1.0)
+
+
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.linalg_vector_norm: _norm,
+    _aten._foreach_norm: _norms,
+    _aten.mul_: _multiply,
+    _aten.div_: _divide,
+    _aten._foreach_mul_: _multiply_all,
+    _aten._foreach_div_: _divide_all,
+    _aten.clamp_: _clamp,
+    _aten.fill_: _fill,
+    _aten.zero_: _zero,
+    _aten._foreach_zero_: _zero_all,
+    _aten.detach: _detach,
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}
