@@ -13,6 +13,7 @@ from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.model_profile import is_elementwise
+from elastic_ray.sync.engine.protocol import GradientSync
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
@@ -30,7 +31,7 @@ class KeptModel:
         model_state, optimizer_state: what travels and is saved.
     """
 
-    sync: Any
+    sync: GradientSync
     optimizer: Any
     model_state: Stateful
     optimizer_state: Stateful

@@ -210,12 +210,12 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
-        return self._sync.no_sync()  # type: ignore[no-any-return]
+        return self._sync.no_sync()
 
     @property
     def strategy(self) -> Strategy:
         """The strategy in force."""
-        return self._sync.strategy  # type: ignore[no-any-return]
+        return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
         """Go on with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
@@ -233,7 +233,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def explain_strategy(self) -> StrategyTable:
         """What is done with which parameters, predicted and measured times, and why; ``str`` of it is for people."""
-        return self._sync.explain_strategy()  # type: ignore[no-any-return]
+        return self._sync.explain_strategy()
 
     @property
     def noise_scale(self) -> NoiseScale | None:

@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ray.state.group_dependent import GroupDependent
+from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
+from elastic_ray.sync.spec import Strategy
 
 
 class GradientSync(GroupDependent, Protocol):
@@ -37,6 +39,13 @@ class GradientSync(GroupDependent, Protocol):
     @property
     def is_open(self) -> bool:
         """Whether gradients wait for the optimizer."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in force, for people."""
+
+    def explain_strategy(self) -> StrategyTable:
+        """What it does with which parameters; raises StrategyError where there is nothing to say."""
 
     def before_forward(self) -> None:
         """The model is about to be called."""

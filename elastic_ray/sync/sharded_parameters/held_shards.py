@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,15 +11,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.tree import receive_state, send_state
 from elastic_ray.sync.optimizer_tiles.moves import peers
 from elastic_ray.sync.optimizer_tiles.states import State
-from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of
+from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of, rows_of
 
 _VALUE = ""  # stands for the rows themselves among what an optimizer keeps
 
 Rows = dict[str, Any]
 """Some rows of a parameter, and what the optimizer keeps of them, by name; tensors of the rows' shape are rows, too."""
+
+
+Written = dict[int, tuple[Pieces, State]]
+"""`Pieces` of parameters and of the optimizer's states, by the parameter's position."""
 
 
 class Shard:
@@ -189,3 +195,32 @@ def _checked(
             communicator.mark_broken()
             raise CommunicationFailedError(f"rank {peer} sent other rows than was agreed on")
     return [(piece, rows) for piece, rows in found if rows is not None]
+
+
+def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard) -> Written:
+    """The rows of a shard, as pieces of the whole tensors.
+
+    What else an optimizer keeps of a parameter, such as a count of steps, is written with its first rows. A rank that
+    writes others names it as well, so that the names keep their order.
+
+    Args:
+        shapes: of the whole parameters.
+        shard: which shard.
+        own: its rows.
+    """
+    found: Written = {}
+    for place, view in own.views.items():
+        shape = shapes[place]
+        first, _ = rows_of(shape[0], shard)
+        start = first * math.prod(shape[1:])
+        states = {key: _piece(value, view, shape, start) for key, value in own.states[view].items()}
+        found[place] = Pieces(shape, view.dtype, ((start, view.detach()),)), states
+    return found
+
+
+def _piece(value: Any, view: Tensor, shape: tuple[int, ...], start: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == view.shape:
+        return Pieces(shape, value.dtype, ((start, value.detach()),))
+    return Pieces(tuple(value.shape), value.dtype, ((0, value.detach()),) if start == 0 else ())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_ray.state.pieces import shared_out
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_sharded, shard_like
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
@@ -35,6 +36,12 @@ class ShardedModelState:
         names = [each.name for each in self._optimizer.params]
         found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}
         return {**self.capture(), **found}
+
+    def capture_part(self, rank: int, world_size: int) -> Any:
+        """The rows that this rank owns, and its share of the buffers; see ``WrittenInParts``."""
+        if not self._optimizer.divided:
+            return shared_out(self.capture_to_save(), rank, world_size)
+        return {**shared_out(self.capture(), rank, world_size), "parameters": self._optimizer.written_params()}
 
     def capture_to_keep(self) -> Any:
         """What all hold: this rank's rows are kept with the optimizer's state."""

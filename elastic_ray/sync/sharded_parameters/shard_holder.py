@@ -17,7 +17,14 @@ from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam, adopt, padded, params_of
-from elastic_ray.sync.sharded_parameters.held_shards import HeldShards, Rows, Shard, carry_out
+from elastic_ray.sync.sharded_parameters.held_shards import (
+    HeldShards,
+    Rows,
+    Shard,
+    Written,
+    carry_out,
+    written_rows,
+)
 from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
 from elastic_ray.sync.sharded_parameters.row_layout import (
     Piece,
@@ -80,6 +87,10 @@ class ShardHolder:
     def mine(self) -> tuple[Shard, ...]:
         """The shards of the present layout: this rank's own first, then the one that it follows, where there is one."""
         return tuple(self._held.shards[each] for each in shards_of(self._layout.world, self._layout.index))
+
+    def written(self) -> Written:
+        """What this rank writes into a checkpoint of all ranks."""
+        return written_rows(self._held.shapes, self._layout, self.mine[0])
 
     @property
     def holds(self) -> bool:

@@ -326,7 +326,7 @@ class ShardedGradients:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    local = drifts = False
+    local = drifts = tabled = False
     marker = 0
     scaler = None
 
@@ -335,6 +335,11 @@ class ShardedGradients:
         """Whether this rank holds all that is to be saved."""
         return self._optimizer.settled
 
+    @property
+    def divided(self) -> bool:
+        """Whether other ranks hold some of the rows."""
+        return self._optimizer.divided
+
     def fix_drift(self) -> int:
         """Nothing differs by design that all ranks hold."""
         return 0
@@ -342,9 +347,10 @@ class ShardedGradients:
     def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained."""
 
-    def collapse(self) -> None:
+    def collapse(self, *, gather: bool = True) -> None:
         """The end of a pass: rank 0 holds the whole model, and the whole state of the optimizer."""
-        self._optimizer.gather()
+        if gather:
+            self._optimizer.gather()
 
     def prepare_to_save(self) -> None:
         """Likewise."""

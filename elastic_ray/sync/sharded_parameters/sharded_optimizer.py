@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.state.pieces import Pieces
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
@@ -280,6 +281,16 @@ class ShardedOptimizer:
         if self.divided:
             return self._gathered
         return self._holder.whole() if self._holder.holds else None
+
+    def written(self, rank: int) -> dict[Parameter, State] | None:
+        """What this rank writes of states into a checkpoint of all ranks; None where it holds the whole of them."""
+        if not self.divided:
+            return None
+        return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
+
+    def written_params(self) -> dict[str, Pieces]:
+        """The same of parameters, by name, where other ranks hold some of the rows."""
+        return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
         """The shards that this rank holds, for a rerun in this process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ class Job:
     timeout_s: float = 60.0
     settles_to: int = 1000
     records: bool = False
+    optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = dataclasses.field(
+        default_factory=lambda: OPTIMIZERS
+    )
+    make: Callable[[], nn.Module] = Net
+    data: Callable[[], torch.utils.data.TensorDataset] = data
     between: Callable[[Session, StateSaver, int], None] = lambda session, saver, step: None
     problems: dict[int, str] = dataclasses.field(default_factory=dict)
     saved: list[StateSaved] = dataclasses.field(default_factory=list)
@@ -76,8 +81,8 @@ class Job:
         return 1e5
 
     def train(self) -> Trained:
-        model = Net()
-        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
+        model = self.make()
+        optimizer = self.optimizers[self.optimizer](model.parameters())
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=self.strategy)
         session = session_of_thread()
         assert session is not None
@@ -88,7 +93,7 @@ class Job:
         steps: dict[int, Any] = {}
         try:
             for _ in er.remaining_epochs_until(self.epochs):
-                for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True):
+                for x, y in er.AdaptiveDataLoader(self.data(), batch_size=12, seed=3, drop_last=True):
                     step = er.get_context().get_global_step()
                     if self.records:
                         steps[step] = copy.deepcopy((parameters(model), optimizer.state_dict()))
@@ -99,7 +104,7 @@ class Job:
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(wrapped(x), y).backward()
                     optimizer.step()
-            return Trained(parameters(model), optimizer.state_dict(), steps, session.rank)
+            return Trained(parameters(model), optimizer.state_dict(), steps, session.rank, model.state_dict())
         except WorkerDismissed:
             if session.preempted:
                 self.problems[session.rank] = saver.save()
@@ -145,6 +150,7 @@ class Trained:
     state: dict[str, Any]
     steps: dict[int, Any]
     rank: int
+    model_state: dict[str, Any]
 
 
 def parameters(model: nn.Module) -> list[torch.Tensor]:
