@@ -18,10 +18,10 @@ def train(config: dict[str, Any]) -> None:
     model = Net()
     optimizer = OPTIMIZERS[config["optimizer"]](model.parameters())
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=config["strategy"])
+    loader = er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True)
+    if "adapt" in config:
+        loader.autoscale_batch_size(**config["adapt"])
     for epoch in er.remaining_epochs_until(int(config["epochs"])):
-        loader = er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True)
-        if "adapt" in config:
-            loader.autoscale_batch_size(**config["adapt"])
         for x, y in loader:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(wrapped(x), y).backward()
