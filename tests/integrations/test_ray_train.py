@@ -183,6 +183,8 @@ def test_ray_s_own_functions_are_as_before_afterwards() -> None:
 @pytest.mark.parametrize(("enabled", "refused"), [((True,), False), ((True, False), False), ((True, True), True)])
 def test_of_several_scalers_none_is_taken_silently(enabled: Sequence[bool], refused: bool) -> None:
     """One that an earlier part of the script has left would scale the loss of a model that does not know of it."""
+    for each in ray_train._objects(torch.amp.GradScaler):
+        each._enabled = False  # other tests may have left theirs
     scalers = [torch.amp.GradScaler("cpu", enabled=each) for each in enabled]
     if not refused:
         assert ray_train._scaler() is scalers[0]
