@@ -87,7 +87,7 @@ def test_a_loader_refuses(dataset: Any, options: dict[str, Any], error: type[Exc
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"max_batch_size": 11}, ValueError, "max_batch_size must be at most the 10 samples"),
+        ({"max_batch_size": 11}, ValueError, "max_batch_size must be at most an epoch's 10 samples"),
         ({"max_batch_size": 3}, ValueError, r"max_batch_size must be at least batch_size \(4\)"),
         ({"max_batch_size": 8, "local_bsz_bounds": (5, 8)}, ValueError, "must not exclude batch_size=4"),
         ({"max_batch_size": 8, "local_bsz_bounds": (1, 2)}, ValueError, "set gradient_accumulation=True"),
