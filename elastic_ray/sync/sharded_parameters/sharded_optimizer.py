@@ -127,7 +127,8 @@ class ShardedOptimizer:
             for place in trained
             if place in followed.views
         }
-        self._collectives.to_follower([own[place] for place in trained if place in own], list(received.values()))
+        sent = [own[place] for place in trained if place in own]
+        self._collectives.to_follower(sent, list(received.values()), self.params[0].local.device)
         return received
 
     @property

@@ -6,6 +6,7 @@ import contextvars
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
+from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.process_group import ShardGroup
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
@@ -244,3 +246,17 @@ def test_a_tensor_that_outlives_its_model_says_so() -> None:
     group = ShardGroup(0, 2, Nobody())
     with pytest.raises(RuntimeError, match="outlives the model"):
         group.allreduce([torch.ones(1)])
+
+
+def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
+    """Those of a GPU are exchanged over NCCL, those of a CPU over gloo: a rank on the other one would wait for ever."""
+    handed: list[torch.Tensor] = []
+
+    class Gradients:
+        def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> None:
+            handed.extend([output, tensor])
+
+    group = SimpleNamespace(world_size=3, rank=0, communicator=SimpleNamespace(gradients=Gradients()))
+    run: Any = SimpleNamespace(group=group, consensus=SimpleNamespace(wait=lambda work: None))
+    ShardCollectives(run, 0).to_follower([], [], torch.device("meta"))
+    assert [each.device.type for each in handed] == ["meta", "meta"]
