@@ -158,9 +158,9 @@ def to_sharded(module: nn.Module) -> None:
     for group in groups_of(module):
         group._to_sharded()
         for field in group.fsdp_params:  # torch would add those of a pass that has not ended to the next one's
-            field.unsharded_accumulated_grad = None
+            _put(field, unsharded_accumulated_grad=None)
             if hasattr(field, "_unsharded_param"):
-                field._unsharded_param.grad = None
+                _put(field._unsharded_param, grad=None)
 
 
 def is_backward_over(module: nn.Module) -> bool:

@@ -45,7 +45,7 @@ class _Done(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
 
-class ShardGroup(dist.ProcessGroup):
+class ShardProcessGroup(dist.ProcessGroup):
     """See the module's text.
 
     Args:
@@ -122,7 +122,7 @@ def make_mesh(
     """
     name = name or f"elastic_ray_{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
-    group = ShardGroup(rank, world_size, collectives)
+    group = ShardProcessGroup(rank, world_size, collectives)
     _register_process_group(name, group)  # type: ignore[arg-type]
     for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):
         setattr(mesh, field, value)

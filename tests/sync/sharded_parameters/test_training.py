@@ -16,7 +16,7 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
-from elastic_ray.sync.sharded_parameters.process_group import ShardGroup
+from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
 
@@ -243,7 +243,7 @@ def test_a_tensor_that_outlives_its_model_says_so() -> None:
 
         def gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None: ...
 
-    group = ShardGroup(0, 2, Nobody())
+    group = ShardProcessGroup(0, 2, Nobody())
     with pytest.raises(RuntimeError, match="outlives the model"):
         group.allreduce([torch.ones(1)])
 
