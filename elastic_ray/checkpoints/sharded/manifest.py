@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.state.codec import TensorIndex, decode, dtype_of, encode
+from elastic_ray.state.codec import SparseIndex, TensorIndex, decode, dtype_of, encode
 
 VERSION = 1
 MANIFEST = "manifest.bin"
@@ -268,7 +268,7 @@ def _indices(tree: Any) -> Iterable[TensorIndex]:
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             yield from _indices(value)
-    elif type(tree).__name__ == "SparseIndex":
+    elif isinstance(tree, SparseIndex):
         yield from (tree.indices, tree.values)
 
 

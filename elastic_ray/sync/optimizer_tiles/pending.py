@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,25 @@ from torch.nn import Parameter
 
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
 from elastic_ray.sync.optimizer_tiles.swapped import swapped
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Update:
+    """An update that was made: its number, the group that made it, and the learning rates."""
+
+    number: int = 0
+    generation: int = 0
+    rates: tuple[float, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Tells updates apart."""
+        return self.number, self.generation
+
+    def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
+        """The one that this optimizer has made after it, in the group of this generation."""
+        rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        return Update(self.number + 1, generation, rates)
 
 
 class PendingUpdate:
@@ -44,7 +64,7 @@ class PendingUpdate:
             for span, view in held.spans()
         ]
         held.drop_gradients()
-        self._options = _options(optimizer)
+        self._options = options_of(optimizer)
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
         """Make the update.
@@ -62,7 +82,11 @@ class PendingUpdate:
             states[part] = self._held.states[view]
             shown.append((name, part))
             made.append((view, part))
-        with self._as_then(rates), tiles_shown(self._optimizer, self._params, shown, states):
+        with (
+            as_then(self._optimizer, self._options, rates),
+            self._without_others(),
+            tiles_shown(self._optimizer, self._params, shown, states),
+        ):
             apply()
         with torch.no_grad():
             for view, part in made:
@@ -70,28 +94,45 @@ class PendingUpdate:
                 view.copy_(part)
 
     @contextmanager
-    def _as_then(self, rates: Sequence[float]) -> Iterator[None]:
-        """The optimizer with its options of that step, and without parameters that were taken over already."""
-        groups, before = self._optimizer.param_groups, _options(self._optimizer)
+    def _without_others(self) -> Iterator[None]:
+        """The optimizer without gradients of parameters that were taken over already."""
         mine = {id(param) for param in self._params.values()}
-        others = [(p, p.grad) for group in groups for p in group["params"] if id(p) not in mine]
+        others = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if id(p) not in mine]
         try:
-            for group, options in zip(groups, self._options, strict=True):
-                group.update(options)
-            for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
-                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
             for param, _ in others:
                 param.grad = None
             yield
         finally:
-            for group, options in zip(groups, before, strict=True):
-                group.update(options)
             for param, grad in others:
                 param.grad = grad
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those of each group, for :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+@contextmanager
+def as_then(
+    optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], rates: Sequence[float]
+) -> Iterator[None]:
+    """Have the optimizer its options of an earlier step within.
+
+    Args:
+        optimizer: it.
+        options: of each group, as :func:`options_of` gave them.
+        rates: learning rates that other ranks have made the update with.
+    """
+    groups, before = optimizer.param_groups, options_of(optimizer)
+    try:
+        for group, then in zip(groups, options, strict=True):
+            group.update(then)
+        for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
+            group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+        yield
+    finally:
+        for group, present in zip(groups, before, strict=True):
+            group.update(present)
 
 
 def tiles_shown(

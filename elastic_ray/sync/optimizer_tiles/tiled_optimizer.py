@@ -8,7 +8,6 @@ one in the next group. There owners that are left send parameters again that did
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.optimizer_tiles.denominators import Denominators
 from elastic_ray.sync.optimizer_tiles.holder import TileHolder
-from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, tiles_shown
+from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.run_view import TileRun
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
@@ -34,20 +33,6 @@ _COPIED_IN_A_STEP = 24
 
 RESTORED_IN_A_STEP = 8 << 20
 """Bytes of parameters whose state a rank receives behind one step, while owners are not yet what they are to be."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Update:
-    """An update that was made: its number, the group that made it, and the learning rates."""
-
-    number: int = 0
-    generation: int = 0
-    rates: tuple[float, ...] = ()
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Tells updates apart."""
-        return self.number, self.generation
 
 
 class TiledOptimizer:
@@ -70,7 +55,7 @@ class TiledOptimizer:
         self._wanted: Tiling | None = None
         self._copies = 0
         self._begun = False
-        self._last = _Update()
+        self._last = Update()
         self._pending: PendingUpdate | None = None
         self._unpublished = False
         self._publisher: Publisher | None = None
@@ -90,7 +75,7 @@ class TiledOptimizer:
 
     def _adopt_wanted(self) -> None:
         if self._holder.tiling is None:
-            self._last = _Update()  # nobody has counted before
+            self._last = Update()  # nobody has counted before
         self._holder.adopt(self._wanted)
 
     @property
@@ -189,8 +174,7 @@ class TiledOptimizer:
     def _count(self) -> None:
         if self._holder.tiling is None:
             return
-        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
-        self._last = _Update(self._last.number + 1, self._run.group.generation, rates)
+        self._last = self._last.next(self._run.group.generation, self._optimizer)
 
     def _publish(self, held: HeldTiles) -> None:
         """New parameters from their owners to all; what does not come through is repeated in the next group."""
@@ -347,7 +331,7 @@ class TiledOptimizer:
         """
         pending, before = self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
-        self._last = _Update(number, generation, tuple(rates))
+        self._last = Update(number, generation, tuple(rates))
         self._pending = None
         self._close()
         if whole or tree is None:

@@ -162,22 +162,23 @@ class ShardCollectives:
             if kind == "mean":
                 tensor.div_(self._run.group.world_size)
 
-    def to_follower(self, tensors: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def to_follower(self, tensors: Sequence[Tensor], received: Sequence[Tensor], device: torch.device) -> None:
         """Tensors of this rank to the one that follows it, and those of the one before to here, in place.
 
         Args:
             tensors: of this rank.
             received: as large as those of the rank before.
+            device: of all of them; ranks that have none meet the others on it.
 
         Raises:
             CommunicationFailedError: the group broke.
         """
         group = self._run.group
         world, rank = group.world_size, group.rank
-        sent, came = _joined(tensors), torch.empty(sum(each.nbytes for each in received), dtype=torch.uint8)
+        sent = _joined(tensors, device)
+        came = torch.empty(sum(each.nbytes for each in received), dtype=torch.uint8, device=device)
         out, into = [0] * world, [0] * world
         out[(rank + 1) % world], into[(rank - 1) % world] = sent.numel(), came.numel()
-        came = came.to(sent.device)
         self._run.consensus.wait(self._gradients.all_to_all(came, sent, into, out))
         offset = 0
         for each in received:
@@ -250,7 +251,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Their memory, one after the other."""
     parts = [_bytes(each.detach().contiguous()) for each in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)

@@ -28,7 +28,15 @@ _GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_training_state
 _PARAM = (
     *("mesh_info", "post_forward_mesh_info", "_shard_mesh", "_spmd_mesh", "_spmd_placements", "_sharding_spec"),
     *("sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size", "_sharded_param_data"),
-    *("sharded_param", "all_gather_outputs", "_module_info", "_orig_size", "fsdp_placement", "mp_policy"),
+    *(
+        "sharded_param",
+        "all_gather_outputs",
+        "unsharded_accumulated_grad",
+        "_module_info",
+        "_orig_size",
+        "fsdp_placement",
+        "mp_policy",
+    ),
 )
 _TENSOR = ("_local_tensor", "_spec")
 
@@ -149,6 +157,10 @@ def to_sharded(module: nn.Module) -> None:
             state._reset_iter_state()
     for group in groups_of(module):
         group._to_sharded()
+        for field in group.fsdp_params:  # torch would add those of a pass that has not ended to the next one's
+            _put(field, unsharded_accumulated_grad=None)
+            if hasattr(field, "_unsharded_param"):
+                _put(field._unsharded_param, grad=None)
 
 
 def is_backward_over(module: nn.Module) -> bool:

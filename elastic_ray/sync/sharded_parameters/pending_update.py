@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from elastic_ray.sync.optimizer_tiles.pending import as_then, options_of
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.optimizer_tiles.swapped import swapped
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
@@ -74,7 +75,7 @@ class PendingShards:
         self.key = key
         self._optimizer, self._update = optimizer, update
         self._shards = [(shard, {param: grad.clone() for param, grad in grads.items()}) for shard, grads in shards]
-        self._options = _options(optimizer)
+        self._options = options_of(optimizer)
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
         """Make the update, as other ranks have.
@@ -83,17 +84,5 @@ class PendingShards:
             apply: the optimizer's own step.
             rates: learning rates that they have made it with.
         """
-        groups, before = self._optimizer.param_groups, _options(self._optimizer)
-        try:
-            for group, options in zip(groups, self._options, strict=True):
-                group.update(options)
-            for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
-                group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+        with as_then(self._optimizer, self._options, rates):
             self._update.make(self._shards, apply)
-        finally:
-            for group, options in zip(groups, before, strict=True):
-                group.update(options)
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,7 @@ class _Done(dist._Work):  # type: ignore[name-defined,misc]
         return True
 
 
-class ShardGroup(dist.ProcessGroup):
+class ShardProcessGroup(dist.ProcessGroup):
     """See the module's text.
 
     Args:
@@ -55,7 +56,24 @@ class ShardGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, world_size: int, collectives: ModelCollectives | None) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
-        self._collectives = collectives
+        self._alone = collectives is None
+        # Torch's caches keep meshes for as long as the process lives: they must not keep the run and its model as well.
+        self._known = weakref.ref(collectives) if collectives is not None else lambda: None
+
+    @property
+    def _collectives(self) -> ModelCollectives | None:
+        """None for a group of one.
+
+        Raises:
+            RuntimeError: the model whose collectives they were is gone.
+        """
+        found = self._known()
+        if found is None and not self._alone:
+            raise RuntimeError(
+                "a tensor of a sharded model outlives the model, whose other rows cannot be asked for any more: take "
+                "what you need of it, as by full_tensor(), while the model is there"
+            )
+        return found
 
     def getBackendName(self) -> str:
         """For torch."""
@@ -63,18 +81,20 @@ class ShardGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """For torch: in place."""
-        if self._collectives is None:
+        collectives = self._collectives
+        if collectives is None:
             return _Done()
         for tensor in tensors:
-            self._collectives.sum_up(tensor, getattr(options, "reduceOp", dist.ReduceOp.SUM))
+            collectives.sum_up(tensor, getattr(options, "reduceOp", dist.ReduceOp.SUM))
         return _Done()
 
     def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
         """For torch: ``full_tensor()`` of a sharded tensor, for instance."""
-        if self._collectives is None:
+        collectives = self._collectives
+        if collectives is None:
             output.copy_(tensor.reshape(output.shape))
         else:
-            self._collectives.gather(output, tensor)
+            collectives.gather(output, tensor)
         return _Done()
 
     def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
@@ -102,7 +122,7 @@ def make_mesh(
     """
     name = name or f"elastic_ray_{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
-    group = ShardGroup(rank, world_size, collectives)
+    group = ShardProcessGroup(rank, world_size, collectives)
     _register_process_group(name, group)  # type: ignore[arg-type]
     for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):
         setattr(mesh, field, value)

@@ -22,7 +22,7 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, units_of
+from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -62,10 +62,11 @@ class ShardedGradients:
         self._micro_steps = MicroSteps(self._gradients)
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
+        module.register_forward_pre_hook(self._begin_anew, prepend=True)
         module.register_forward_hook(self._after_forward)
-        for number, unit in enumerate(units_of(module)):
-            unit.set_custom_all_gather(GatherShards(collectives, number))  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(ScatterGradients(collectives, number))  # type: ignore[arg-type]
+        for place, unit in enumerate(units_of(module)):
+            unit.set_custom_all_gather(GatherShards(collectives, place))  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(ScatterGradients(collectives, place))  # type: ignore[arg-type]
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -81,8 +82,6 @@ class ShardedGradients:
             CommunicationFailedError: the group broke outside of steps.
         """
         run, step = self._run, self._run.ledger.step
-        if torch._C._current_graph_task_id() == -1:
-            self._task = -1  # a backward pass may have ended with an exception
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow
             raise RuntimeError(
                 "a sharded model cannot be called in a pass over whole_batches=True: towards its end some ranks of a "
@@ -102,6 +101,15 @@ class ShardedGradients:
         """Whether other ranks are met in what comes next."""
         ledger = self._run.ledger
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
+
+    def _begin_anew(self, module: nn.Module, arguments: Any) -> None:
+        """The model is called. Where a backward pass has ended with an exception, torch would take it as in progress.
+
+        Its end would be waited for without end in the next one.
+        """
+        if self._task != -1 and torch._C._current_graph_task_id() == -1:
+            self._task = -1
+            to_sharded(self._module)
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """The model has returned this, also where user code has called it itself and not its wrapper."""

@@ -9,7 +9,6 @@ layout.
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
+from elastic_ray.sync.optimizer_tiles.pending import Update
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
@@ -30,20 +30,6 @@ from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
 
 _STATE, _STEP = 2, 3  # what is announced; see Intent.SHARDS
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Update:
-    """An update that was made: its number, the group that made it, and the learning rates."""
-
-    number: int = 0
-    generation: int = 0
-    rates: tuple[float, ...] = ()
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Tells updates apart."""
-        return self.number, self.generation
 
 
 class ShardedOptimizer:
@@ -70,7 +56,7 @@ class ShardedOptimizer:
         self._apply: Callable[..., Any] = optimizer.step
         self._holder = ShardHolder(module, optimizer, number, collectives)
         self._begun = False
-        self._last = _Update()
+        self._last = Update()
         self._followed: Mapping[int, Tensor] = {}  # gradients of an update that is decided
         self._pending: PendingShards | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
@@ -127,7 +113,8 @@ class ShardedOptimizer:
             for place in trained
             if place in followed.views
         }
-        self._collectives.to_follower([own[place] for place in trained if place in own], list(received.values()))
+        sent = [own[place] for place in trained if place in own]
+        self._collectives.to_follower(sent, list(received.values()), self.params[0].local.device)
         return received
 
     @property
@@ -168,8 +155,7 @@ class ShardedOptimizer:
         """
         followed, self._followed = self._followed, {}
         result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
-        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
-        self._last = _Update(self._last.number + 1, self._run.group.generation, rates)
+        self._last = self._last.next(self._run.group.generation, self._optimizer)
         return result
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -315,7 +301,7 @@ class ShardedOptimizer:
             raise RuntimeError("train_loop_per_worker must build and shard the same model on every worker")
         pending, before = self._pending, self._last
         number, generation, rates = tree["update"]
-        self._last = _Update(number, generation, tuple(rates))
+        self._last = Update(number, generation, tuple(rates))
         self._pending = None
         self._close()
         if whole:

@@ -68,11 +68,12 @@ class Content:
         if not math.isfinite(number):
             self.nonfinite = (1, 0)
 
-    def change(self, each: Callable[[Tensor], object]) -> None:
-        """Every element by itself, to finite ones where it is a number."""
+    def clamp(self, low: float | None, high: float | None) -> None:
+        """Every element; one that is infinite may stay so where a bound is missing."""
         for part in self.parts.values():
-            each(part)
-        self.norm, self.nonfinite = None, (self.nonfinite[0], 0)
+            part.clamp_(low, high)
+        nans, infinities = self.nonfinite
+        self.norm, self.nonfinite = None, (nans, infinities if low is None or high is None else 0)
 
 
 class SlicedGradient(Tensor):
@@ -237,7 +238,7 @@ def _clamp(given: Any, grad: Any, low: Any = None, high: Any = None, *, min: Any
     low, high = low if low is not None else min, high if high is not None else max
     if not all(each is None or isinstance(each, (int, float)) for each in (low, high)):
         raise ValueError("no numbers")
-    grad.content.change(lambda part: part.clamp_(low, high))
+    grad.content.clamp(low, high)
     return given[0]
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
+from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
 
@@ -179,3 +185,78 @@ def test_a_loop_may_call_the_model_itself(workers: int) -> None:
     found = run_job(lambda: trained(wrapped_is_called=False), [], first=first).results[1]
     wanted = run_job(lambda: trained(wrapped_is_called=True), [], first=first).results[1]
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("wrapped_is_called", [True, False])
+def test_a_backward_pass_that_has_raised_does_not_hold_up_the_next_one(wrapped_is_called: bool) -> None:
+    """As loops do that try again with fewer samples when a GPU's memory is full."""
+
+    def full(*arguments: Any) -> None:
+        raise MemoryError("full")
+
+    def trained(*, raises: bool) -> Any:
+        model = sharded_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for number, (x, y) in enumerate(er.AdaptiveDataLoader(data(), batch_size=12, seed=3)):
+                called = wrapped if wrapped_is_called else model
+                if raises and number == 2:
+                    hook = model.blocks[0].register_full_backward_hook(full)
+                    with pytest.raises(MemoryError):
+                        nn.functional.cross_entropy(called(x), y).backward()
+                    hook.remove()
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(called(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    found = run_job(lambda: trained(raises=True), [], first=(1,)).results[1]
+    wanted = run_job(lambda: trained(raises=False), [], first=(1,)).results[1]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
+
+
+def test_nothing_keeps_a_model_whose_run_is_over() -> None:
+    """Torch remembers meshes for as long as a thread lives, and a worker's process may run several times."""
+
+    def trained() -> weakref.ref[Net]:
+        model = sharded_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+        return weakref.ref(model)
+
+    model = contextvars.copy_context().run(trained)
+    gc.collect()
+    assert model() is None
+
+
+def test_a_tensor_that_outlives_its_model_says_so() -> None:
+    class Nobody:
+        def sum_up(self, tensor: torch.Tensor, op: Any) -> None: ...
+
+        def gather(self, output: torch.Tensor, tensor: torch.Tensor) -> None: ...
+
+    group = ShardProcessGroup(0, 2, Nobody())
+    with pytest.raises(RuntimeError, match="outlives the model"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
+    """Those of a GPU are exchanged over NCCL, those of a CPU over gloo: a rank on the other one would wait for ever."""
+    handed: list[torch.Tensor] = []
+
+    class Gradients:
+        def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> None:
+            handed.extend([output, tensor])
+
+    group = SimpleNamespace(world_size=3, rank=0, communicator=SimpleNamespace(gradients=Gradients()))
+    run: Any = SimpleNamespace(group=group, consensus=SimpleNamespace(wait=lambda work: None))
+    ShardCollectives(run, 0).to_follower([], [], torch.device("meta"))
+    assert [each.device.type for each in handed] == ["meta", "meta"]

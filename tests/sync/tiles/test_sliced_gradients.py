@@ -18,7 +18,7 @@ import elastic_ray as er
 from elastic_ray.monitoring import Monitor
 from elastic_ray.sync import Owner, Reduce, Rule, Strategy, StrategyError, Wire
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, pieces_of, routes
-from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
+from elastic_ray.sync.sliced_gradients.sliced_gradient import Content, SlicedGradient
 from tests.loop.changing import Change, Hold, Kill, run_job
 from tests.sync.tiles.test_changes import GROWS_AND_SHRINKS
 from tests.sync.tiles.test_user_code import FOUR, SCRIPT, _Loop
@@ -316,3 +316,14 @@ def test_a_copy_is_a_gradient_of_its_own() -> None:
 
     found, wanted = both(between)
     assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("low", "high", "finite"), [(-1.0, 1.0, True), (None, 1.0, False), (-1.0, None, False)])
+def test_a_gradient_that_is_clamped_on_one_side_may_be_infinite_still(
+    low: float | None, high: float | None, finite: bool
+) -> None:
+    content = Content(waits=False, nonfinite=(0, 2), parts={0: torch.tensor([float("inf"), -float("inf")])})
+    grad = SlicedGradient(torch.zeros(4), content)
+    grad.clamp_(low, high)
+    assert grad.finite is finite
+    assert bool(content.parts[0].isfinite().all()) is finite
