@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol
+
+import pyarrow
 
 from elastic_ray.checkpoints.automatic import StateFile, new_path
 from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
@@ -95,6 +98,8 @@ class PartSaver:
             logger.warning("rank %d writes no part of checkpoints: %s", rank, self._never)
             return Readiness.NEVER
         if not self._looking.answer.done():
+            if time.monotonic() - self._looking.heard_s > self._timeout_s:
+                self._never = f"storage has not answered for {self._timeout_s:g} s: {self._looking.what}"
             return Readiness.NEVER if now else Readiness.NOT_YET
         if now:
             return Readiness.READY
@@ -116,7 +121,7 @@ class PartSaver:
                 self._calls.wait(self._looking, timeout_s=min(self._timeout_s, _LONGEST_LOOK_S))
             if self._looking.answer.done():
                 self._looking.answer.result()
-        except (OSError, StorageTimeoutError) as error:
+        except (OSError, StorageTimeoutError, pyarrow.ArrowException) as error:
             self._never = str(error)
 
     def _prepare(self, kinds: Sequence[Kind], *, completes: bool) -> None:

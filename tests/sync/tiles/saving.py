@@ -50,6 +50,7 @@ class Job:
     timeout_s: float = 60.0
     settles_to: int = 1000
     records: bool = False
+    looks: bool = True  # it is waited for that ranks have looked at storage
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = dataclasses.field(
         default_factory=lambda: OPTIMIZERS
     )
@@ -125,7 +126,8 @@ class Job:
     def _wait_for(self, saver: StateSaver, step: int) -> None:
         """Until what it has begun is there."""
         parts = saver._parts
-        wait_until(lambda: all(call is None or call.answer.done() for call in (parts._looking, parts._making)))
+        if self.looks:
+            wait_until(lambda: all(call is None or call.answer.done() for call in (parts._looking, parts._making)))
         if step <= self.settles_to:
             wait_until(lambda: not saver._busy())
 

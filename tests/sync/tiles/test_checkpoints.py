@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,32 @@ def test_where_a_node_has_a_disk_of_its_own_rank_0_writes_all_and_says_why(tmp_p
     (text,) = [text for kind, text, _ in found.told if kind == "storage"]
     assert "rank 0 gathers the whole state" in text and "to storage that all nodes share" in text
     assert ("there is no part of ranks 2 after 1 s" if marked else "1 of the ranks cannot write a part") in text
+
+
+class Silent(RunStorage):
+    """Does not answer who looks for it."""
+
+    over = threading.Event()
+
+    def check_reachable(self) -> None:
+        assert Silent.over.wait(60.0)
+
+
+def test_a_node_whose_storage_does_not_answer_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    silent = tmp_path / "silent"
+
+    def storage(folder: Path) -> RunStorage:
+        return Silent(str(folder)) if folder == silent else RunStorage(str(folder))
+
+    job = Job(
+        tmp_path / "run", at=(1,), epochs=3, elsewhere={"w3": silent}, storages=storage, timeout_s=0.1, looks=False,
+        between=lambda session, saver, step: time.sleep(0.02),
+    )  # fmt: skip
+    found = job.run(FOUR)
+    Silent.over.set()
+    (state,) = job.files()
+    assert state.parts == 0
+    assert "1 of the ranks cannot write a part" in next(text for kind, text, _ in found.told if kind == "storage")
 
 
 def test_the_first_rank_is_given_no_others_tiles(tmp_path: Path) -> None:
