@@ -52,13 +52,16 @@ def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
 
 def copy_into(buffers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
     """Copy tensors, and wait until they are."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    for device in devices:  # the copies run on other streams than what computes the tensors
+        torch.cuda.synchronize(device)
     pairs = sorted(zip(buffers, tensors, strict=True), key=lambda pair: -pair[0].nbytes)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # one thread does not fill the memory's bandwidth
         other = pool.submit(_copy_all, pairs[1::2])
         _copy_all(pairs[::2])
         other.result()
-    if any(tensor.is_cuda for tensor in tensors):
-        torch.cuda.synchronize()
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def _copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

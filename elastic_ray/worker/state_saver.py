@@ -108,7 +108,7 @@ class StateSaver:
         due = self._asked or now_s - self._since_s >= self._interval_s
         if self._off or not due or self._session.rank != 0:
             return
-        if self._busy() or not self._session.may_save():
+        if self._busy() or self._parts.makes_memory or not self._session.may_save():
             return
         self._since_s = now_s
         try:

@@ -103,7 +103,7 @@ class PartSaver:
             return Readiness.NEVER if now else Readiness.NOT_YET
         if now:
             return Readiness.READY
-        if self._busy() or (self._making is not None and not self._making.answer.done()):
+        if self._busy() or self.makes_memory:
             return Readiness.NOT_YET
         tensors = _tensors(take_apart(self._states.capture_part(rank, world_size))[1])
         if self._buffers.fit(tensors) is None:
@@ -112,6 +112,11 @@ class PartSaver:
             )
             return Readiness.NOT_YET
         return Readiness.READY
+
+    @property
+    def makes_memory(self) -> bool:
+        """Whether memory for a copy is being made."""
+        return self._making is not None and not self._making.answer.done()
 
     def _look(self, *, wait: bool) -> None:
         """Whether this node sees the run's directory."""
