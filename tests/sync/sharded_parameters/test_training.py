@@ -179,3 +179,31 @@ def test_a_loop_may_call_the_model_itself(workers: int) -> None:
     found = run_job(lambda: trained(wrapped_is_called=False), [], first=first).results[1]
     wanted = run_job(lambda: trained(wrapped_is_called=True), [], first=first).results[1]
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["added", "frozen"])
+def test_layers_that_are_unfrozen_later_are_trained_from_then_on(added: bool) -> None:
+    """By all ranks, whether they were in the optimizer all along or come as a group of their own; joiners follow."""
+
+    def trained(*, sharded: bool) -> Any:
+        model = sharded_net() if sharded else Net()
+        model.last.requires_grad_(False)
+        held = [p for p in model.parameters() if p.requires_grad or not added]
+        optimizer = torch.optim.AdamW(held, lr=0.01, eps=1e-2)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                if er.get_context().get_global_step() == 2:
+                    model.last.requires_grad_(True)
+                    if added:
+                        optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.02})
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    found = run_job(lambda: trained(sharded=True), [Change(4, (1, 2, 3))], first=(1, 2)).results[1]
+    wanted = run_job(lambda: trained(sharded=False), [], first=(1,)).results[1]
+    assert not torch.equal(wanted["last.weight"], Net().last.weight)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
