@@ -207,3 +207,18 @@ def test_layers_that_are_unfrozen_later_are_trained_from_then_on(added: bool) ->
     assert not torch.equal(wanted["last.weight"], Net().last.weight)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
+
+
+def test_numbers_that_user_code_computes_of_rows_are_those_of_the_whole() -> None:
+    """Clipping by hand, as code does that was written for whole gradients: all ranks find the same norm."""
+
+    def between(run: Run, step: int) -> None:
+        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+        norms.append(sum(grad.detach().norm(2).item() ** 2 for grad in grads) ** 0.5)
+        norms.append(run.model.scale.detach().item() + float(bool(torch.isnan(run.model.first.weight).any())))
+
+    norms: list[float] = []
+    run(Case(clip=False, between=between), [], (1,))
+    wanted, norms[:] = list(norms), []
+    run(Case(clip=False, between=between), [], (1, 2, 3))
+    assert sorted(norms) == pytest.approx(sorted(wanted * 3), rel=1e-3)
