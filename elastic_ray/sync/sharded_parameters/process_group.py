@@ -130,7 +130,7 @@ def make_numbers_whole() -> None:
 
     Torch gives this rank's part of it: of ``p.grad.norm()`` that of the rank's own rows, another one on each rank.
     """
-    dispatcher: Any = DTensor._op_dispatcher  # type: ignore[attr-defined]
+    dispatcher: Any = DTensor._op_dispatcher
     dispatcher._custom_op_handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
 
 
