@@ -127,7 +127,7 @@ class ModelParts:
         run, module, optimizer = self._run, self._module, self._optimizer
         collectives = ShardCollectives(run, self._number)
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
-        sync = ShardedGradients(run, module, shards, collectives, self._number)
+        sync = ShardedGradients(run, module, self._trainable, shards, collectives, self._number)
         StateDicts(module, shards)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
         return KeptModel(sync, shards, ShardedModelState(module, shards), trained)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from elastic_ray.sync.sharded_parameters.checks import check_module
 from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch
 from elastic_ray.sync.sharded_parameters.model_state import take_whole_values
-from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
+from elastic_ray.sync.sharded_parameters.process_group import make_numbers_whole, mesh_of_one
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -70,6 +70,7 @@ def fully_shard(
             "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, but got " + type(mp_policy).__name__
         )
     check_torch()
+    make_numbers_whole()
     device = check_module(module)
     torch_fully_shard(
         module,

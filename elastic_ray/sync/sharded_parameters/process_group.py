@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from elastic_ray.sync.sharded_parameters.checks import ALONE
 
 _NUMBERS = itertools.count()
+_NAME = "elastic_ray_"
 _ALONE: dict[str, DeviceMesh] = {}
 _MAKING = threading.Lock()
 
@@ -120,7 +122,7 @@ def make_mesh(
         collectives: among them; None for a group of one.
         name: of it, another than all others'; one is made up where none is given.
     """
-    name = name or f"elastic_ray_{next(_NUMBERS)}"
+    name = name or f"{_NAME}{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
     group = ShardProcessGroup(rank, world_size, collectives)
     _register_process_group(name, group)  # type: ignore[arg-type]
@@ -133,6 +135,23 @@ def forget_mesh(mesh: DeviceMesh) -> None:
     """No tensor is of this mesh any more."""
     for name in mesh._dim_group_names:
         _unregister_process_group(name)
+
+
+def _number(call: Any, arguments: Any, options: Any) -> Any:
+    """What ``item()`` of a sharded tensor is; of tensors on meshes of others, what torch makes of it."""
+    tensor: Any = arguments[0]
+    ours = (tensor.device_mesh.mesh_dim_names or ("",))[0].startswith(_NAME)
+    alike = all(each.is_replicate() for each in tensor.placements)
+    return (tensor._local_tensor if alike or not ours else tensor.full_tensor()).item()
+
+
+def make_numbers_whole() -> None:
+    """Have ``item()``, ``float()`` and ``bool()`` of a sharded tensor give the number that it is.
+
+    Torch gives this rank's part of it: of ``p.grad.norm()`` that of the rank's own rows, another one on each rank.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher._custom_op_handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:

@@ -20,6 +20,7 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
@@ -45,15 +46,23 @@ class ShardedGradients:
     Args:
         run: that the model is trained in.
         module: the model.
+        trainable: its trainable parameters.
         optimizer: its parameters, and the state of the user's optimizer.
         collectives: of the model.
         number: of the model, in the order in which the loop wraps them.
     """
 
     def __init__(
-        self, run: ShardRun, module: nn.Module, optimizer: ShardedOptimizer, collectives: ShardCollectives, number: int
+        self,
+        run: ShardRun,
+        module: nn.Module,
+        trainable: Trainable,
+        optimizer: ShardedOptimizer,
+        collectives: ShardCollectives,
+        number: int,
     ) -> None:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
+        self._trainable = trainable
         self._collectives = collectives
         self._step: StepView | None = None
         self._task = -1  # autograd's number of the backward pass in progress
@@ -79,9 +88,12 @@ class ShardedGradients:
         Raises:
             RanksDisagreeError: others do something else here.
             RuntimeError: the model cannot be called here; the message says why.
+            ValueError: a parameter was unfrozen that the optimizer does not step.
             CommunicationFailedError: the group broke outside of steps.
         """
         run, step = self._run, self._run.ledger.step
+        if self._trainable.changed():
+            self._trainable.take_in()
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow
             raise RuntimeError(
                 "a sharded model cannot be called in a pass over whole_batches=True: towards its end some ranks of a "
@@ -125,6 +137,12 @@ class ShardedGradients:
 
     def _on_gradient(self, gradient: Tensor) -> None:
         """A backward pass has reached the model's output."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a "
+                "gradient would be computed with. Train models with gradient penalties unsharded, as with "
+                'strategy="zero1"'
+            )
         self.entered()
 
     def entered(self) -> None:

@@ -223,6 +223,15 @@ def test_whole_batches_are_refused_also_by_one_worker() -> None:
         run(Case(between=between), [], (1,))
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    def between(run: Run, step: int) -> None:
+        x = torch.ones(2, 13, requires_grad=True)
+        torch.autograd.grad(run.wrapped(x).sum(), x, create_graph=True)
+
+    with pytest.raises(RuntimeError, match="create_graph=True is not served for a sharded model"):
+        run(Case(between=between), [], (1,))
+
+
 def test_mixed_precision_is_torchs() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = run(Case(options=(("mp_policy", policy),)), [], (1, 2, 3))

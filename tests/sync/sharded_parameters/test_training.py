@@ -217,6 +217,34 @@ def test_a_backward_pass_that_has_raised_does_not_hold_up_the_next_one(wrapped_i
         torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.parametrize("added", [True, False], ids=["added", "frozen"])
+def test_layers_that_are_unfrozen_later_are_trained_from_then_on(added: bool) -> None:
+    """By all ranks, whether they were in the optimizer all along or come as a group of their own; joiners follow."""
+
+    def trained(*, sharded: bool) -> Any:
+        model = sharded_net() if sharded else Net()
+        model.last.requires_grad_(False)
+        held = [p for p in model.parameters() if p.requires_grad or not added]
+        optimizer = torch.optim.AdamW(held, lr=0.01, eps=1e-2)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                if er.get_context().get_global_step() == 2:
+                    model.last.requires_grad_(True)
+                    if added:
+                        optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.02})
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                optimizer.step()
+        return model.state_dict()
+
+    found = run_job(lambda: trained(sharded=True), [Change(4, (1, 2, 3))], first=(1, 2)).results[1]
+    wanted = run_job(lambda: trained(sharded=False), [], first=(1,)).results[1]
+    assert not torch.equal(wanted["last.weight"], Net().last.weight)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
+
+
 def test_nothing_keeps_a_model_whose_run_is_over() -> None:
     """Torch remembers meshes for as long as a thread lives, and a worker's process may run several times."""
 
@@ -260,3 +288,18 @@ def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
     run: Any = SimpleNamespace(group=group, consensus=SimpleNamespace(wait=lambda work: None))
     ShardCollectives(run, 0).to_follower([], [], torch.device("meta"))
     assert [each.device.type for each in handed] == ["meta", "meta"]
+
+
+def test_numbers_that_user_code_computes_of_rows_are_those_of_the_whole() -> None:
+    """Clipping by hand, as code does that was written for whole gradients: all ranks find the same norm."""
+
+    def between(run: Run, step: int) -> None:
+        grads = [p.grad for p in run.model.parameters() if p.grad is not None]
+        norms.append(sum(grad.detach().norm(2).item() ** 2 for grad in grads) ** 0.5)
+        norms.append(run.model.scale.detach().item() + float(bool(torch.isnan(run.model.first.weight).any())))
+
+    norms: list[float] = []
+    run(Case(clip=False, between=between), [], (1,))
+    wanted, norms[:] = list(norms), []
+    run(Case(clip=False, between=between), [], (1, 2, 3))
+    assert sorted(norms) == pytest.approx(sorted(wanted * 3), rel=1e-3)
