@@ -77,8 +77,9 @@ class Announced:
                 what = ("", "fetches rows of", "fetches the whole of", "loads")[self.detail % 4]
                 return f"{what} ShardedEmbedding {self.detail // 4} of model {self.index}"
             case Intent.UPDATE:
-                what = "divides the optimizer state anew" if self.detail else "steps the optimizer"
-                return f"{what} of model {self.index}"
+                if self.detail & 1:
+                    return f"divides the optimizer state of model {self.index} anew"
+                return f"steps the optimizer of model {self.index} (parameters with a gradient: {self.detail >> 1:08x})"
             case Intent.STATE:
                 return (
                     f"calls optimizer.state_dict() of model {self.index}, whose state lies with several ranks (call it "
@@ -91,7 +92,10 @@ class Announced:
                     "asks for the whole state of",
                     "steps the optimizer of",
                 )
-                return f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks"
+                with_which = f" (those with a gradient: {self.detail >> 2:08x})" if self.detail % 4 == 3 else ""
+                return (
+                    f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks{with_which}"
+                )
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -152,3 +153,8 @@ def tiles_shown(
     groups = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     hidden = {id(param) for param in params.values()}
     return swapped(optimizer, hidden, [(part, groups[id(params[name])]) for name, part in shown], states)
+
+
+def trained_digest(params: Iterable[Tensor]) -> int:
+    """32 bits that tell apart which parameters have a gradient: all ranks must have the same ones."""
+    return zlib.crc32(bytes(p.grad is not None for p in params))

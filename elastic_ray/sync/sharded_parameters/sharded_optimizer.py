@@ -9,7 +9,6 @@ layout.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
-from elastic_ray.sync.optimizer_tiles.pending import Update
+from elastic_ray.sync.optimizer_tiles.pending import Update, trained_digest
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
@@ -81,7 +80,7 @@ class ShardedOptimizer:
             return True
         run, voted = self._run, False
         try:
-            run.consensus.announce(Announced(Intent.SHARDS, self._number, self._trained_digest << 2 | _STEP))
+            run.consensus.announce(Announced(Intent.SHARDS, self._number, trained_digest(self.tiled) << 2 | _STEP))
             run.consensus.agreed()
             followed = self._grads_of_followed()
             voted = True
@@ -116,11 +115,6 @@ class ShardedOptimizer:
         sent = [own[place] for place in trained if place in own]
         self._collectives.to_follower(sent, list(received.values()), self.params[0].local.device)
         return received
-
-    @property
-    def _trained_digest(self) -> int:
-        """32 bits that tell apart which parameters have a gradient: all ranks must have the same ones."""
-        return zlib.crc32(bytes(each.param.grad is not None for each in self.params))
 
     def _grad_dtype(self, place: int) -> torch.dtype:
         grad = self.params[place].local_grad

@@ -75,6 +75,26 @@ def test_rank_0_alone_within_a_loop_is_told_what_the_others_do(ranks: Ranks) -> 
         ranks.run(_ask_alone, world=3)
 
 
+def _drop_a_gradient(strategy: str) -> None:
+    model = Net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+    for _ in er.remaining_epochs_until(1):
+        for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x), y).backward()
+            if er.get_context().get_world_rank() == 1:
+                model.last.weight.grad = None
+            optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_a_rank_that_has_dropped_a_gradient_is_told(ranks: Ranks, strategy: str) -> None:
+    said = r"RanksDisagreeError: .*rank.* 1 steps the optimizer of model 0 \(parameters with a gradient: [0-9a-f]{8}\)"
+    with pytest.raises(RankFailedError, match=said):
+        ranks.run(_drop_a_gradient, strategy, world=3)
+
+
 def test_a_state_may_be_loaded_meanwhile() -> None:
     states: dict[str, Any] = {}
 
