@@ -108,7 +108,7 @@ class StateSaver:
         due = self._asked or now_s - self._since_s >= self._interval_s
         if self._off or not due or self._session.rank != 0:
             return
-        if self._busy() or self._parts.makes_memory or not self._session.may_save():
+        if self._busy() or not self._session.may_save():
             return
         self._since_s = now_s
         try:
@@ -117,7 +117,8 @@ class StateSaver:
             buffers = self._buffers.fit(tensors)
             if buffers is None:
                 # Writing to fresh memory is several times slower, so a thread prepares the memory first.
-                self._start(self._make_buffers, kinds_of(tensors))
+                if not self._parts.makes_memory:
+                    self._start(self._make_buffers, kinds_of(tensors))
                 self._since_s = now_s - self._interval_s
                 return
             self._asked = False
