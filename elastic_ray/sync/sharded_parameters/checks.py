@@ -49,11 +49,6 @@ def check_module(module: nn.Module) -> str:
             )
         if not param.is_contiguous():
             raise ValueError(f"{name}.{param_name} is not contiguous in memory: make it so with .contiguous() before")
-        if param.is_meta:
-            raise ValueError(
-                f"{name}.{param_name} is on the meta device: give the model memory first (module.to_empty(device=...), "
-                "and initialise it), for each worker begins with the whole of it"
-            )
     kinds = {param.dtype for param in own if param.requires_grad}
     if len(kinds) > 1:
         named = ", ".join(
@@ -63,7 +58,7 @@ def check_module(module: nn.Module) -> str:
             f"trained parameters that are sharded together must have one dtype, but in {name} {named}: shard the "
             "modules of each dtype by themselves, or convert them; for computation in 16 bits see mp_policy"
         )
-    devices = {param.device for param in params}
+    devices = {param.device for param in own} or {param.device for param in params}
     if len(devices) > 1:
         raise ValueError(
             f"{name} has parameters on {', '.join(sorted(map(str, devices)))}: move it to one device first"
@@ -91,6 +86,12 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
             "elastic_ray.fully_shard(model) on the whole of it last, before the optimizer is made"
         )
     params: list[Any] = list(module.parameters())
+    without = sum(1 for param in params if getattr(param, "elastic_ray_stands_in", False))
+    if 0 < without < len(params):
+        raise StrategyError(
+            f"{without} of {len(params)} parameters were built on the meta device, and the others in memory: build the "
+            'whole model under torch.device("meta"), or none of it'
+        )
     if any(param.device_mesh.mesh_dim_names != ALONE for param in params):
         raise StrategyError(
             "the model is sharded over a group of its own, by torch's fully_shard or in a run before: build it anew "

@@ -36,9 +36,17 @@ _PARAM = (
         "_orig_size",
         "fsdp_placement",
         "mp_policy",
+        "_setattr_on_modules",
     ),
 )
 _TENSOR = ("_local_tensor", "_spec")
+
+
+NO_MEMORY_YET = (
+    "the model was built on the meta device, and gets its shards when its first loop over an AdaptiveDataLoader "
+    "begins, when it is known which rows each worker holds: call it, save it and load into it in that loop or behind "
+    "it. Weights of a file can be put in by fully_shard(..., param_init_fn=...)"
+)
 
 
 class UnknownTorchError(RuntimeError):
@@ -145,6 +153,35 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
     ]
 
 
+def hollow_out(module: nn.Module, device: torch.device) -> None:
+    """Put stand-ins in the place of a sharded module's parameters that are on the meta device.
+
+    A stand-in is on the device, has the parameter's shape, and memory for one element. It reads as NaN, and torch
+    refuses to write other than one number into it.
+
+    Args:
+        module: it; torch has sharded it on a mesh of one.
+        device: where its parameters are to be.
+    """
+    for group in groups_of(module):
+        for field in group.fsdp_params:
+            before = field.sharded_param
+            if not before._local_tensor.is_meta:
+                continue
+            filling = torch.nan if before.is_floating_point() else 0
+            rows = torch.full((), filling, dtype=before.dtype, device=device).expand(before._local_tensor.shape)
+            made: Any = DTensor
+            after = nn.Parameter(made(rows, before._spec, requires_grad=False), requires_grad=before.requires_grad)
+            _put(after, elastic_ray_stands_in=True)
+            _put(field, sharded_param=after, _sharded_param_data=rows)
+            field._setattr_on_modules(after)
+
+
+def stands_in(param: Tensor) -> bool:
+    """Whether a parameter of a sharded module has no memory yet."""
+    return bool(getattr(param, "elastic_ray_stands_in", False))
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a parameter is one of a sharded module."""
     return isinstance(tensor, DTensor)
@@ -222,7 +259,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
     )
     if hasattr(field, "_unsharded_param"):  # sized by the group
         del field._unsharded_param
-    _put(param.param, _local_tensor=rows, _spec=spec, grad=None)
+    _put(param.param, _local_tensor=rows, _spec=spec, grad=None, elastic_ray_stands_in=False)
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from elastic_ray.sync.sharded_parameters.checks import check_module
-from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch
+from elastic_ray.sync.sharded_parameters.deferred.initialisation import prepare
+from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out
 from elastic_ray.sync.sharded_parameters.model_state import take_whole_values
 from elastic_ray.sync.sharded_parameters.process_group import make_numbers_whole, mesh_of_one
 
@@ -29,6 +32,8 @@ def fully_shard(
     *,
     reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Module:
     """Shard a module's parameters, gradients and optimizer state over the workers, however many there are.
@@ -44,6 +49,10 @@ def fully_shard(
         reshard_after_forward: whether to free gathered parameters between forward and backward; by default all but
             those of the outermost module.
         mp_policy: dtypes of computation and of reductions.
+        param_init_fn: of a module that was built on the meta device: fills the parameters and buffers that one of its
+            modules holds itself. By default each module's ``reset_parameters()`` does.
+        device: of a module that was built on the meta device: where its shards are to be; by default on the present
+            CUDA device, and without CUDA on the CPU.
         options: others of torch's, for none of which there is room here.
 
     Returns:
@@ -57,7 +66,32 @@ def fully_shard(
     for name in options:
         if name in _NOT_SERVED:
             raise TypeError(f"elastic_ray.fully_shard has no {name}=, which is torch's: {_NOT_SERVED[name]}")
-        raise TypeError(f"fully_shard has no argument {name!r}; it has module, reshard_after_forward and mp_policy")
+        raise TypeError(
+            f"fully_shard has no argument {name!r}; it has module, reshard_after_forward, mp_policy, param_init_fn and "
+            "device"
+        )
+    _check_types(module, reshard_after_forward, mp_policy, param_init_fn)
+    check_torch()
+    make_numbers_whole()
+    kind = check_module(module)
+    place = _device_of(device) if kind == "meta" else None
+    if place is not None:
+        prepare(module, param_init_fn, place)
+    torch_fully_shard(
+        module,
+        mesh=mesh_of_one(kind if place is None else place.type),
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+    )
+    if place is not None:
+        hollow_out(module, place)
+    hooked: Any = module
+    hooked.register_load_state_dict_pre_hook(take_whole_values)
+    return module
+
+
+def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: object) -> None:
+    """Raises TypeError: an argument is of another type than ``fully_shard`` takes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -69,15 +103,20 @@ def fully_shard(
         raise TypeError(
             "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, but got " + type(mp_policy).__name__
         )
-    check_torch()
-    make_numbers_whole()
-    device = check_module(module)
-    torch_fully_shard(
-        module,
-        mesh=mesh_of_one(device),
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
-    )
-    hooked: Any = module
-    hooked.register_load_state_dict_pre_hook(take_whole_values)
-    return module
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise TypeError(
+            "param_init_fn must be a function that is given one module and fills what it holds, but got "
+            f"{param_init_fn!r:.80}"
+        )
+
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    """Where parameters go that are on no device yet."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    found = torch.device(device)
+    if found.type == "meta":
+        raise ValueError("device must be one with memory, as 'cpu' or 'cuda:0', but got 'meta'")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found

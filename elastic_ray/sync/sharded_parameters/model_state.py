@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ray.state.pieces import shared_out
-from elastic_ray.sync.sharded_parameters.fsdp_fields import is_sharded, shard_like
+from elastic_ray.sync.sharded_parameters.fsdp_fields import NO_MEMORY_YET, is_sharded, shard_like, stands_in
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
 
@@ -72,6 +72,8 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
         value = state_dict.get(prefix + name)
         if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
             continue  # what does not fit torch tells of
+        if stands_in(param):
+            raise RuntimeError(NO_MEMORY_YET)
         mesh: Any = param.device_mesh  # type: ignore[attr-defined]
         parts = list(torch.chunk(value, mesh.size()))
         rank = mesh.get_group().rank()

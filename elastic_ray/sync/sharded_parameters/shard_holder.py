@@ -16,7 +16,15 @@ from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam, adopt, padded, params_of
+from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
+from elastic_ray.sync.sharded_parameters.fsdp_fields import (
+    NO_MEMORY_YET,
+    ShardedParam,
+    adopt,
+    padded,
+    params_of,
+    stands_in,
+)
 from elastic_ray.sync.sharded_parameters.held_shards import (
     HeldShards,
     Rows,
@@ -44,6 +52,7 @@ Whole = dict[int, tuple[Tensor, State]]
 """Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""
 
 _WHOLE = ShardId(1, 0)
+_LOW = (1 << 32) - 1
 
 
 class ShardHolder:
@@ -68,7 +77,12 @@ class ShardHolder:
         self._layout = _WHOLE
         self._mesh: Any = None
         self._workers: tuple[str, ...] = ()
-        self._hold_whole()
+        # What the optimizer knows from its start, of a model that has no memory yet.
+        self._first: list[State] | None = None
+        if any(stands_in(each.param) for each in self.params):
+            self._first = [self._state_of(each) for each in self.params]
+        else:
+            self._hold_whole()
 
     def _hold_whole(self) -> None:
         """The whole model is here, and with it what the optimizer knows so far."""
@@ -103,20 +117,52 @@ class ShardHolder:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
-    def look_around(self, communicator: Communicator, *, opened: bool) -> tuple[list[set[ShardId]], bool]:
-        """What all ranks hold, and whether one is ``opened``; all call it.
+    def check_memory(self) -> None:
+        """Raises RuntimeError: the model was built on the meta device, and no group was entered yet."""
+        if self._first is not None:
+            raise RuntimeError(NO_MEMORY_YET)
+
+    def _begin(self, seed: int, group: TileGroup) -> None:
+        """The first group: no rank holds anything. Each makes the model, one module after the other, for its rows."""
+        assert self._first is not None, "only a model without memory is made here"
+        own, shard, states = ShardId(group.world_size, group.rank), Shard(), self._first
+
+        def keep(place: int, value: Tensor) -> None:
+            start, stop = rows_of(self._held.counts[place], own)
+            if start < stop:
+                rows = Parameter(value[start:stop].clone(), requires_grad=False)
+                shard.put(place, rows, _rows_of_state(states[place], self.params[place].shape, start, stop))
+
+        initialise(self._module, self.params, seed, keep)
+        self._held.keep({own: shard})
+
+    def look_around(self, group: TileGroup, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
+        """What all ranks hold, and whether one is ``opened``; all call it. A model without memory is made.
+
+        Args:
+            group: it.
+            opened: whether rank 0 has the whole at hand, as far as this rank knows.
+            begun: whether a group was entered before, by this rank or by those that it has its state from.
 
         Raises:
             StateLostError: no rank holds some rows; raised on every rank.
         """
+        communicator = group.communicator
         own = sorted(to_code(shard) for shard in self._held.shards)
-        rows = [own]
+        rows, seed = [own], torch.initial_seed()
+        # Also where a first group broke while rows moved: the second copies may not be there yet.
+        nothing = self._first is not None and not begun
         if communicator.world_size > 1:
-            sizes = communicator.gather_ints([len(own), int(opened)])
-            most = max(size for size, _ in sizes)
+            sizes = communicator.gather_ints([len(own), int(opened), int(nothing), seed >> 32, seed & _LOW])
+            most = max(size for size, *_ in sizes)
             told = communicator.gather_ints([*own, *[0] * (most - len(own))])
-            rows = [row[:size] for row, (size, _) in zip(told, sizes, strict=True)]
-            opened = any(is_open for _, is_open in sizes)
+            rows = [row[:size] for row, (size, *_) in zip(told, sizes, strict=True)]
+            opened = any(is_open for _, is_open, *_ in sizes)
+            nothing = all(each[2] for each in sizes)
+            seed = sizes[0][3] << 32 | sizes[0][4]
+        if nothing:  # nor does rank 0 gather the whole of what is made
+            self._begin(seed, group)
+            return [{ShardId(group.world_size, rank)} for rank in range(group.world_size)], False
         everyone = [{from_code(code) for code in row} for row in rows]
         if gone := lost(self._held.counts, everyone):
             raise StateLostError(self._lost_text(gone))
@@ -149,6 +195,7 @@ class ShardHolder:
         adopt(self._module, self._mesh, [(param, *memory[place]) for place, param in enumerate(self.params)])
         if before is not None:
             forget_mesh(before)
+        self._first = None
 
     def _memory(self, group: TileGroup) -> list[tuple[Tensor, Tensor]]:
         """For the rows that this rank owns in a group: the model's."""
@@ -215,11 +262,13 @@ class ShardHolder:
 
     def whole(self, received: Sequence[tuple[Piece, Rows]] = ()) -> Whole:
         """The whole of what is held, and of what was received."""
+        self.check_memory()
         return {place: self._held.whole(place, received) for place in range(len(self.params))}
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
         """A whole parameter is given anew: take over the rows that this rank holds."""
+        self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
                 start, stop = rows_of(self._held.counts[place], shard)
@@ -227,6 +276,7 @@ class ShardHolder:
 
     def take_states(self) -> None:
         """The optimizer was given whole states: keep those of the rows that this rank holds."""
+        self.check_memory()
         for place, each in enumerate(self.params):
             state = self._state_of(each)
             for shard, held in self._held.shards.items():
@@ -248,6 +298,7 @@ class ShardHolder:
             value = values[each.name].to(each.local.device, each.local.dtype, copy=True)
             shard.put(place, Parameter(value, requires_grad=False), {})
         self._held.keep({_WHOLE: shard})
+        self._first = None
 
     def to_keep(self) -> dict[str, Any]:
         """The shards that this rank holds, for a rerun in this process."""
@@ -266,12 +317,15 @@ class ShardHolder:
                 shard.put(int(place), Parameter(rows[""], requires_grad=False), state)
             shards[from_code(int(code))] = shard
         self._held.keep(shards)
+        self._first = None
 
 
 def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
     """A parameter's state cut to some of its rows, in memory of its own."""
     return {
-        key: (value[start:stop] if tuple(value.shape) == shape else value).clone()
+        key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
+            memory_format=torch.contiguous_format  # stand-ins have no strides
+        )
         if isinstance(value, Tensor)
         else value
         for key, value in state.items()

@@ -92,6 +92,7 @@ class ShardedGradients:
             CommunicationFailedError: the group broke outside of steps.
         """
         run, step = self._run, self._run.ledger.step
+        self._optimizer.check_memory()
         if self._trainable.changed():
             self._trainable.take_in()
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow

@@ -152,6 +152,10 @@ class ShardedOptimizer:
         self._last = self._last.next(self._run.group.generation, self._optimizer)
         return result
 
+    def check_memory(self) -> None:
+        """Raises RuntimeError: the model was built on the meta device, and has no memory before the first loop."""
+        self._holder.check_memory()
+
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
@@ -162,7 +166,7 @@ class ShardedOptimizer:
         """
         group = self._run.group
         self._gathered = None
-        everyone, self._open = self._holder.look_around(group.communicator, opened=self._open)
+        everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
         self._holder.arrange(group, everyone)
         self._pending, self._followed, self._begun = None, {}, True
         if self._open and self.divided:

@@ -43,6 +43,8 @@ class Net(nn.Module):
         self.first, self.blocks, self.last = nn.Linear(13, 7), nn.ModuleList([Block(7), Block(7)]), nn.Linear(7, 3)
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(1))
+        if self.scale.is_meta:
+            return
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for p in self.parameters():
@@ -63,6 +65,22 @@ def sharded_net(**options: Any) -> Net:
     return er.fully_shard(model, **options)
 
 
+def meta_net(**options: Any) -> Net:
+    """The same, built without memory; what it begins with is as if it lay in a file."""
+    values = Net().state_dict()
+    with torch.device("meta"):
+        model = Net()
+    names = {each: f"{name}." if name else "" for name, each in model.named_modules()}
+
+    def read(module: nn.Module) -> None:
+        for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            value.copy_(values[names[module] + name])
+
+    for block in model.blocks:
+        er.fully_shard(block, param_init_fn=read, device="cpu", **options)
+    return er.fully_shard(model, param_init_fn=read, device="cpu", **options)
+
+
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 13, generator=generator)
@@ -75,6 +93,7 @@ class Case:
 
     optimizer: str = "adamw"
     sharded: bool = True
+    meta: bool = False
     clip: bool = True
     batch: int = BATCH
     micro: int | None = None
@@ -87,7 +106,8 @@ class Run:
     """One worker's: what it ended with, and what it held meanwhile."""
 
     def __init__(self, case: Case) -> None:
-        self.model = sharded_net(**dict(case.options)) if case.sharded else Net()
+        make = meta_net if case.meta else sharded_net
+        self.model = make(**dict(case.options)) if case.sharded else Net()
         groups = [{"params": self.model.blocks.parameters()}]
         groups.append({"params": [p for n, p in self.model.named_parameters() if "blocks" not in n], "lr": 0.02})
         self.optimizer = OPTIMIZERS[case.optimizer](groups)
@@ -140,7 +160,7 @@ _REFERENCES: dict[Case, Run] = {}
 
 def reference(case: Case) -> Run:
     """The same without shards, in one process, undisturbed."""
-    plain = dataclasses.replace(case, sharded=False, micro=None, options=())
+    plain = dataclasses.replace(case, sharded=False, meta=False, micro=None, options=())
     if plain not in _REFERENCES:
         (_REFERENCES[plain],) = run(plain, [], (1,)).results.values()
     return _REFERENCES[plain]

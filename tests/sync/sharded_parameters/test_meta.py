@@ -1,0 +1,222 @@
+"""Models that are built on the meta device: what they begin with, and what no worker ever holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from elastic_ray.sync.checks import StrategyError
+from tests.loop.changing import Change, Kill, run_job
+from tests.sync.sharded_parameters.sharded import Case, Net, check, meta_net
+
+
+def test_a_model_without_memory_is_trained_as_one_in_memory_from_2_to_4_to_3_workers() -> None:
+    check(Case(meta=True), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4))], (1, 2))
+
+
+def test_what_the_optimizer_keeps_from_its_start_is_cut_to_rows() -> None:
+    check(Case(meta=True, optimizer="adagrad"), [Kill(5, 2, "vote", joins=(4,))], (1, 2, 3))
+
+
+class _Angles(nn.Module):
+    """Holds a buffer alone, which is not saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(width), persistent=False)
+        if not self.angles.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.angles = 1.0 / 100 ** (torch.arange(len(self.angles)) / len(self.angles))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.angles
+
+
+class _Tied(nn.Module):
+    """Embedding and head share a parameter; the head's bias is its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.angles, self.norm = nn.Embedding(11, 6), _Angles(6), nn.BatchNorm1d(6)
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.body(self.norm(self.angles(self.words(words)))))
+
+
+def _in_memory(seed: int) -> _Tied:
+    torch.manual_seed(seed)
+    return _Tied()
+
+
+@pytest.mark.parametrize("workers", [(1,), (1, 2, 3, 4)])
+def test_it_begins_with_the_bits_of_the_seed_at_any_number_of_workers(workers: tuple[int, ...]) -> None:
+    wanted = _in_memory(5)
+    torch.manual_seed(5)
+
+    def trained() -> tuple[dict[str, Tensor], Tensor]:
+        with torch.device("meta"):
+            model = _Tied()
+        er.fully_shard(model.body, device="cpu")
+        er.fully_shard(model, device="cpu")
+        assert model.head.weight is model.words.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        loader = er.AdaptiveDataLoader(TensorDataset(torch.arange(12) % 11), batch_size=12)
+        for _ in er.remaining_epochs_until(1):
+            for (words,) in loader:
+                begun = {key: value.clone() for key, value in model.state_dict().items()}
+                wrapped(words).logsumexp(1).mean().backward()
+                optimizer.step()
+        return begun, model.angles.angles
+
+    for worker, (begun, angles) in run_job(trained, first=workers).results.items():
+        assert torch.equal(angles, wanted.angles.angles)
+        for key, value in wanted.state_dict().items():
+            if worker == 1 or key in dict(wanted.named_buffers()):
+                assert torch.equal(begun[key], value), key
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of all tensors that a thread has made and that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else (result,):
+            if type(each) in (Tensor, nn.Parameter) and not each.is_meta:
+                storage = each.untyped_storage()
+                self._known[storage._cdata] = StorageWeakRef(storage)
+        self._known = {key: each for key, each in self._known.items() if not each.expired()}
+        # Torch frees what it has gathered by making it small.
+        storages = (torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self._known.values())
+        self.peak = max(self.peak, sum(each.nbytes() for each in storages if each is not None))
+        return result
+
+
+def _peaks(device: str, workers: int) -> tuple[float, float]:
+    """Until the first step begins, and until its update, in whole models; the largest of a worker's."""
+
+    def trained() -> tuple[float, float]:
+        with _Live() as live:
+            with torch.device(device):
+                model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
+            whole = sum(p.numel() for p in model.parameters()) * 4
+            for block in model:
+                er.fully_shard(block)
+            er.fully_shard(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+            loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(8, 64)), batch_size=8)
+            for _ in er.remaining_epochs_until(1):
+                for (x,) in loader:
+                    begun = live.peak
+                    wrapped(x).pow(2).mean().backward()
+                    peak = live.peak
+                    optimizer.step()
+        return begun / whole, peak / whole
+
+    return max(run_job(trained, first=tuple(range(1, workers + 1))).results.values())
+
+
+def test_no_worker_ever_holds_the_whole_model() -> None:
+    begun, stepped = _peaks("meta", 8)
+    assert begun < 0.6, "two shards, each twice while it moves, and one layer"
+    assert stepped < 1, "and the gathered layers, and gradients"
+    assert min(_peaks("cpu", 1)) >= 1, "as is seen of a model that is built in memory"
+
+
+class _Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+
+class _Idle(_Bare):
+    def reset_parameters(self) -> None: ...
+
+
+def _meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "text"),
+    [
+        (
+            lambda: nn.Sequential(nn.Tanh(), _Bare()),
+            {},
+            ValueError,
+            r"1 \(_Bare\) holds scale on the meta device",
+        ),
+        (_Bare, {"param_init_fn": 3}, TypeError, "param_init_fn must be a function .* but got 3"),
+        (lambda: nn.Linear(2, 2), {"device": "meta"}, ValueError, "one with memory.*but got 'meta'"),
+    ],
+)
+def test_what_cannot_be_initialised_is_named(make: Any, options: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        er.fully_shard(_meta(make), **options)
+
+
+def _loop(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    for _ in er.remaining_epochs_until(1):
+        for _ in er.AdaptiveDataLoader(TensorDataset(torch.randn(4, 2)), batch_size=4):
+            pass
+
+
+def test_what_an_initialisation_leaves_as_it_was_is_an_error() -> None:
+    with pytest.raises(ValueError, match="initialisation of _Idle must fill scale"):
+        run_job(lambda: _loop(er.fully_shard(_meta(_Idle), device="cpu")))
+
+
+def test_an_initialisation_that_writes_into_another_module_is_named() -> None:
+    def reach(module: nn.Module) -> None:
+        for each in module.parameters(recurse=False):
+            nn.init.ones_(each)
+        nn.init.ones_(model[1].weight)
+
+    model: Any = _meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"wrote into 1\.weight of another"):
+        run_job(lambda: _loop(er.fully_shard(model, param_init_fn=reach, device="cpu")))
+
+
+def test_before_the_first_loop_there_is_nothing_to_compute_with() -> None:
+    model = meta_net()
+    with pytest.raises(RuntimeError, match="gets its shards when its first loop"):
+        model.load_state_dict(Net().state_dict())
+    wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for call in (
+        lambda: wrapped(torch.ones(2, 13)),
+        model.state_dict,
+        lambda: model.load_state_dict(Net().state_dict()),
+    ):
+        with pytest.raises(RuntimeError, match="gets its shards when its first loop"):
+            call()
+
+
+def test_a_model_is_built_without_memory_as_a_whole_or_not_at_all() -> None:
+    model = nn.Sequential(_meta(lambda: nn.Linear(2, 2)), nn.Linear(2, 2))
+    for each in model:
+        er.fully_shard(each, device="cpu")
+    er.fully_shard(model)
+    with pytest.raises(StrategyError, match="2 of 4 parameters were built on the meta device"):
+        er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
