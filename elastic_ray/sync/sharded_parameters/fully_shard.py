@@ -90,7 +90,7 @@ def fully_shard(
     return module
 
 
-def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: object) -> None:
+def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: Any) -> None:
     """Raises TypeError: an argument is of another type than ``fully_shard`` takes."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")

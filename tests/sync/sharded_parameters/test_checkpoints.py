@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sync.sharded_parameters.sharded import CLOSE, OPTIMIZERS, Net, data, sharded_net
+from tests.sync.sharded_parameters.sharded import CLOSE, OPTIMIZERS, Net, data, meta_net, sharded_net
 from tests.sync.tiles.saving import Job
 
 NAMES = [name for name, _ in Net().named_parameters()]
 
 
-def job(folder: Path, *, sharded: bool = True, **options: Any) -> Job:
-    make = sharded_net if sharded else Net
+def job(folder: Path, *, sharded: bool = True, meta: bool = False, **options: Any) -> Job:
+    make = (meta_net if meta else sharded_net) if sharded else Net
     return Job(folder, strategy=None, optimizer="adamw", optimizers=OPTIMIZERS, make=make, data=data, **options)
 
 
@@ -41,11 +41,11 @@ def test_all_ranks_rows_are_the_whole_of_one_step(tmp_path: Path) -> None:
             torch.testing.assert_close(states[index][key], value, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("workers", [(1, 2), (1,)])
-def test_a_job_goes_on_from_them_at_another_size(tmp_path: Path, workers: tuple[int, ...]) -> None:
-    saving = job(tmp_path / "run", at=(3,))
+@pytest.mark.parametrize(("workers", "meta"), [((1, 2), False), ((1,), False), ((1, 2), True)])
+def test_a_job_goes_on_from_them_at_another_size(tmp_path: Path, workers: tuple[int, ...], meta: bool) -> None:
+    saving = job(tmp_path / "run", at=(3,), meta=meta)
     saving.run((1, 2, 3))
-    second = job(tmp_path / "second", states=saving.read()).run(workers).results
+    second = job(tmp_path / "second", states=saving.read(), meta=meta).run(workers).results
     wanted = job(tmp_path / "third", sharded=False).run((1,)).results[1]
     whole = next(each for each in second.values() if each.rank == 0)
     for name, value in zip(NAMES, wanted.parameters, strict=True):

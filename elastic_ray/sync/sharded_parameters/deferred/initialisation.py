@@ -133,9 +133,9 @@ def _made(name: str, module: nn.Module, places: Mapping[int, int]) -> Iterator[t
         if _is_blank(value) or (not value.is_floating_point() and value is whole[key] and not _version(value)):
             raise _untouched(name, key)
     for key, (buffer, version) in before.items():
-        value = module._buffers[key]
-        same = value is buffer and not buffer.is_floating_point() and _version(buffer) == version
-        if value is None or _is_blank(value) or same:
+        now = module._buffers[key]
+        same = now is not None and now is buffer and not now.is_floating_point() and now._version == version
+        if now is None or _is_blank(now) or same:
             raise _untouched(name, key)
     for key, value in made.items():
         assert value is not None, "checked above"
