@@ -40,6 +40,8 @@ class CarriedGradients:
         self._left: tuple[weakref.ref[torch.Tensor], int] | None = None
         self._left_behind = self._warned = False
         self.watched: torch.Tensor | None = None
+        self._last: weakref.ref[torch.Tensor] | None = None  # the first gradient of the last update
+        self._last_version = 0
         self._applied = False  # the optimizer has stepped in the step in progress
 
     @property
@@ -79,6 +81,18 @@ class CarriedGradients:
         """All that was added up is the same on all ranks now."""
         self._local = False
 
+    def touched(self) -> list[torch.Tensor]:
+        """Gradients in a step without a backward pass, but for those that the last update has left as they were.
+
+        What lies in slices was reduced.
+        """
+        grads = [p.grad for p in self._params() if p.grad is not None]
+        left = self._last() if self._last is not None else None
+        if grads and grads[0] is left and grads[0]._version == self._last_version:
+            return []
+        plain = map(plain_or_sliced, grads)
+        return [grad for grad in plain if not isinstance(grad, SlicedGradient)]
+
     def note_applied(self) -> None:
         """The optimizer applies them in the step in progress."""
         self._applied = True
@@ -86,6 +100,9 @@ class CarriedGradients:
     def taken(self) -> None:
         """The optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
+        grad = next((p.grad for p in self._params() if p.grad is not None), None)
+        self._last = weakref.ref(grad) if grad is not None else None
+        self._last_version = grad._version if grad is not None else 0
 
     def remember(self) -> Any:
         """At the beginning of a step: what it needs to be undone; None where nothing is carried."""

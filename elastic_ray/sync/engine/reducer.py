@@ -142,6 +142,11 @@ class GradientReducer:
         """With the present buckets."""
         return self._reduction
 
+    @property
+    def has_run(self) -> bool:
+        """Whether a backward pass that averages gradients has begun in the step in progress."""
+        return self._step is not None and self._step is self._ledger.step
+
     def close(self) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
         self._open = False

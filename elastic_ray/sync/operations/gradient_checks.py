@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -10,6 +10,20 @@ STEP_AFTER_BACKWARD = (
     "within backward() gradients are one worker's own; they are averaged over the workers when it returns. Step one "
     "optimizer of all parameters after backward(), and zero gradients after that"
 )
+
+_NOT_REDUCED = (
+    "optimizer.step() was called in a step in which no backward() pass has averaged gradients over the workers, but "
+    "parameters have gradients: torch.autograd.grad, and code that writes to .grad, give each worker its own, and "
+    "the workers' parts of the model would not fit together. Call backward() on a loss of the wrapped model's output, "
+    "outside of no_sync(), in each step in which the optimizer steps; or clear gradients that are left over, by "
+    "optimizer.zero_grad()"
+)
+
+
+def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
+    """Raise RuntimeError where gradients that no pass has averaged are not zero, as zeroed ones are on all workers."""
+    if any(grad is not None and (grad.layout != torch.strided or bool(grad.any())) for grad in grads):
+        raise RuntimeError(_NOT_REDUCED)
 
 
 def check_gradients(

@@ -21,6 +21,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
@@ -270,8 +271,10 @@ class ShardedGradients:
         return self._waits
 
     def before_update(self) -> None:
-        """The optimizer was asked to step."""
+        """The optimizer was asked to step; raises RuntimeError where no pass has averaged its gradients."""
         step = self._run.ledger.step
+        if step is not None and step.is_last_micro and self._meets and not self._waits and step is not self._step:
+            refuse_own(self._gradients())
         if step is None or step.is_last_micro:
             self._waits = False
 

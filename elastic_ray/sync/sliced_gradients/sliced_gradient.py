@@ -175,7 +175,7 @@ def _refused(grad: SlicedGradient, operation: str) -> RuntimeError:
     which = f"the gradient of a parameter of shape {tuple(grad.shape)}"
     if grad.content.waits:
         return RuntimeError(f"{which} {_WAITS}")
-    if operation in ("add", "add_"):
+    if operation in ("add", "add_") and torch._C._current_graph_task_id() != -1:  # autograd accumulates so
         return RuntimeError(ADDS_UP)
     return RuntimeError(
         f"{which} lies in slices with the ranks that own its optimizer state, so that no rank can compute "
@@ -217,7 +217,10 @@ def _multiply(given: Any, grad: Any, factor: Any) -> Any:
 
 
 def _divide(given: Any, grad: Any, factor: Any) -> Any:
-    return _multiply(given, grad, 1.0 / float(factor))
+    if isinstance(factor, Tensor) and factor.numel() != 1:
+        raise ValueError("no number")
+    number = float(factor)
+    return _multiply(given, grad, 1.0 / number if number else math.copysign(math.inf, number))
 
 
 def _multiply_all(given: Any, grads: Any, factors: Any) -> None:

@@ -237,3 +237,18 @@ def test_mixed_precision_is_torchs() -> None:
     whole = next(own for own in found.results.values() if own.rank == 0)
     assert {value.dtype for value in whole.parameters.values()} == {torch.float32}
     assert whole.losses[1] < whole.losses[0]
+
+
+def test_gradients_from_no_backward_pass_are_refused() -> None:
+    """Zeroed ones are not."""
+
+    def between(run: Run, step: int) -> None:
+        if step in (2, 3):
+            run.optimizer.zero_grad(set_to_none=False)
+            for p in run.model.parameters():
+                p.grad = torch.zeros_like(p) if step == 2 else p.detach().clone()
+            run.optimizer.step()
+            assert step == 2, "it was to be refused"
+
+    with pytest.raises(RuntimeError, match=r"no backward\(\) pass has averaged.*Call backward\(\) on a loss"):
+        run(Case(clip=False, between=between), [], (1, 2))

@@ -327,3 +327,21 @@ def test_a_gradient_that_is_clamped_on_one_side_may_be_infinite_still(
     grad.clamp_(low, high)
     assert grad.finite is finite
     assert bool(content.parts[0].isfinite().all()) is finite
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0])
+def test_a_gradient_divided_by_zero_is_that_of_torch(number: float) -> None:
+    wanted = torch.tensor([1.0, -2.0, 0.0])
+    content = Content(waits=False, norm=5.0**0.5, parts={0: wanted.clone()})
+    grad = SlicedGradient(torch.zeros(3), content)
+    grad.div_(number)
+    assert torch.equal(content.parts[0].nan_to_num(7.0, 8.0, 9.0), wanted.div_(number).nan_to_num(7.0, 8.0, 9.0))
+    assert not grad.finite
+    with pytest.raises(RuntimeError, match="can compute 'div_'"):
+        grad.div_(torch.ones(3))
+
+
+def test_adding_to_a_gradient_by_hand_is_not_called_a_second_backward() -> None:
+    grad = SlicedGradient(torch.zeros(3), Content(waits=False, norm=1.0))
+    with pytest.raises(RuntimeError, match=r"lies in slices .* can compute 'add_'"):
+        grad.add_(torch.ones(3))

@@ -299,3 +299,32 @@ def test_what_a_process_keeps_for_a_rerun_are_its_tiles() -> None:
     found = run_job(trainee, [], first=(1, 2, 3))
     for rank, (tiles, owners) in enumerate(found.results[worker] for worker in (1, 2, 3)):
         assert tiles == {tile for tile, mine in enumerate(owners) if rank in mine}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_gradients_from_no_backward_pass_are_refused(strategy: str) -> None:
+    """Zeroed ones are not, nor those that the last step has left."""
+
+    def trained() -> None:
+        model = Net()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+                step = er.get_context().get_global_step()
+                if step != 1:
+                    optimizer.zero_grad(set_to_none=step != 2)
+                if step in (1, 2):
+                    optimizer.step()
+                    continue
+                loss = nn.functional.cross_entropy(wrapped(x), y)
+                if step < 4:
+                    loss.backward()
+                else:
+                    for p, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+                        p.grad = grad
+                optimizer.step()
+                assert step < 4, "it was to be refused"
+
+    with pytest.raises(RuntimeError, match=r"no backward\(\) pass has averaged.*Call backward\(\) on a loss"):
+        run_job(trained, [], first=(1, 2, 3))
