@@ -9,6 +9,7 @@ import torch
 
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.context import SyncContext
+from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
 
 _TWICE = (
@@ -81,17 +82,24 @@ class CarriedGradients:
         """All that was added up is the same on all ranks now."""
         self._local = False
 
-    def touched(self) -> list[torch.Tensor]:
-        """Gradients in a step without a backward pass, but for those that the last update has left as they were.
+    def refuse_own(self) -> None:
+        """The optimizer is asked to step in a step without a backward pass that averages gradients.
 
-        What lies in slices was reduced.
+        Raises:
+            RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
+                nor zero, nor what the last update has left.
         """
+        ledger = self._context.ledger
+        step = ledger.step
+        if step is None or not step.is_last_micro or self._context.group.world_size == 1:
+            return
+        if ledger.failed or ledger.replaying or (self.is_open and not self._local):
+            return
         grads = [p.grad for p in self._params() if p.grad is not None]
         left = self._last() if self._last is not None else None
         if grads and grads[0] is left and grads[0]._version == self._last_version:
-            return []
-        plain = map(plain_or_sliced, grads)
-        return [grad for grad in plain if not isinstance(grad, SlicedGradient)]
+            return
+        refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def note_applied(self) -> None:
         """The optimizer applies them in the step in progress."""

@@ -25,7 +25,6 @@ from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.spec import Strategy
@@ -228,22 +227,10 @@ class GradientEngine:
         Raises:
             RuntimeError: gradients of parameters in tiles are this rank's own.
         """
-        self._check_reduced()
-        self._reducer.close()
+        self._reducer.close(refuses_own=self.plan.tiles is not None)  # nothing else would tell: tiles are not compared
         self._in_force.stepped()
         self._row_steps.stand_inside()
         self._sharded.close()
-
-    def _check_reduced(self) -> None:
-        """Refuse gradients that no pass has averaged where nothing else tells of them: tiles are not compared."""
-        ledger, carried = self._context.ledger, self._carried
-        step = ledger.step
-        if self.plan.tiles is None or self._context.group.world_size == 1 or step is None:
-            return
-        if not step.is_last_micro or ledger.failed or ledger.replaying or self._reducer.has_run:
-            return
-        if carried.local or not carried.is_open:
-            refuse_own(carried.touched())
 
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""

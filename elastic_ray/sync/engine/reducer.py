@@ -82,12 +82,10 @@ class GradientReducer:
         self._hooks: list[Any] = []
         self._build()
         self._step: StepView | None = None
-        self._micro = 0
         self._open = True  # until the optimizer steps
         self._carries = False  # earlier micro-steps have left something
-        self._running = False
-        self._launched = 0
-        self._sync = True
+        self._running, self._sync = False, True
+        self._micro = self._launched = 0
         self._weight, self._weights = 1.0, StepWeights(group, context.consensus, statistics)
         self._reduces = self._accumulates = self._measures = False
         self._goes_on = False  # the pass adds to what this step has reduced already
@@ -142,13 +140,10 @@ class GradientReducer:
         """With the present buckets."""
         return self._reduction
 
-    @property
-    def has_run(self) -> bool:
-        """Whether a backward pass that averages gradients has begun in the step in progress."""
-        return self._step is not None and self._step is self._ledger.step
-
-    def close(self) -> None:
+    def close(self, *, refuses_own: bool) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
+        if refuses_own and (self._step is None or self._step is not self._ledger.step):
+            self._carried.refuse_own()
         self._open = False
         self._carried.taken()
         self._reduction.asked()

@@ -63,8 +63,7 @@ class ShardedGradients:
         number: int,
     ) -> None:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
-        self._trainable = trainable
-        self._collectives = collectives
+        self._trainable, self._collectives = trainable, collectives
         self._step: StepView | None = None
         self._task = -1  # autograd's number of the backward pass in progress
         self._reduces = self._warned = False
