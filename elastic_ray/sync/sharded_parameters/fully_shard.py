@@ -117,6 +117,6 @@ def _device_of(device: torch.device | str | None) -> torch.device:
     found = torch.device(device)
     if found.type == "meta":
         raise ValueError("device must be one with memory, as 'cpu' or 'cuda:0', but got 'meta'")
-    if found.type == "cuda" and found.index is None:
+    if found == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return found
