@@ -103,9 +103,7 @@ assert not any(name.startswith("elastic_ray") for name in sys.modules)
 
 def test_a_worker_that_is_killed_while_the_others_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", at=(3, 9), epochs=3, settles_to=10)
-    found = job.run(
-        FOUR, [Kill(11, 3, "save", last=True)]
-    )  # else others may be called off first, and save in the next group
+    found = job.run(FOUR, [Kill(11, 3, "save", last=True)])  # else others may be called off first, and save later
     assert found.groups == [FOUR, (1, 2, 4)]
     assert [state.steps for state in job.files()] == [7]
     names = sorted(path.name for path in (tmp_path / "run" / "automatic").iterdir() if path.is_dir())
