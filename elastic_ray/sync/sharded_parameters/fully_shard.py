@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from elastic_ray.sync.sharded_parameters.checks import check_module
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import prepare
-from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out
+from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out, stands_in
 from elastic_ray.sync.sharded_parameters.model_state import take_whole_values
 from elastic_ray.sync.sharded_parameters.process_group import make_numbers_whole, mesh_of_one
 
@@ -60,7 +60,8 @@ def fully_shard(
 
     Raises:
         TypeError: an argument is not torch's, or is of another type than here.
-        ValueError: the module cannot be sharded, or is sharded already; or its model was wrapped before.
+        ValueError: the module cannot be sharded, or is sharded already; or its model was wrapped before; or an argument
+            is for modules on the meta device, and it is in memory.
         UnknownTorchError: torch keeps shards in other fields than are known here.
     """
     for name in options:
@@ -74,7 +75,7 @@ def fully_shard(
     check_torch()
     make_numbers_whole()
     kind = check_module(module)
-    place = _device_of(device) if kind == "meta" else None
+    place = _device_of(device) if _is_unmade(module, kind, param_init_fn=param_init_fn, device=device) else None
     if place is not None:
         prepare(module, param_init_fn, place)
     torch_fully_shard(
@@ -108,6 +109,32 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
             "param_init_fn must be a function that is given one module and fills what it holds, but got "
             f"{param_init_fn!r:.80}"
         )
+
+
+def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
+    """Whether a module has parameters or buffers without memory.
+
+    Raises:
+        ValueError: its parameters are in memory, and not all else fits that.
+    """
+    buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    if kind == "meta":
+        return True
+    if all(map(stands_in, module.parameters())):  # made by calls on parts of it
+        return bool(buffers)
+    name = type(module).__name__
+    if buffers:
+        raise ValueError(
+            f"{name}.{buffers[0]} is on the meta device, but parameters are on {kind}: build the whole model under "
+            'torch.device("meta"), or none of it'
+        )
+    for option, value in options.items():
+        if value is not None:
+            raise ValueError(
+                f"{option} is for modules that were built on the meta device, but {name} has its parameters on {kind}: "
+                f"initialise and move it before it is sharded, and leave out {option}={value!r:.80}"
+            )
+    return False
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:

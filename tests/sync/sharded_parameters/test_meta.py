@@ -215,8 +215,48 @@ def test_before_the_first_loop_there_is_nothing_to_compute_with() -> None:
 
 def test_a_model_is_built_without_memory_as_a_whole_or_not_at_all() -> None:
     model = nn.Sequential(_meta(lambda: nn.Linear(2, 2)), nn.Linear(2, 2))
-    for each in model:
-        er.fully_shard(each, device="cpu")
+    er.fully_shard(model[0], device="cpu")
+    er.fully_shard(model[1])
     er.fully_shard(model)
     with pytest.raises(StrategyError, match="2 of 4 parameters were built on the meta device"):
         er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+class _Masked(nn.Module):
+    """Holds nothing itself but a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 2)
+        self.register_buffer("mask", torch.ones(2))
+
+    def reset_parameters(self) -> None:
+        self.mask.fill_(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * self.mask
+
+
+def test_buffers_beside_parameters_that_are_sharded_already_are_filled() -> None:
+    def trained() -> tuple[Tensor, str]:
+        model = _meta(_Masked)
+        er.fully_shard(model.body, device="cpu")
+        _loop(er.fully_shard(model, device="cpu"))
+        return model.mask, model.mask.device.type
+
+    for mask, device in run_job(trained, first=(1, 2)).results.values():
+        assert device == "cpu" and torch.equal(mask, torch.ones(2))
+
+
+def test_a_buffer_without_memory_beside_parameters_in_memory_is_refused() -> None:
+    model = _Masked()
+    model.register_buffer("mask", torch.ones(2, device="meta"))
+    with pytest.raises(ValueError, match=r"_Masked\.mask is on the meta device, but parameters are on cpu"):
+        er.fully_shard(model)
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"param_init_fn": nn.init.ones_}])
+def test_what_is_for_models_on_meta_is_not_ignored_for_others(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} is for modules that were built on the meta device, but Linear has"):
+        er.fully_shard(nn.Linear(2, 2), **options)
