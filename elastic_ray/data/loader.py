@@ -343,7 +343,7 @@ class AdaptiveDataLoader(ResumableLoader):
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
         session = self._session
-        session.check_group()
+        session.passes.check_group(loader_pass)
         shape, cut = self._present_cut()
         # Also after a pass over this very loader that was nested in the last step.
         if self._reading is None or self._reading[0] is not loader_pass or self._reading[1] != session.shape_changes:

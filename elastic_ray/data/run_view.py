@@ -34,6 +34,9 @@ class PassesView(Protocol):
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """The micro-batch that ``fetch`` gives."""
 
+    def check_group(self, loader_pass: PassProgress) -> None:
+        """Before a step is cut: if the group was called off meanwhile, go on with the next one, as it is."""
+
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""
 
@@ -120,9 +123,6 @@ class LoaderRun(ResumedRun, Protocol):
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Ask these policies between steps; raises RuntimeError once training has begun."""
-
-    def check_group(self) -> None:
-        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
 
     def enter_loop(self) -> PassProgress:
         """The next pass of this epoch, with the position that it has already reached."""

@@ -202,6 +202,7 @@ class GroupChanges:
 
     Attributes:
         shape_changes: how often the group or the batch shape has changed.
+        furthest_passes: loader passes that the present group's furthest rank had ended when it was formed.
     """
 
     def __init__(
@@ -222,6 +223,7 @@ class GroupChanges:
         self._explain = explain
         self._steps_waited = 0  # for gradients that differ from rank to rank
         self.shape_changes = 0
+        self.furthest_passes = 0
         self._entry = GroupEntry(
             parts.states,
             parts.registry,
@@ -349,11 +351,12 @@ class GroupChanges:
     def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
         self._parts.clock.group_stands()
         try:
-            return self._entry(spec, communicator)
+            self.furthest_passes = self._entry(spec, communicator)
         except CommunicationFailedError as error:
             if not self._elastic:  # there will be no other group
                 self._membership.give_up(self._explain(str(error)))
             raise
+        return self.furthest_passes
 
     def _begin_group(self) -> Pause:
         """All ranks of a new group are identical; returns the time since the last committed step."""

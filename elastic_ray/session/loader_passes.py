@@ -29,7 +29,7 @@ class LoaderPasses:
         parts: of the run.
         changes: of group and batch.
         moment: a named moment of the run, for scripted faults.
-        tell: tells the job's user something (kind, text).
+        tell: tells the job's user something once, whichever ranks come by (kind, text, number of the occasion).
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LoaderPasses:
         parts: PassRun,
         changes: PassChanges,
         moment: Callable[[str], None],
-        tell: Callable[[str, str], None] = lambda kind, text: None,
+        tell: Callable[[str, str, int], None] = lambda kind, text, number: None,
     ) -> None:
         self._parts = parts
         self._changes = changes
@@ -60,6 +60,17 @@ class LoaderPasses:
     def next_ordinal(self) -> int:
         """Ordinal that the next pass of this epoch would get."""
         return self._parts.ledger.next_ordinal
+
+    def check_group(self, loader_pass: PassProgress) -> None:
+        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+        self._changes.check_group()
+        self._follow(loader_pass)
+
+    def _follow(self, loader_pass: PassProgress) -> None:
+        """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last."""
+        if self._parts.ledger.depth == 0 and self._changes.furthest_passes > self._progress.ended_passes:
+            loader_pass.end()
+            self._progress.follow_passes(self._changes.furthest_passes)
 
     def begin_step(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -207,6 +218,7 @@ class LoaderPasses:
         Raises:
             WorkerDismissed: as in :meth:`edge`.
         """
+        self._follow(loader_pass)
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state
             self._leave_pass(loader_pass, total, put_off=put_off)
             return
@@ -280,4 +292,5 @@ class LoaderPasses:
         self._end_alone(step.loader_pass)
         self._changes.regroup(cause)
         lost = _LOST if parts.ledger.loader_steps == before else _LOST_SUMS
-        self._tell("warning", lost.format(count=step.count))
+        # Not all ranks come by here: one may have been a step behind, see :meth:`_follow`.
+        self._tell("warning", lost.format(count=step.count), parts.group.generation)

@@ -16,6 +16,13 @@ from elastic_ray.steps.step import LoaderStep
 class PassChanges(Protocol):
     """Changes of group and batch."""
 
+    @property
+    def furthest_passes(self) -> int:
+        """Loader passes that the present group's furthest rank had ended when it was formed."""
+
+    def check_group(self) -> None:
+        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+
     def between_steps(self, can_switch: Callable[[int], bool]) -> None:
         """Carry out what the ranks have agreed on."""
 

@@ -130,7 +130,7 @@ class Session:
             regroup_timeout_s=regroup_timeout_s,
         )
         self._parts.adaptation.bind(self._parts, self._changes.set_shape)
-        self.passes = LoaderPasses(self._parts, self._changes, self.moment, self.tell)
+        self.passes = LoaderPasses(self._parts, self._changes, self.moment, self._tell_once)
         self.collectives = UserCollectives(self._parts, self.passes.settle, self._changes.regroup, self.moment)
 
     @property
@@ -221,6 +221,10 @@ class Session:
         """Tell the job's user something, from rank 0; all ranks come by here."""
         if self.group.rank_info.rank == 0:
             self.controller.tell(kind, text, dict(detail or {}))
+
+    def _tell_once(self, kind: str, text: str, number: int) -> None:
+        """Tell it from any rank; of several that say the same under one number, the job hears the first."""
+        self.controller.tell(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
         """A named moment of the run, for scripted faults."""
@@ -329,10 +333,6 @@ class Session:
         self._in_epochs = True
         self.sync_point()
         self.progress.declare_epochs(epochs)
-
-    def check_group(self) -> None:
-        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
-        self._changes.check_group()
 
     def enter_loop(self) -> PassProgress:
         """The next loader pass of this epoch, with the position that it has already reached.

@@ -93,7 +93,9 @@ class _Link:
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None: ...
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
-        self._job.outcome.told.append((kind, text, dict(detail)))
+        notice = (kind, text, dict(detail))
+        if "number" not in detail or notice not in self._job.outcome.told:  # as the job's controller
+            self._job.outcome.told.append(notice)
 
     def tracker_dir(self) -> str:
         raise NotImplementedError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,17 +10,33 @@ import torch
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.adaptation import Policy, PolicyView
+from elastic_ray.session.current import session_of_thread
 from tests.loop.changing import Kill, run_job
 
 SAMPLES, BATCH, STEPS, EPOCHS = 24, 6, 2, 3
 
 
-def loop() -> tuple[float, int, float]:
+def _holds_back(worker: str) -> Policy:
+    """One worker comes out of its first step when the group that made it has broken in the next one."""
+    session: Any = session_of_thread()
+
+    class HoldsBack(Policy):
+        def after_step(self, view: PolicyView) -> None:
+            if session.worker == worker and session.progress.steps == 1:
+                deadline = time.monotonic() + 5.0
+                while not session.membership.voided and time.monotonic() < deadline:
+                    time.sleep(0.002)
+
+    return HoldsBack()
+
+
+def loop(held_back: str = "") -> tuple[float, int, float]:
     """Two of an epoch's four steps: a parameter, the number of steps, the samples that were counted."""
     torch.manual_seed(1)
     model: Any = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model = er.AdaptiveDataParallel(model, optimizer)
+    model = er.AdaptiveDataParallel(model, optimizer, policy=_holds_back(held_back))
     loader = er.AdaptiveDataLoader(TensorDataset(torch.arange(SAMPLES).float()), batch_size=BATCH, seed=3)
     counted = 0.0
     for _ in er.remaining_epochs_until(EPOCHS):
@@ -44,7 +61,19 @@ def _nth(loader: er.AdaptiveDataLoader) -> int:
 
 @pytest.mark.parametrize("joins", [(), (4,)])
 def test_a_step_that_break_left_and_that_was_lost_is_told_and_nothing_else_is_wrong(joins: tuple[int, ...]) -> None:
-    outcome = run_job(loop, [Kill(1, 2, "backward", joins=joins)], first=(1, 2, 3))
+    outcome = run_job(loop, [Kill(1, 2, "backward", last=True, joins=joins)], first=(1, 2, 3))
+    results = set(outcome.results.values())
+    assert len(results) == 1 and {(steps, samples) for _, steps, samples in results} == {(5, 30.0)}
+    (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
+    assert "cannot draw it again, so its 6 samples are not used" in told
+
+
+@pytest.mark.parametrize("joins", [(), (4,)])
+@pytest.mark.parametrize("behind", [1, 3])
+def test_a_worker_that_is_a_step_behind_follows_those_who_left(behind: int, joins: tuple[int, ...]) -> None:
+    script = [Kill(1, 2, "backward", after=(4 - behind,), joins=joins)]
+    outcome = run_job(lambda: loop(f"w{behind}"), script, first=(1, 2, 3))
+    assert set(outcome.groups) == {(1, 2, 3), (1, 3, *joins)}
     results = set(outcome.results.values())
     assert len(results) == 1 and {(steps, samples) for _, steps, samples in results} == {(5, 30.0)}
     (told,) = [text for kind, text, _ in outcome.told if kind == "warning"]
@@ -54,7 +83,7 @@ def test_a_step_that_break_left_and_that_was_lost_is_told_and_nothing_else_is_wr
 @pytest.mark.parametrize("joins", [(), (4,)])
 def test_an_update_that_was_made_before_the_loss_counts(joins: tuple[int, ...]) -> None:
     (undisturbed,) = set(run_job(loop, [], first=(1, 2, 3)).results.values())
-    outcome = run_job(loop, [Kill(1, 2, "edge", joins=joins)], first=(1, 2, 3))
+    outcome = run_job(loop, [Kill(1, 2, "edge", last=True, joins=joins)], first=(1, 2, 3))
     (result,) = set(outcome.results.values())
     assert result[1:] == (6, 30.0) and undisturbed[1:] == (6, 36.0)
     assert result[0] == pytest.approx(undisturbed[0], abs=1e-6)

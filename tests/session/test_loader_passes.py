@@ -26,7 +26,10 @@ class Changes:
 
     def __init__(self, clear_failure: Callable[[], None]) -> None:
         self.between, self.causes, self.furthest = list[bool](), list[str](), 0
+        self.furthest_passes = 0
         self._clear_failure = clear_failure
+
+    def check_group(self) -> None: ...
 
     def between_steps(self, can_switch: Callable[[int], bool]) -> None:
         self.between.append(can_switch(32))
@@ -287,6 +290,27 @@ def test_a_pass_that_another_rank_has_ended_ends_here_without_a_further_vote() -
     run.passes.end_pass(loader_pass, 64)
     assert loader_pass.done and run.consensus.intents == [Intent.END_OF_PASS]
     assert run.group.synchronised == []
+
+
+def test_a_pass_that_another_rank_has_left_is_over_before_the_next_step_and_at_the_end() -> None:
+    for at_the_end in (False, True):
+        run = Run()
+        loader_pass = run.passes.enter()
+        run.changes.furthest_passes = 1
+        if not at_the_end:
+            run.passes.check_group(loader_pass)
+            assert loader_pass.done
+        run.passes.end_pass(loader_pass, 64)
+        assert loader_pass.done and run.consensus.intents == [] and run.states.progress.ended_passes == 1
+
+
+def test_a_pass_within_a_step_does_not_end_with_the_pass_of_another_rank() -> None:
+    run = Run()
+    run.begin(run.passes.enter())
+    nested = run.passes.enter()
+    run.changes.furthest_passes = 1
+    run.passes.check_group(nested)
+    assert not nested.done
 
 
 def test_after_a_pass_a_group_may_be_as_large_as_the_pass() -> None:
