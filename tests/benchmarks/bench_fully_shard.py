@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +88,8 @@ class ShardedJob(ElasticJob):
     """An elastic job whose model is sharded."""
 
     name = "fully_shard"
-
-    def __init__(self, folder: Path, *, workers: tuple[int, int]) -> None:
-        import ray.train
-
-        import elastic_ray
-
-        folder.mkdir(parents=True)
-        self.log = StepLog(folder / "steps")
-        self.handle = elastic_ray.ElasticTrainer(
-            train_loop,
-            train_loop_config={"log": str(self.log.path)},
-            scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker=common.BUNDLE),
-            run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
-            elastic_config=elastic_ray.ElasticConfig(automatic_checkpoints=False, heartbeat_timeout_s=20.0),
-        ).submit()
+    loop = staticmethod(train_loop)
+    options: Mapping[str, Any] = {"automatic_checkpoints": False, "heartbeat_timeout_s": 20.0}
 
 
 def _job() -> dict[str, tuple[float, float]]:

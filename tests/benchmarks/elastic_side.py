@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,17 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 class ElasticJob:
-    """An elastic job in the background, with the interface that the scenarios use for both sides."""
+    """An elastic job in the background, with the interface that the scenarios use for both sides.
+
+    Attributes:
+        name: of the system.
+        loop: the train function.
+        options: of its ``ElasticConfig``.
+    """
 
     name = "elastic-ray"
+    loop: Callable[[dict[str, Any]], None] = staticmethod(train_loop)
+    options: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path, *, workers: tuple[int, int]) -> None:
         """Start it: ``workers`` are its fewest and most, one CPU each."""
@@ -50,10 +59,11 @@ class ElasticJob:
         folder.mkdir(parents=True)
         self.log = StepLog(folder / "steps")
         self.handle = elastic_ray.ElasticTrainer(
-            train_loop,
+            type(self).loop,
             train_loop_config={"log": str(self.log.path)},
             scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker=common.BUNDLE),
             run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
+            elastic_config=elastic_ray.ElasticConfig(**self.options),
         ).submit()
 
     def resize(self, workers: int) -> None:

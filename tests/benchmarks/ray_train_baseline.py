@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,10 @@ from common import StepLog
 
 def train_loop(config: dict[str, Any]) -> None:
     """As Ray Train's guide to elastic training has it: restore, train, report with a checkpoint."""
-    import ray.train
     import ray.train.torch
     import torch
 
-    context = ray.train.get_context()
-    rank, world = context.get_world_rank(), context.get_world_size()
-    torch.set_num_threads(1)
+    rank, world = join_group(config)
     model = common.build_model()
     optimizer = common.build_optimizer(model)
     _restore(model, optimizer)
@@ -32,8 +30,6 @@ def train_loop(config: dict[str, Any]) -> None:
         common.Rows(), batch_size=common.GLOBAL_BATCH // world, shuffle=True, drop_last=True
     )
     log = StepLog(Path(config["log"]))
-    with Path(config["members"]).open("a") as file:
-        file.write(f"{time.time():.6f} {world} {rank} {os.getpid()} {ray.get_runtime_context().get_node_id()}\n")
     while True:
         for x, y in batches:
             optimizer.zero_grad()
@@ -47,6 +43,20 @@ def train_loop(config: dict[str, Any]) -> None:
                 last = Path(config["last"])
                 if last.exists() and int(model.steps) >= int(last.read_text()):
                     return
+
+
+def join_group(config: dict[str, Any]) -> tuple[int, int]:
+    """Note which process is which rank of the group; returns the rank and the world size."""
+    import ray
+    import ray.train
+    import torch
+
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.set_num_threads(1)
+    with Path(config["members"]).open("a") as file:
+        file.write(f"{time.time():.6f} {world} {rank} {os.getpid()} {ray.get_runtime_context().get_node_id()}\n")
+    return rank, world
 
 
 def _restore(model: Any, optimizer: Any) -> None:
@@ -76,9 +86,15 @@ def _report(model: Any, optimizer: Any, rank: int) -> None:
 
 
 class RayTrainJob:
-    """A Ray Train run in the background, with the interface that the scenarios use for both sides."""
+    """A Ray Train run in the background, with the interface that the scenarios use for both sides.
+
+    Attributes:
+        name: of the system.
+        loop: the train function.
+    """
 
     name = "Ray Train"
+    loop: Callable[[dict[str, Any]], None] = staticmethod(train_loop)
 
     def __init__(self, folder: Path, *, workers: tuple[int, int]) -> None:
         """Start it: ``workers`` are its fewest and most, one CPU each."""
@@ -94,7 +110,7 @@ class RayTrainJob:
         config = {"log": str(self.log.path), "members": str(self._members), "last": str(self._last)}
         driver = ray.remote(num_cpus=0)(_Driver).options(scheduling_strategy=strategy)
         self._driver = driver.remote()
-        self._fit = self._driver.fit.remote(config, workers, str(folder))
+        self._fit = self._driver.fit.remote(type(self).loop, config, workers, str(folder))
 
     def pids(self) -> dict[int, int]:
         """Process id of each rank of the youngest group."""
@@ -137,12 +153,14 @@ class RayTrainJob:
 class _Driver:
     """Calls ``fit``, which blocks, in a process of its own; its death takes the run with it."""
 
-    def fit(self, config: dict[str, Any], workers: tuple[int, int], storage: str) -> None:
+    def fit(
+        self, loop: Callable[[dict[str, Any]], None], config: dict[str, Any], workers: tuple[int, int], storage: str
+    ) -> None:
         import ray.train
         import ray.train.torch
 
         ray.train.torch.TorchTrainer(
-            train_loop,
+            loop,
             train_loop_config=config,
             scaling_config=ray.train.ScalingConfig(
                 num_workers=workers if workers[0] != workers[1] else workers[0],

@@ -109,9 +109,9 @@ def observe(
 # -- events --------------------------------------------------------------------------------------------------
 
 
-def resize_ray_train() -> list[Outcome]:
+def resize_ray_train(kind: type[RayTrainJob] = RayTrainJob) -> list[Outcome]:
     """Ray Train follows the cluster: it grows when nodes come, and shrinks when one is drained and goes."""
-    with cluster(nodes=1) as (local, _), job(RayTrainJob, workers=(1, 4)) as running:
+    with cluster(nodes=1) as (local, _), job(kind, workers=(1, 4)) as running:
         settle(running, world=1)
         outcomes = [observe(running, lambda: _add(local, 1), event="1->2", world=2)]
         settle(running, world=2)
@@ -122,9 +122,9 @@ def resize_ray_train() -> list[Outcome]:
         return outcomes
 
 
-def resize_elastic() -> list[Outcome]:
+def resize_elastic(kind: type[ElasticJob] = ElasticJob) -> list[Outcome]:
     """elastic_ray is asked to."""
-    with cluster(nodes=1, slots=4), job(ElasticJob, workers=(1, 4)) as running:
+    with cluster(nodes=1, slots=4), job(kind, workers=(1, 4)) as running:
         assert isinstance(running, ElasticJob)
         running.resize(1)
         settle(running, world=1)

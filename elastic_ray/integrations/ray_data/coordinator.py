@@ -8,6 +8,7 @@ ends when the job has ended, or the job's controller is gone.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -217,10 +218,16 @@ class DatasetCoordinator:
             seed=self._packed.seed,
             left=self._packed.left,
             floor=floor,
-            changed=lambda: self._loop.call_soon_threadsafe(self._tell),
+            changed=self._changed,
         )
         self._streams[dataset].append(stream)
         return stream
+
+    def _changed(self) -> None:
+        """A stream has come further; called from its thread, which may outlive the loop and those who wait in it."""
+        if not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # it was closed meanwhile
+                self._loop.call_soon_threadsafe(self._tell)
 
     def _begin_next(self, wanted: RowsWanted) -> None:
         """Start the next epoch's execution once this one's is through: its first rows are there when it begins."""
