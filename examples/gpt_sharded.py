@@ -7,6 +7,7 @@ Takes one to two minutes on two cores:
 
     python examples/gpt_sharded.py
     python examples/gpt_sharded.py --smoke     a smaller model, fewer steps
+    python examples/gpt_sharded.py --meta      no worker ever builds the whole model, not even at the start
 """
 
 from __future__ import annotations
@@ -109,10 +110,12 @@ def loss_of(model: nn.Module, text: Tensor) -> Tensor:
 def train(config: dict[str, Any]) -> None:
     """The train function: a plain loop, and two lines that shard the model."""
     torch.manual_seed(0)
-    model: Any = GPT(**config["size"])
+    where = {"device": "cpu"} if config["meta"] else {}
+    with torch.device("meta") if config["meta"] else contextlib.nullcontext():
+        model: Any = GPT(**config["size"])
     for block in model.blocks:
-        er.fully_shard(block)
-    er.fully_shard(model)
+        er.fully_shard(block, **where)
+    er.fully_shard(model, **where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, eps=1e-4)
     model = er.AdaptiveDataParallel(model, optimizer)
     loader = er.AdaptiveDataLoader(excerpts(config["samples"], 1), batch_size=BATCH)
@@ -135,8 +138,8 @@ def train(config: dict[str, Any]) -> None:
 class Demo:
     """A job to which things happen, and one to which nothing does."""
 
-    def __init__(self, directory: str, *, smoke: bool) -> None:
-        self._directory = directory
+    def __init__(self, directory: str, *, smoke: bool, meta: bool) -> None:
+        self._directory, self._meta = directory, meta
         self._config = {
             "size": SMOKE_SIZE if smoke else SIZE,
             "samples": SMOKE_SAMPLES if smoke else SAMPLES,
@@ -145,12 +148,12 @@ class Demo:
         self._start_s = time.monotonic()
         self._seen = self._reported = 0
 
-    def submit(self, name: str, workers: tuple[int, int], until: str = "") -> er.JobHandle:
+    def submit(self, name: str, workers: tuple[int, int], until: str = "", *, meta: bool = False) -> er.JobHandle:
         """Begin a job."""
         self._seen = self._reported = 0
         return er.ElasticTrainer(
             train,
-            train_loop_config={**self._config, "until": until},
+            train_loop_config={**self._config, "until": until, "meta": meta},
             scaling_config=ray.train.ScalingConfig(num_workers=workers),
             run_config=ray.train.RunConfig(name=name, storage_path=self._directory),
             elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0),  # on two cores, workers may be slow to answer
@@ -159,7 +162,7 @@ class Demo:
     def disturbed(self) -> list[float]:
         """The losses of the job that is resized and loses a worker."""
         until = Path(self._directory, "all has happened")
-        handle = self.submit("sharded", (1, 4), str(until))
+        handle = self.submit("sharded", (1, 4), str(until), meta=self._meta)
         for workers in (2, 4, 3):
             handle.resize(workers)
             self.wait(handle, workers)
@@ -225,7 +228,7 @@ def main(arguments: argparse.Namespace) -> int:
     ray.init(address="local", num_cpus=5, include_dashboard=False, log_to_driver=False, logging_level="error")
     with tempfile.TemporaryDirectory(prefix="elastic-ray-gpt-") as directory:
         try:
-            demo = Demo(directory, smoke=arguments.smoke)
+            demo = Demo(directory, smoke=arguments.smoke, meta=arguments.meta)
             disturbed, undisturbed = demo.disturbed(), demo.undisturbed()
         finally:
             ray.shutdown()
@@ -239,6 +242,9 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a smaller model, fewer steps")
+    parser.add_argument(
+        "--meta", action="store_true", help="build the disturbed job's model on torch's meta device"
+    )
     return parser.parse_args()
 
 
