@@ -51,8 +51,18 @@ NEEDS = {
     "ray_data_parquet.py": ("pyarrow", "ray-data"),
 }
 
-# CI runs digits.py in full, as the main job; the others wait for nodes, or train several jobs.
-SLOW = {"digits.py", "autoscaling.py", "custom_policy.py", "gpt_sharded.py", "tune_digits.py"}
+# CI runs digits.py in full, as the main job; the others wait for nodes, or train for more than 25 s.
+SLOW = {
+    "adaptation.py",
+    "autoscaling.py",
+    "custom_policy.py",
+    "digits.py",
+    "gpt_sharded.py",
+    "lightning_digits.py",
+    "ray_data_parquet.py",
+    "recommender.py",
+    "tune_digits.py",
+}
 
 
 @pytest.mark.timeout(1000)

@@ -128,6 +128,7 @@ def test_it_trains_as_one_process_does(changes: Sequence[Any], first: Sequence[i
         assert used == {(epoch, each): 1 for epoch in range(EPOCHS) for each in range(SAMPLES)}
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("evaluates", [False, True], ids=["trains", "evaluates too"])
 @pytest.mark.parametrize(
     ("changes", "first"),

@@ -26,6 +26,7 @@ def resumed_at(handle: er.JobHandle) -> int:
     return int(event.reason.split(" at step ")[1].split(";")[0])
 
 
+@pytest.mark.slow
 def test_all_members_lost_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().kill(rank=0, step=11, moment="forward").kill(rank=1, step=11, moment="forward")
     handle = start(tmp_path, workers=2, faults=faults, max_failures=1, elastic=OFTEN, pause_s=0.05)

@@ -48,6 +48,7 @@ def step_times(folder: Path) -> list[float]:
     return [line["time"] for line in traced.read(folder / "trace") if line["kind"] == "step"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=40)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)

@@ -35,7 +35,7 @@ def run(
     return dict(result.metrics), handle
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_killed_processes_lose_no_state_and_the_run_is_bit_by_bit_the_replicated_one(
     ray_cluster: Any, tmp_path: Path, optimizer: str
 ) -> None:

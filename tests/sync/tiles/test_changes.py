@@ -23,6 +23,7 @@ def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
     check(Case(optimizer), GROWS_AND_SHRINKS, (1, 2))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop", "adafactor", "fused adamw", "foreach sgd"])
 def test_other_optimizers(optimizer: str) -> None:
     check(
@@ -45,6 +46,7 @@ def test_other_tiles(strategy: Any) -> None:
 AS_REPLICATED = {"forward": "forward", "backward": "backward", "optimizer_step": "backward", "publish": "after_step"}
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("moment", [*AS_REPLICATED, "after_step", "edge"])
 def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     found, wanted = (
