@@ -35,17 +35,27 @@ def run(
     return dict(result.metrics), handle
 
 
-@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
-def test_killed_processes_lose_no_state_and_the_run_is_bit_by_bit_the_replicated_one(
-    ray_cluster: Any, tmp_path: Path, optimizer: str
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("zero1", "adamw"),
+        pytest.param("zero1", "sgd", marks=pytest.mark.slow),
+        pytest.param("zero2", "adamw", marks=pytest.mark.slow),
+    ],
+)
+def test_killed_processes_lose_no_state_and_the_run_is_that_of_replicated_training(
+    ray_cluster: Any, tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
     """Two are killed, one after the other, in steps that are drawn again."""
     faults = Faults().kill(rank=1, step=9, moment="backward").kill(rank=0, step=20, moment="backward")
-    found, handle = run(tmp_path / "tiles", "zero1", optimizer, faults)
+    found, handle = run(tmp_path / "tiles", strategy, optimizer, faults)
     wanted, _ = run(tmp_path / "replicated", "all_reduce", optimizer, faults)
     assert kinds(handle).count(EventKind.FAILURE) == 2 and EventKind.RESTART not in kinds(handle)
     for name in ("weights", "moments"):
-        assert found[name] == wanted[name], name
+        if strategy == "zero1":
+            assert found[name] == wanted[name], f"{name}: bit by bit"
+        for one, other in zip(found[name], wanted[name], strict=True):
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.slow
