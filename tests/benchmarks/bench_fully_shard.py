@@ -3,7 +3,8 @@
 25 M parameters with AdamW, gloo. Bars: the pauses of 2 -> 4 -> 3 workers (the last of them where joiners come one after
 the other) at most half a step of the size that follows, and a fifteenth of a restart: processes that start, import
 torch, connect, build and shard the model, load the checkpoint of two ranks and make their first step, without Ray and
-without noticing that anything has changed.
+without noticing that anything has changed. A worker of a model of 1 M parameters gets SIGKILL: the others go on within
+0.3 s.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ def main() -> None:
         if event != "kill":
             bars.append(bar(f"pause {event} / its own step", value=pause_s / step_s, limit=0.5, at_least=False))
             bars.append(bar(f"pause {event} / restart", value=pause_s / restart_s, limit=1 / 15, at_least=False))
+    killed_s = median(_small_job(3 if options.quick else 5)) or 0.0
+    rows.append({"what": "pause kill, 1 M parameters [s]", "value": killed_s})
+    bars.append(bar("pause kill, 1 M parameters [s]", value=killed_s, limit=0.3, at_least=False))
     finish("fully_shard", rows=rows, bars=bars)
 
 
@@ -65,7 +69,7 @@ def train_loop(config: dict[str, Any]) -> None:
     import elastic_ray as er
 
     torch.set_num_threads(1)
-    model = common.build_model()
+    model = _small_model() if config["small"] else common.build_model()
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             er.fully_shard(layer)
@@ -84,12 +88,51 @@ def train_loop(config: dict[str, Any]) -> None:
                 log.append(world=context.get_world_size(), step=context.get_global_step())
 
 
+def _small_model() -> Any:
+    """1.1 million parameters."""
+    import torch
+
+    width = 440
+    return torch.nn.Sequential(
+        torch.nn.Linear(common.FEATURES, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, width),
+        torch.nn.ReLU(),
+        torch.nn.Linear(width, common.CLASSES),
+    )
+
+
 class ShardedJob(ElasticJob):
     """An elastic job whose model is sharded."""
 
     name = "fully_shard"
+    config: Mapping[str, Any] = {"small": False}
     loop = staticmethod(train_loop)
     options: Mapping[str, Any] = {"automatic_checkpoints": False, "heartbeat_timeout_s": 20.0}
+
+
+class SmallJob(ShardedJob):
+    """The same of a small model, which is small beside what a loss costs by itself."""
+
+    name = "fully_shard, 1 M"
+    config: Mapping[str, Any] = {"small": True}
+
+
+def _small_job(kills: int) -> list[float]:
+    """Pauses after a SIGKILL of the last of three workers; its replacement has come before the next."""
+    from scenarios import cluster
+
+    found: list[float] = []
+    with cluster(nodes=1, slots=MOST) as _, tempfile.TemporaryDirectory() as folder:
+        job = SmallJob(Path(folder) / "run", workers=(1, MOST))
+        try:
+            job.resize(3)
+            for _ in range(kills):
+                trains(job, 3, time.time())
+                found.append(pause_of(job, lambda: os.kill(job.pids()[2], signal.SIGKILL), 2))
+        finally:
+            job.stop()
+    return found
 
 
 def _job() -> dict[str, tuple[float, float]]:

@@ -43,11 +43,13 @@ class ElasticJob:
     Attributes:
         name: of the system.
         loop: the train function.
+        config: of the train function, beside the path of the log.
         options: of its ``ElasticConfig``.
     """
 
     name = "elastic-ray"
     loop: Callable[[dict[str, Any]], None] = staticmethod(train_loop)
+    config: Mapping[str, Any] = {}
     options: Mapping[str, Any] = {}
 
     def __init__(self, folder: Path, *, workers: tuple[int, int]) -> None:
@@ -60,7 +62,7 @@ class ElasticJob:
         self.log = StepLog(folder / "steps")
         self.handle = elastic_ray.ElasticTrainer(
             type(self).loop,
-            train_loop_config={"log": str(self.log.path)},
+            train_loop_config={"log": str(self.log.path), **self.config},
             scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker=common.BUNDLE),
             run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
             elastic_config=elastic_ray.ElasticConfig(**self.options),
