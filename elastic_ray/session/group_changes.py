@@ -349,6 +349,7 @@ class GroupChanges:
         return self._transitions.regroup(cause, self._membership.generation)
 
     def _enter(self, spec: GenerationSpec, communicator: Communicator) -> int:
+        """Enter it; returns the loader passes that its furthest rank has ended."""
         self._parts.clock.group_stands()
         try:
             self.furthest_passes = self._entry(spec, communicator)
