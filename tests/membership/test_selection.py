@@ -56,17 +56,16 @@ def test_a_planned_change_waits_for_a_reason_that_ends(
     stayers = [w for w in members if w not in leavers] or members[:1]
     few = sizes.fitting > 1 and len(stayers) < sizes.fitting
     if few and group is not None:  # some that leave are kept
-        assert len(group) >= min(sizes.fitting, len(members)), (
-            "no planned change makes a group too small for its memory"
-        )
+        assert len(group) >= min(sizes.fitting, len(members)), "no planned change makes a group lack memory"
         assert set(map(id, stayers)) <= set(map(id, group)) <= set(map(id, members + ready))
         assert group != members or not (leavers and ready), "those that leave find their way out"
         return
     if group is None:
         size = len(stayers) + len(ready)
+        kept = few and len(leavers) > 0
         assert there.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING), "nobody is waited for who does not come"
         assert not hurry, "a node that goes does not wait"
-        assert size < min(min_workers, len(members)) or (patient and not sizes.allow(size)), (
+        assert size < min(min_workers, len(members)) or (patient and (kept or not sizes.allow(size))), (
             "an allowed size is not waited for without end"
         )
         return
