@@ -16,7 +16,7 @@ from elastic_ray.membership.selection import next_group
 from elastic_ray.membership.signals import Allocated
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
-from tests.membership.driver import CONFIG, members_of, only, plan_in, running
+from tests.membership.driver import CONFIG, Driver, members_of, only, plan_in, running
 
 PHASES = (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.RESERVING)
 EVEN = AllowedSizes(sizes=(1, 2, 4, 8))
@@ -99,6 +99,18 @@ def test_a_group_that_lost_workers_goes_on_below_its_memory_and_says_so_once() -
     out = driver.lost("w3")
     assert [note.to_workers for note in only(Note, out) if note.kind is EventKind.WARNING] == [2]
     assert not [note for note in only(Note, driver.switched(3, "w1", "w2")) if note.kind is EventKind.WARNING]
+
+
+def test_a_restart_where_few_samples_are_left_says_that_its_group_is_too_small_for_its_memory() -> None:
+    driver = Driver(dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=FOUR), min_workers=4), first_most=2)
+    driver.target(n1=4)
+    driver.reserved("w1", "w2", "w3", "w4")
+    out = driver.ready("w1", "w2", "w3", "w4")
+    assert members_of(plan_in(out)) == ["w1", "w2"]
+    assert [note.kind for note in only(Note, out)] == [EventKind.WARNING]
+    out = driver.switched(1, "w1", "w2")
+    assert members_of(plan_in(out)) == ["w1", "w2", "w3", "w4"]
+    assert not [note for note in only(Note, out) if note.kind is EventKind.WARNING]
 
 
 @pytest.mark.parametrize("min_workers", [1, 4])
