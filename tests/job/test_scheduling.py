@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,14 @@ def test_a_job_that_only_fits_on_four_workers_starts_on_four(ray_cluster: Any, t
     wait_until(lambda: handle.status().workers == 4, handle)
     state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=180)
     assert state.jobs["divided"].view.sizes.memory == need
+    os.kill(handle.workers()[1].pid, signal.SIGKILL)
+    wait_until(lambda: [e.to_workers for e in handle.events() if e.kind == "failure"] == [3], handle)
+    (told,) = [e for e in handle.events() if e.kind == "warning"]
+    assert (told.from_workers, told.to_workers) == (4, 3) and "fewer than the 4 that the job's memory" in told.reason
+    wait_until(lambda: handle.status().workers == 4, handle)
     handle.stop()
     assert handle.wait(60)
-    assert {event.to_workers for event in handle.events() if event.kind in ("started", "resize")} == {4}
+    assert [e.to_workers for e in handle.events() if e.kind in ("started", "resize")] == [4, 4]
 
 
 @pytest.mark.slow
