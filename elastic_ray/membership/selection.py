@@ -50,7 +50,8 @@ def next_group(
     It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
     and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any
     case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would lack
-    memory; they go as others have come in their place. Members that are too few for their memory take all joiners in.
+    memory; they go as others have come in their place. A group that is too small for its memory takes in joiners until
+    it is not, whether or not its size is allowed.
 
     Args:
         roster: the workers.
@@ -74,8 +75,7 @@ def next_group(
     unfit = len(group) < min(min_workers, len(members)) or (patient and not sizes.allow(len(group)))
     if unfit and not hurry and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
         return None
-    most = len(group) if len(members) < sizes.fitting else sizes.at_most(len(group))
-    return group[: max(most, len(stayers))]
+    return group[: max(sizes.at_most(len(group)), sizes.fitting, len(stayers))]
 
 
 def first_group(
