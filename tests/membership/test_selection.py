@@ -13,7 +13,7 @@ from elastic_ray.membership.instructions import Announce, Note
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
 from elastic_ray.membership.selection import next_group
-from elastic_ray.membership.signals import Allocated
+from elastic_ray.membership.signals import Allocated, StepFailed
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from tests.membership.driver import CONFIG, Driver, members_of, only, plan_in, running
@@ -98,7 +98,11 @@ def test_a_group_that_lost_workers_goes_on_below_its_memory_and_says_so_once() -
     assert told.reason.endswith("a worker needs 67 B in a group of 3 and has 50 B")
     out = driver.lost("w3")
     assert [note.to_workers for note in only(Note, out) if note.kind is EventKind.WARNING] == [2]
-    assert not [note for note in only(Note, driver.switched(3, "w1", "w2")) if note.kind is EventKind.WARNING]
+    out = driver.switched(3, "w1", "w2")
+    out += driver.tell(StepFailed(worker="w1", generation=3, cause="a peer was silent"))
+    out += driver.tick(after_s=CONFIG.notice_s)
+    assert members_of(plan_in(out)) == ["w1", "w2"]
+    assert not [note for note in only(Note, out) if note.kind is EventKind.WARNING]
 
 
 def test_a_restart_where_few_samples_are_left_says_that_its_group_is_too_small_for_its_memory() -> None:
