@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from elastic_ray.sync.sharded_parameters.row_layout import COPIES
 from placement.checks import check_whole
 from placement.cluster.memory_need import MemoryNeed
 
-_COPIES = 2
 # While rows move, a worker holds those that it had, those of the new group, and what has come of them by wire.
 _WHILE_ROWS_MOVE = 3
 
@@ -44,7 +44,7 @@ def sharded_memory(
         available_bytes=available_bytes,
         sharded_bytes=_WHILE_ROWS_MOVE * held,
         replicated_bytes=_nbytes(model.buffers()) + other_bytes,
-        copies=_COPIES,
+        copies=COPIES,
     )
 
 
