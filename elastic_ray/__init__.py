@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elastic_ray.data.loader import AdaptiveDataLoader
     from elastic_ray.driver.handle import JobHandle
     from elastic_ray.driver.run_config import RunConfig
+    from elastic_ray.driver.sharded_memory import sharded_memory
     from elastic_ray.driver.trainer import ElasticTrainer
     from elastic_ray.errors import (
         ImpossibleResourcesError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from elastic_ray.state.tree import UnsafeStateError
     from elastic_ray.sync.sharded_parameters.fully_shard import fully_shard
     from placement.allocator.actor import PolicyConflictError
+    from placement.cluster.memory_need import MemoryNeed
     from placement.storage.private_files import ForeignDirectoryError
     from placement.storage.storage_calls import StorageTimeoutError
 
@@ -69,6 +71,7 @@ _HOMES = {
     "JobNameTakenError": "elastic_ray.errors",
     "JobPhase": "elastic_ray.events",
     "JobStatus": "elastic_ray.events",
+    "MemoryNeed": "placement.cluster.memory_need",
     "NonFiniteGradientsError": "elastic_ray.parallel.nonfinite",
     "NonFiniteParametersError": "elastic_ray.parallel.nonfinite",
     "PolicyConflictError": "placement.allocator.actor",
@@ -95,6 +98,7 @@ _HOMES = {
     "register_state": "elastic_ray.loop.api",
     "remaining_epochs_until": "elastic_ray.loop.epochs",
     "report": "elastic_ray.loop.api",
+    "sharded_memory": "elastic_ray.driver.sharded_memory",
 }
 
 __all__ = [
@@ -118,6 +122,7 @@ __all__ = [
     "JobNameTakenError",
     "JobPhase",
     "JobStatus",
+    "MemoryNeed",
     "NonFiniteGradientsError",
     "NonFiniteParametersError",
     "PolicyConflictError",
@@ -144,6 +149,7 @@ __all__ = [
     "register_state",
     "remaining_epochs_until",
     "report",
+    "sharded_memory",
 ]
 
 __getattr__, __dir__ = lazy_names("elastic_ray", _HOMES)

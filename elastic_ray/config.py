@@ -8,6 +8,7 @@ import math
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.reports import RESPONSES, Response, StragglerConfig
 from placement.cluster.jobs import SPOT_USES, SpotUse
+from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
 
 
@@ -154,6 +155,9 @@ class SchedulingConfig:
             most of ``num_workers``. After a lost worker the job goes on with those that are left until the allocator
             has decided again, which takes a second or two.
         multiple_of: only multiples of this number of workers, as ``sizes``; None for any.
+        memory: bytes that a worker needs by the number of workers, and has, of a model that is divided among them: the
+            job has no smaller group than one in which each has enough, but where workers were lost, which an event
+            says. ``elastic_ray.sharded_memory(model, ...)`` counts a model. None where any size fits.
     """
 
     priority: int = 0
@@ -168,13 +172,15 @@ class SchedulingConfig:
     mixed_gpu_types: bool = False
     sizes: tuple[int, ...] | None = None
     multiple_of: int | None = None
+    memory: MemoryNeed | None = None
 
     @property
     def allowed_sizes(self) -> AllowedSizes:
-        """``sizes`` and ``multiple_of`` together."""
+        """``sizes``, ``multiple_of`` and ``memory`` together."""
         return AllowedSizes(
             sizes=() if self.sizes is None else self.sizes,
             multiple_of=1 if self.multiple_of is None else self.multiple_of,
+            memory=self.memory,
         )
 
     def __post_init__(self) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import TOLERANCE, Node, Resources
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 
 def impossible(
-    bundle: Resources, min_workers: int, label_selector: Mapping[str, str], nodes: Sequence[Node]
+    bundle: Resources,
+    min_workers: int,
+    label_selector: Mapping[str, str],
+    nodes: Sequence[Node],
+    sizes: AllowedSizes = ANY_SIZE,
 ) -> str | None:
     """Why these nodes, if no other job used them, could not run even the smallest size of a job.
 
@@ -17,6 +22,7 @@ def impossible(
         min_workers: fewest workers the job may run with.
         label_selector: labels that a worker's node must have.
         nodes: all living nodes; only ``total`` and ``labels`` count.
+        sizes: numbers of workers that the job may have.
 
     Returns:
         A sentence that names the resource (or label) and what to change; None if the job could run.
@@ -40,10 +46,15 @@ def impossible(
             "change ScalingConfig(resources_per_worker) or add such a node"
         )
     if capacity < min_workers:
+        fewer = sizes.at_most(capacity)
+        way_out = (
+            f"lower ScalingConfig(num_workers), for example to ({fewer}, {min_workers})"
+            if fewer
+            else f"SchedulingConfig({sizes}) allows none so small: change it, if it asks for too much"
+        )
         return (
             f"at least {min_workers} workers of {_text(bundle)} are asked for, but all {len(fitting)} node(s)"
-            f"{where} together have room for {capacity}; lower ScalingConfig(num_workers), for example to "
-            f"({capacity}, {max(capacity, min_workers)}), or add nodes"
+            f"{where} together have room for {capacity}; {way_out}, or add nodes"
         )
     return None
 

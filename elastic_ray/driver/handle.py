@@ -217,9 +217,11 @@ class JobHandle:
         if isinstance(workers, bool) or not isinstance(workers, int):
             raise TypeError(f"workers must be a whole number, but got {workers!r}")
         if not low <= workers <= high:
+            sizes = self._spec.scheduling.allowed_sizes
+            within = "" if sizes.free else f", within SchedulingConfig({sizes})"
             raise ValueError(
                 f"job {self.job!r} may have {low} to {high} workers, but got {workers}; the limits are those "
-                "of ScalingConfig(num_workers=(min, max))"
+                f"of ScalingConfig(num_workers=(min, max)){within}"
             )
         self._ask("resize", workers)
 

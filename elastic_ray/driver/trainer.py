@@ -257,7 +257,9 @@ def check_resources(spec: JobSpec) -> None:
     Raises:
         ImpossibleResourcesError: and no autoscaler may bring what is missing.
     """
-    reason = impossible(spec.bundle, spec.min_workers, spec.label_selector, living_nodes())
+    reason = impossible(
+        spec.bundle, spec.min_workers, spec.label_selector, living_nodes(), spec.scheduling.allowed_sizes
+    )
     if reason is None:
         return
     if may_autoscale():

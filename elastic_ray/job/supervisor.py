@@ -204,7 +204,7 @@ class JobSupervisor:
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
         detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
         self.events.add(note.kind, before, after, note.reason, detail=detail, **facts)
-        if note.kind is EventKind.CANCELLED:
+        if note.kind in (EventKind.CANCELLED, EventKind.WARNING):
             return
         if note.kind is EventKind.FAILURE:
             steps = self._planner.latest.total_steps if self._planner.latest is not None else 0

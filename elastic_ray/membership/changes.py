@@ -71,6 +71,7 @@ class GenerationChanges(Roster):
         self.named = named
         self.announced: tuple[str, ...] = ()
         self.trained = False
+        self._short = 0  # workers of the announced generation, if that has fewer than the job's memory asks for
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._not_before_s = 0.0
         self._retry_s = self._replace_after_s = 0.0
@@ -134,6 +135,24 @@ class GenerationChanges(Roster):
         )
         concerned = {*(w.worker for w in members), *(w.worker for w in self.in_phase(WorkerPhase.MEMBER))}
         self._out.append(Announce(spec=spec, to=tuple(sorted(concerned, key=number))))
+        self._check_memory(len(members))
+
+    def _check_memory(self, workers: int) -> None:
+        """Tell once of a group that is too small for its memory.
+
+        It goes on all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
+        """
+        need = self.config.sizes.memory
+        short = workers if need is not None and workers < need.least_workers else 0
+        if need is not None and short and short != self._short:
+            self._note(
+                EventKind.WARNING,
+                workers,
+                f"{workers} workers go on, fewer than the {need.least_workers} that the job's memory asks for, until "
+                f"the allocator has decided again: {need.shortage(workers)}",
+                generation=self.issued,
+            )
+        self._short = short
 
     def _force(self, cause: str, now_s: float) -> None:
         """The generation is broken: go on with its survivors, who hold the state.

@@ -49,7 +49,9 @@ def next_group(
 
     It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
     and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any
-    case.
+    case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would lack
+    memory; they go as others have come in their place. A group that is too small for its memory takes in joiners until
+    it is not, whether or not its size is allowed.
 
     Args:
         roster: the workers.
@@ -61,14 +63,19 @@ def next_group(
     """
     members = roster.members()
     leaving = {w.worker for w in leavers}
-    stayers = [w for w in members if w.worker not in leaving]
-    if not stayers:
-        stayers = members[:1]  # one must bring the state along
-    group = stayers + roster.in_phase(WorkerPhase.READY)
+    ready = roster.in_phase(WorkerPhase.READY)
+    stay = len(members) - len(leaving)
+    fewest = min(sizes.fitting, len(members))
+    if ready:  # one of them must find a place, or the leavers would never go
+        room = sizes.at_most(max(len(members), stay + len(ready))) or len(members)
+        fewest = max(1, min(fewest, room - 1))  # one must bring the state along
+    kept = [w.worker for w in members if w.worker in leaving][: max(0, fewest - stay)]
+    stayers = [w for w in members if w.worker not in leaving or w.worker in kept]
+    group = stayers + ready
     unfit = len(group) < min(min_workers, len(members)) or (patient and not sizes.allow(len(group)))
     if unfit and not hurry and roster.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING):
         return None
-    return group[: max(sizes.at_most(len(group)), len(stayers))]
+    return group[: max(sizes.at_most(len(group)), sizes.fitting, len(stayers))]
 
 
 def first_group(

@@ -8,6 +8,8 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.cluster.memory_need import MemoryNeed
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedSizes:
@@ -16,6 +18,7 @@ class AllowedSizes:
     Attributes:
         sizes: these only, each once and ascending; empty allows any.
         multiple_of: only multiples of this.
+        memory: what a worker needs and has; only sizes in which it has enough. None where any size fits.
 
     Raises:
         TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
@@ -23,6 +26,7 @@ class AllowedSizes:
 
     sizes: tuple[int, ...] = ()
     multiple_of: int = 1
+    memory: MemoryNeed | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.sizes, tuple):
@@ -41,11 +45,29 @@ class AllowedSizes:
                 f"sizes and multiple_of exclude each other: {wrong[0]} is no multiple of {self.multiple_of}; "
                 "sizes alone say it"
             )
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Raises TypeError or ValueError: ``memory`` is something else, or none of ``sizes`` fits into it."""
+        if self.memory is None:
+            return
+        if not isinstance(self.memory, MemoryNeed):
+            raise TypeError(f"memory must be a MemoryNeed or None, but got {self.memory!r}")
+        if self.sizes and self.sizes[-1] < self.fitting:
+            raise ValueError(
+                f"sizes and memory exclude each other: {self.memory.shortage(self.sizes[-1])}; the smallest group that "
+                f"fits has {self.fitting} workers"
+            )
+
+    @property
+    def fitting(self) -> int:
+        """The smallest group in which each worker has the memory that it needs, whether or not its size is allowed."""
+        return 1 if self.memory is None else self.memory.least_workers
 
     @property
     def free(self) -> bool:
         """Whether any number is allowed."""
-        return not self.sizes and self.multiple_of == 1
+        return not self.sizes and self.multiple_of == 1 and self.fitting == 1
 
     def allow(self, workers: int) -> bool:
         """Whether the job can train with so many."""
@@ -53,16 +75,19 @@ class AllowedSizes:
 
     def at_most(self, workers: int) -> int:
         """The largest allowed size that is not above this; 0 for none."""
-        if not self.sizes:
-            return max(workers - workers % self.multiple_of, 0)
-        place = bisect.bisect_right(self.sizes, workers)
-        return self.sizes[place - 1] if place else 0
+        if self.sizes:
+            place = bisect.bisect_right(self.sizes, workers)
+            found = self.sizes[place - 1] if place else 0
+        else:
+            found = max(workers - workers % self.multiple_of, 0)
+        return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
         """The smallest allowed size from this one on; None where all are smaller."""
+        least = max(workers, self.fitting)
         if not self.sizes:
-            return max(-(-workers // self.multiple_of), 1) * self.multiple_of
-        place = bisect.bisect_left(self.sizes, workers)
+            return -(-least // self.multiple_of) * self.multiple_of
+        place = bisect.bisect_left(self.sizes, least)
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
@@ -73,7 +98,10 @@ class AllowedSizes:
         """
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
-            raise ValueError(f"no size from {least} to {most} workers is allowed by {self}")
+            why = ""
+            if self.memory is not None and 1 <= most < self.fitting:
+                why = f": {self.memory.shortage(most)}; the smallest allowed size that fits is {self.at_least(1)}"
+            raise ValueError(f"no size from {least} to {most} workers is allowed by {self}{why}")
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
@@ -84,14 +112,18 @@ class AllowedSizes:
     def floors(self, most: int) -> NDArray[np.int64]:
         """``at_most`` of 0, 1, ... ``most``."""
         every = np.arange(most + 1, dtype=np.int64)
-        if not self.sizes:
-            return every - every % self.multiple_of
-        known = np.array([0, *self.sizes], dtype=np.int64)
-        floors: NDArray[np.int64] = known[np.searchsorted(known, every, side="right") - 1]
-        return floors
+        if self.sizes:
+            known = np.array([0, *self.sizes], dtype=np.int64)
+            floors: NDArray[np.int64] = known[np.searchsorted(known, every, side="right") - 1]
+        else:
+            floors = every - every % self.multiple_of
+        return np.where(floors >= self.fitting, floors, 0)
 
     def __str__(self) -> str:
-        return f"sizes={self.sizes}" if self.sizes else f"multiple_of={self.multiple_of}"
+        said = [f"sizes={self.sizes}"] if self.sizes else []
+        said += [f"multiple_of={self.multiple_of}"] if not self.sizes and self.multiple_of > 1 else []
+        said += [f"memory={self.memory}"] if self.memory is not None else []
+        return ", ".join(said) or "multiple_of=1"
 
 
 ANY_SIZE = AllowedSizes()

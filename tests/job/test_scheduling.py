@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,35 @@ def test_a_job_has_allowed_sizes_only(ray_cluster: Any, tmp_path: Path) -> None:
     handle.stop()
     assert handle.wait(60)
     assert {event.to_workers for event in handle.events() if event.kind in ("started", "resize")} == {2, 4}
+
+
+@pytest.mark.slow
+def test_a_job_that_only_fits_on_four_workers_starts_on_four(ray_cluster: Any, tmp_path: Path) -> None:
+    ray_cluster.add_node(num_cpus=4, labels={"zone": "divided"})
+    for name in ("other", "divided"):
+        (tmp_path / name).mkdir()
+    other = start(tmp_path / "other", workers=1, labels={"zone": "divided"}, name="other", pause_s=0.2, epochs=999)
+    wait_until(lambda: other.status().workers == 1, other)
+    need = er.MemoryNeed(available_bytes=5 << 30, sharded_bytes=10 << 30)
+    config = er.SchedulingConfig(memory=need)
+    job = {"labels": {"zone": "divided"}, "name": "divided", "pause_s": 0.02, "epochs": 999}
+    handle = start(tmp_path / "divided", workers=(1, 4), scheduling=config, **job)
+    wait_until(lambda: "4 slots" in handle.status().waits_for, handle)
+    assert handle.status().workers == 0, "three slots are free"
+    with pytest.raises(ValueError, match=r"4 to 4 workers, but got 2; .*SchedulingConfig\(memory=<from 4 on>\)"):
+        handle.resize(2)
+    other.stop()
+    wait_until(lambda: handle.status().workers == 4, handle)
+    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=180)
+    assert state.jobs["divided"].view.sizes.memory == need
+    os.kill(handle.workers()[1].pid, signal.SIGKILL)
+    wait_until(lambda: [e.to_workers for e in handle.events() if e.kind == "failure"] == [3], handle)
+    (told,) = [e for e in handle.events() if e.kind == "warning"]
+    assert (told.from_workers, told.to_workers) == (4, 3) and "fewer than the 4 that the job's memory" in told.reason
+    wait_until(lambda: handle.status().workers == 4, handle)
+    handle.stop()
+    assert handle.wait(60)
+    assert [e.to_workers for e in handle.events() if e.kind in ("started", "resize")] == [4, 4]
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated, Lost, Ready, Reserved, Stimulus, TimePassed
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from tests.membership.driver import Ledger
 from tests.membership.simulated_groups import Groups, State
 from tests.membership.simulated_worker import SimWorker
@@ -94,13 +95,14 @@ class SimJob:
         samples: int = 40,
         batch: int = 12,
         min_workers: int = 1,
+        sizes: AllowedSizes = ANY_SIZE,
         rules: Rules = Rules(),
     ) -> None:
         self.random = random.Random(seed)
         self.rules = rules
         self.now_s = 0.0
         self.min_workers, self.most = min_workers, 0
-        self.machine = JobMembership(dataclasses.replace(CONFIG, min_workers=min_workers))
+        self.machine = JobMembership(dataclasses.replace(CONFIG, min_workers=min_workers, sizes=sizes))
         self.ledger = Ledger()
         self.capacity, self.dead_nodes = dict(nodes), set[str]()
         self.samples, self.batch = samples, batch

@@ -8,16 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.membership.instructions import Announce
+from elastic_ray.events import EventKind
+from elastic_ray.membership.instructions import Announce, Note
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
 from elastic_ray.membership.selection import next_group
-from elastic_ray.membership.signals import Allocated
+from elastic_ray.membership.signals import Allocated, StepFailed
+from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
-from tests.membership.driver import CONFIG, members_of, only, plan_in, running
+from tests.membership.driver import CONFIG, Driver, members_of, only, plan_in, running
 
 PHASES = (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING, WorkerPhase.RESERVING)
 EVEN = AllowedSizes(sizes=(1, 2, 4, 8))
+FOUR = MemoryNeed(available_bytes=50, sharded_bytes=100)  # fits from four workers on
+ALL_SIZES = (
+    *(ANY_SIZE, EVEN, AllowedSizes(multiple_of=3), AllowedSizes(sizes=(3,))),
+    *(AllowedSizes(memory=FOUR), AllowedSizes(memory=FOUR, sizes=(2, 4)), AllowedSizes(memory=FOUR, multiple_of=3)),
+)
 
 
 def roster(*phases: WorkerPhase) -> Roster:
@@ -35,7 +42,7 @@ def roster(*phases: WorkerPhase) -> Roster:
     phases=st.lists(st.sampled_from(PHASES), min_size=1, max_size=9).filter(lambda each: PHASES[0] in each),
     leaving=st.integers(0, 4),
     min_workers=st.integers(1, 4),
-    sizes=st.sampled_from([ANY_SIZE, EVEN, AllowedSizes(multiple_of=3), AllowedSizes(sizes=(3,))]),
+    sizes=st.sampled_from(ALL_SIZES),
     patient=st.booleans(),
     hurry=st.booleans(),
 )
@@ -47,11 +54,18 @@ def test_a_planned_change_waits_for_a_reason_that_ends(
     leavers = members[len(members) - min(leaving, len(members)) :]
     group = next_group(there, leavers, min_workers=min_workers, sizes=sizes, patient=patient, hurry=hurry)
     stayers = [w for w in members if w not in leavers] or members[:1]
+    few = sizes.fitting > 1 and len(stayers) < sizes.fitting
+    if few and group is not None:  # some that leave are kept
+        assert len(group) >= min(sizes.fitting, len(members)), "no planned change makes a group lack memory"
+        assert set(map(id, stayers)) <= set(map(id, group)) <= set(map(id, members + ready))
+        assert group != members or not (leavers and ready), "those that leave find their way out"
+        return
     if group is None:
         size = len(stayers) + len(ready)
+        kept = few and len(leavers) > 0
         assert there.in_phase(WorkerPhase.STARTING, WorkerPhase.RESERVING), "nobody is waited for who does not come"
         assert not hurry, "a node that goes does not wait"
-        assert size < min(min_workers, len(members)) or (patient and not sizes.allow(size)), (
+        assert size < min(min_workers, len(members)) or (patient and (kept or not sizes.allow(size))), (
             "an allowed size is not waited for without end"
         )
         return
@@ -64,6 +78,43 @@ def test_who_leaves_waits_a_while_for_a_replacement_that_makes_up_an_allowed_siz
     assert not only(Announce, driver.target(n1=3, n2=1))
     assert not only(Announce, driver.tick(after_s=CONFIG.patience_s * 0.9)), "w5 is on its way"
     assert members_of(plan_in(driver.tick(after_s=CONFIG.patience_s * 0.2))) == ["w1", "w2", "w3"]
+
+
+def test_workers_that_lack_memory_alone_keep_those_that_leave_until_others_have_come() -> None:
+    driver = running(4, config=dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=FOUR), min_workers=4))
+    out = driver.tell(Allocated(nodes={"n2": 4}, reason="n1 goes", draining=("n1",)))
+    assert not only(Announce, out), "one alone would have to hold everything"
+    driver.reserved("w5", "w6", "w7", "w8")
+    assert members_of(plan_in(driver.ready("w5"))) == ["w1", "w2", "w3", "w5"]
+
+
+def test_a_group_that_lost_workers_goes_on_below_its_memory_and_says_so_once() -> None:
+    driver = running(4, config=dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=FOUR), min_workers=4))
+    out = driver.lost("w4")
+    assert members_of(plan_in(out)) == ["w1", "w2", "w3"]
+    (told,) = only(Note, out)
+    assert (told.kind, told.from_workers, told.to_workers) == (EventKind.WARNING, 4, 3)
+    assert told.reason.startswith("3 workers go on, fewer than the 4 that the job's memory asks for")
+    assert told.reason.endswith("a worker needs 67 B in a group of 3 and has 50 B")
+    out = driver.lost("w3")
+    assert [note.to_workers for note in only(Note, out) if note.kind is EventKind.WARNING] == [2]
+    out = driver.switched(3, "w1", "w2")
+    out += driver.tell(StepFailed(worker="w1", generation=3, cause="a peer was silent"))
+    out += driver.tick(after_s=CONFIG.notice_s)
+    assert members_of(plan_in(out)) == ["w1", "w2"]
+    assert not [note for note in only(Note, out) if note.kind is EventKind.WARNING]
+
+
+def test_a_restart_where_few_samples_are_left_says_that_its_group_is_too_small_for_its_memory() -> None:
+    driver = Driver(dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=FOUR), min_workers=4), first_most=2)
+    driver.target(n1=4)
+    driver.reserved("w1", "w2", "w3", "w4")
+    out = driver.ready("w1", "w2", "w3", "w4")
+    assert members_of(plan_in(out)) == ["w1", "w2"]
+    assert [note.kind for note in only(Note, out)] == [EventKind.WARNING]
+    out = driver.switched(1, "w1", "w2")
+    assert members_of(plan_in(out)) == ["w1", "w2", "w3", "w4"]
+    assert not [note for note in only(Note, out) if note.kind is EventKind.WARNING]
 
 
 @pytest.mark.parametrize("min_workers", [1, 4])

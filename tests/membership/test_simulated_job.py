@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.events import EventKind
+from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from tests.membership.simulated_job import Rules, SimJob
 
 NODES = {"n1": 3, "n2": 2, "n3": 2}
@@ -19,19 +21,21 @@ NODES = {"n1": 3, "n2": 2, "n3": 2}
 RECOVERY_S = 90.0
 
 
-def random_target(chance: random.Random, nodes: dict[str, int]) -> dict[str, int]:
-    """Some workers on some nodes, at least one."""
+def random_target(chance: random.Random, nodes: dict[str, int], least: int = 1) -> dict[str, int]:
+    """Some workers on some nodes, at least one, or ``least``, where there is room for so many."""
     target = {node: chance.randint(0, fit) for node, fit in nodes.items()}
+    if sum(target.values()) < min(least, sum(nodes.values())):
+        return dict(nodes)
     return {node: count for node, count in target.items() if count} or {next(iter(nodes)): 1}
 
 
-def disturb(job: SimJob, chance: random.Random, extra: Sequence[str] = ()) -> None:
+def disturb(job: SimJob, chance: random.Random, extra: Sequence[str] = (), least: int = 1) -> None:
     """One random mishap or wish."""
     living = job.living()
     victim = chance.choice(living) if living else None
     match chance.choice(["target", "target", "kill", "kill", "two", "hang", "memory", "node", *extra]):
         case "target":
-            job.target(random_target(chance, NODES))
+            job.target(random_target(chance, NODES, least))
         case "kill" if victim is not None:
             job.kill(victim.name)
         case "two":
@@ -47,15 +51,23 @@ def disturb(job: SimJob, chance: random.Random, extra: Sequence[str] = ()) -> No
             job.lose_controller()
 
 
-def live(seed: int, mishaps: int, *, min_workers: int = 1, rules: Rules = Rules(), extra: Sequence[str] = ()) -> SimJob:
+def live(
+    seed: int,
+    mishaps: int,
+    *,
+    min_workers: int = 1,
+    sizes: AllowedSizes = ANY_SIZE,
+    rules: Rules = Rules(),
+    extra: Sequence[str] = (),
+) -> SimJob:
     """A job's life: a start, mishaps, then peace, in which it must reach its target and finish."""
     chance = random.Random(seed)
-    job = SimJob(seed, NODES, min_workers=min_workers, rules=rules)
-    job.target(random_target(chance, NODES))
+    job = SimJob(seed, NODES, min_workers=min_workers, sizes=sizes, rules=rules)
+    job.target(random_target(chance, NODES, sizes.fitting))
     for _ in range(mishaps):
         job.run_for(chance.choice([0.05, 0.3, 1.0, 4.0]))
-        disturb(job, chance, extra)
-    target = random_target(chance, {n: fit for n, fit in NODES.items() if n not in job.dead_nodes})
+        disturb(job, chance, extra, sizes.fitting)
+    target = random_target(chance, {n: fit for n, fit in NODES.items() if n not in job.dead_nodes}, sizes.fitting)
     job.target(target)
     deadline_s = job.now_s + RECOVERY_S
     while not settled(job, target):
@@ -93,6 +105,16 @@ def test_a_job_lives_through_any_mishaps(seed: int, mishaps: int, min_workers: i
 @given(seed=st.integers(0, 1 << 32), mishaps=st.integers(1, 14), min_workers=st.integers(1, 3))
 def test_a_job_lives_through_the_loss_of_its_controller(seed: int, mishaps: int, min_workers: int) -> None:
     live(seed, mishaps, min_workers=min_workers, extra=["controller"] * 4)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1 << 32), mishaps=st.integers(0, 14), least=st.integers(2, 6))
+def test_so_does_one_that_fits_from_some_size_on(seed: int, mishaps: int, least: int) -> None:
+    """Where too few nodes are left for its memory, it trains with the workers that there are."""
+    need = MemoryNeed(available_bytes=60 // least, sharded_bytes=60, copies=1)
+    sizes = AllowedSizes(memory=need)
+    assert sizes.fitting == least
+    live(seed, mishaps, min_workers=least, sizes=sizes, extra=["target", "controller"])
 
 
 def test_losing_only_the_controller_costs_nothing() -> None:

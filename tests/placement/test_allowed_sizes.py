@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView, goodputs, speeds
+from placement.cluster.memory_need import MemoryNeed, bytes_text
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
@@ -27,11 +29,29 @@ from tests.placement.test_constraints import (
 )
 from tests.placement.views import cluster, model, view
 
-allowed = st.one_of(
-    st.just(ANY_SIZE),
-    st.integers(1, 4).map(lambda n: AllowedSizes(multiple_of=n)),
-    st.sets(st.integers(1, 8), min_size=1).map(lambda found: AllowedSizes(sizes=tuple(sorted(found)))),
+needs = st.builds(
+    lambda room, sharded, replicated, copies: MemoryNeed(
+        available_bytes=replicated + room, sharded_bytes=sharded, replicated_bytes=replicated, copies=copies
+    ),
+    st.integers(1, 60),
+    st.integers(0, 100),
+    st.integers(0, 20),
+    st.integers(1, 3),
 )
+
+
+@st.composite
+def some_sizes(draw: st.DrawFn) -> AllowedSizes:
+    """Any, multiples or certain ones; with or without a bound on memory that leaves one of these."""
+    memory = draw(st.none() | needs)
+    least = 1 if memory is None else memory.least_workers
+    if draw(st.booleans()):
+        return AllowedSizes(multiple_of=draw(st.integers(1, 4)), memory=memory)
+    found = draw(st.sets(st.integers(1, 8), min_size=1)) | {draw(st.integers(least, least + 4))}
+    return AllowedSizes(sizes=tuple(sorted(found)), memory=memory)
+
+
+allowed = st.one_of(st.just(ANY_SIZE), some_sizes())
 
 
 @st.composite
@@ -112,9 +132,62 @@ def test_a_size_between_two_leads_from_one_to_the_other_and_brings_nothing_by_it
     assert goodputs(only, [8])[6] == goodputs(free, [8])[3]
 
 
+@given(need=needs)
+def test_the_need_falls_and_fits_from_the_least_size_on(need: MemoryNeed) -> None:
+    each = [need.need_bytes(n) for n in range(1, 400)]
+    assert all(later <= sooner for sooner, later in itertools.pairwise(each))
+    assert each[: need.copies] == [need.replicated_bytes + need.sharded_bytes] * need.copies
+    fits = [n for n, nbytes in enumerate(each, 1) if nbytes <= need.available_bytes]
+    assert need.least_workers == fits[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"available_bytes": 0}, "available_bytes must be a whole number, 1 or more, but got 0"),
+        ({"available_bytes": 8e9}, "available_bytes must be a whole number"),
+        ({"sharded_bytes": -1}, "sharded_bytes must be a whole number, 0 or more, but got -1"),
+        ({"copies": 0}, "copies must be a whole number, 1 or more, but got 0"),
+        ({"replicated_bytes": True}, "replicated_bytes must be a whole number"),
+        ({"replicated_bytes": 100}, "above replicated_bytes.*available_bytes=100 and replicated_bytes=100"),
+    ],
+)
+def test_memory_that_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MemoryNeed(**{"available_bytes": 100, "sharded_bytes": 1, **wrong})
+
+
+def test_a_job_that_only_fits_on_four_starts_on_four_or_not_at_all() -> None:
+    only = AllowedSizes(memory=MemoryNeed(available_bytes=50, sharded_bytes=100))
+    job = view("a", max_workers=8, min_workers=1, goodput=None, sizes=only)
+    assert job.useful_workers == job.explored_workers == 4
+    assert sizes(plan("goodput", [job], cluster(8))) == {"a": 4}
+    found = plan("goodput", [job], cluster(3))
+    assert sizes(found) == {} and str(only) == "memory=<from 4 on>"
+
+
+def test_an_error_says_what_a_worker_lacks_and_the_smallest_size_that_fits() -> None:
+    need = MemoryNeed(available_bytes=4 << 30, sharded_bytes=8 << 30)
+    words = r"no size from 1 to 3 .*memory=<from 4 on>: a worker needs 5.33 GiB in a group of 3 and has 4.00 GiB; "
+    with pytest.raises(ValueError, match=words + "the smallest allowed size that fits is 4"):
+        AllowedSizes(memory=need).within(1, 3)
+    with pytest.raises(ValueError, match=r"multiple_of=3, memory=<from 4 on>.*that fits is 6"):
+        AllowedSizes(memory=need, multiple_of=3).within(1, 3)
+    with pytest.raises(ValueError, match=r"exclude each other: a worker needs 8.00 GiB in a group of 2.* has 4 work"):
+        AllowedSizes(memory=need, sizes=(1, 2))
+    with pytest.raises(TypeError, match="memory must be a MemoryNeed or None, but got 4"):
+        AllowedSizes(memory=4)  # type: ignore[arg-type]
+    assert str(AllowedSizes(memory=need, sizes=(2, 4))) == "sizes=(2, 4), memory=<from 4 on>"
+    assert AllowedSizes(memory=need).or_any(1, 3) == (ANY_SIZE, 1, 3)
+    assert [bytes_text(n) for n in (5, 2048, 3 << 20)] == ["5 B", "2.00 KiB", "3.00 MiB"]
+
+
 @given(only=allowed, k=st.integers(0, 40))
 def test_the_sizes_around_a_number(only: AllowedSizes, k: int) -> None:
-    every_size = [n for n in range(1, 60) if only.allow(n)]
+    every_size = [n for n in range(1, 800) if only.allow(n)]
+    assert only.free == (every_size == list(range(1, 800)))
+    if only.memory is not None:
+        assert all(only.memory.need_bytes(n) <= only.memory.available_bytes for n in every_size)
     assert only.at_most(k) == max((n for n in every_size if n <= k), default=0)
     assert only.at_least(k) == min((n for n in every_size if n >= k), default=None)
     assert only.floors(k).tolist() == [only.at_most(n) for n in range(k + 1)]

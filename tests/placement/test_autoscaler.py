@@ -19,8 +19,10 @@ from placement.autoscaling.objectives.cost_per_progress import CostPerProgress
 from placement.autoscaling.objectives.utility_band import UtilityBand
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, Allocation, Cluster
 from placement.cluster.jobs import JobView, speeds
+from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.node_types import NodeType
 from placement.cluster.progress import Progress
+from placement.cluster.sizes import AllowedSizes
 from placement.errors import InputError
 from placement.goodput.speeds import GoodputCache
 from placement.planning.plan import make_plan
@@ -162,6 +164,14 @@ def test_a_job_that_avoids_spot_gets_on_demand_nodes_and_a_mixed_one_both(name: 
     mixed = autoscaler(objective="utility_band").decide([job(spot="mixed", min_workers=4, max_workers=8)], here(), NOW)
     assert mixed.add["firm"] == 1 and mixed.add.get("spot", 0) >= 1
     assert set(autoscaler(objective=name).decide([job()], here(), NOW).add) == {"spot"}
+
+
+@every
+def test_a_job_that_fits_from_six_workers_on_gets_nodes_for_six(name: str) -> None:
+    need = MemoryNeed(available_bytes=20, sharded_bytes=60)
+    wants = job(min_workers=6, max_workers=8, goodput=None, sizes=AllowedSizes(memory=need))
+    decision = autoscaler([FIRM], name).decide([wants], here(), NOW)
+    assert decision.add == {"firm": 2} and decision.wants["a"].workers >= 6
 
 
 class Stingy:

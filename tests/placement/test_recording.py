@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import stat
 import typing
@@ -16,6 +17,7 @@ from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChang
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
+from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
 from placement.errors import InputError
@@ -74,7 +76,7 @@ FULL = JobView(
     budget_usd=12.5,
     slow_nodes={"n1": 1.5},
     mixed_gpu_types=True,
-    sizes=AllowedSizes(sizes=(2, 4, 8)),
+    sizes=AllowedSizes(sizes=(2, 4, 8), memory=MemoryNeed(available_bytes=80 << 30, sharded_bytes=90 << 30, copies=3)),
 )
 NODES = Cluster(
     nodes=(
@@ -128,6 +130,15 @@ def test_every_event_comes_back_as_it_was_with_every_digit() -> None:
     assert [event for _, event in life.events] == list(EVENTS)
     assert [now_s for now_s, _ in life.events] == [1.5 + i for i in range(len(EVENTS))]
     assert repr(life.events[0][1]) == repr(EVENTS[0]), "a whole number stays one"
+
+
+def test_a_view_that_was_written_before_memory_was_known_is_read() -> None:
+    lines = lines_of(EVENTS[:1], make_policy("goodput"))
+    said = json.loads(lines[1])
+    sizes = said["JobHeartbeat"]["view"]["sizes"]
+    assert sizes.pop("memory") == {"available_bytes": 80 << 30, "sharded_bytes": 90 << 30, "copies": 3}
+    ((_, event),) = only_life([lines[0], json.dumps(said) + "\n"]).events
+    assert event == JobHeartbeat(view=dataclasses.replace(FULL, sizes=AllowedSizes(sizes=(2, 4, 8))), cluster=NODES)
 
 
 def test_numbers_of_numpy_are_written_as_numbers() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import LoggingConfig
@@ -16,8 +17,12 @@ from ray.train.v2.torch.torch_trainer import TorchTrainer
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.ray_train_config import read_run, read_scaling
+from elastic_ray.driver.sharded_memory import sharded_memory
 from elastic_ray.driver.trainer import _ARGUMENTS, ElasticTrainer
 from elastic_ray.observe.trackers.packed_callbacks import unpack_callbacks
+from placement.cluster.memory_need import MemoryNeed
+
+FOUR = MemoryNeed(available_bytes=4 << 30, sharded_bytes=8 << 30)  # fits from four workers on
 
 
 def changed(config: Any, **fields: Any) -> Any:
@@ -260,6 +265,8 @@ def test_rays_label_operators_are_honoured(condition: str) -> None:
         ({"sizes": (2, "4")}, TypeError, "sizes must hold whole numbers, but got '4'"),
         ({"multiple_of": 0}, ValueError, "multiple_of must be 1 or more, but got 0"),
         ({"sizes": (2, 3), "multiple_of": 2}, ValueError, "3 is no multiple of 2"),
+        ({"memory": 8 << 30}, TypeError, "memory must be a MemoryNeed or None, but got 8589934592"),
+        ({"sizes": (1, 2), "memory": FOUR}, ValueError, "sizes and memory exclude each other"),
     ],
 )
 def test_scheduling_config_is_checked(values: Any, error: type[Exception], message: str) -> None:
@@ -280,6 +287,26 @@ def test_the_least_and_the_most_workers_are_allowed_sizes() -> None:
         ValueError, match=r"num_workers=\(5, 7\) and SchedulingConfig exclude each other.*sizes=\(2, 4, 8"
     ):
         limits((5, 7), sizes=(2, 4, 8))
+    assert limits((1, 7), memory=FOUR) == (4, 7)
+    assert limits((1, 7), memory=FOUR, multiple_of=3) == (6, 6)
+    with pytest.raises(ValueError, match=r"num_workers=\(1, 3\) and SchedulingConfig exclude.*that fits is 4"):
+        limits((1, 3), memory=FOUR)
+    with pytest.raises(ValueError, match=r"num_workers=\(2, 2\) and SchedulingConfig exclude.*that fits is 4"):
+        limits(2, memory=FOUR)
+
+
+def test_the_memory_of_a_model_is_counted_from_its_shapes() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(100, 10, bias=False), torch.nn.BatchNorm1d(10, affine=False))
+        model.append(torch.nn.Linear(10, 5, bias=False).requires_grad_(False))
+    need = sharded_memory(model, available_bytes=20_000, other_bytes=2_000, optimizer_states=2)
+    assert need == MemoryNeed(
+        available_bytes=20_000, sharded_bytes=3 * (4_000 * 3 + 200), replicated_bytes=2 * 40 + 8 + 2_000
+    )
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, but got list"):
+        sharded_memory([model], available_bytes=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="optimizer_states must be a whole number, 0 or more, but got -1"):
+        sharded_memory(model, available_bytes=1, optimizer_states=-1)
 
 
 @pytest.mark.parametrize("values", [{"lease_s": "10"}, {"fixed_batch": 1}, {"warm_workers_per_node": 1.5}])

@@ -9,6 +9,8 @@ import pytest
 
 from elastic_ray.driver.feasibility import impossible
 from placement.cluster.cluster import Node
+from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import AllowedSizes
 
 
 def node(name: str, labels: Mapping[str, str] | None = None, **total: float) -> Node:
@@ -44,6 +46,14 @@ def test_the_missing_resource_is_named(
 )
 def test_what_fits_exactly_is_possible(bundle: dict[str, float], workers: int, labels: dict[str, str]) -> None:
     assert impossible(bundle, workers, labels, NODES) is None
+
+
+def test_advice_keeps_to_the_sizes_that_the_job_may_have() -> None:
+    need = MemoryNeed(available_bytes=50, sharded_bytes=300)  # fits from 12 workers on
+    reason = impossible({"CPU": 1}, 12, {}, NODES, AllowedSizes(memory=need))
+    assert re.search(r"room for 10; SchedulingConfig\(memory=<from 12 on>\) allows none so small", str(reason))
+    reason = impossible({"CPU": 1}, 12, {}, NODES, AllowedSizes(multiple_of=4))
+    assert "room for 10; lower ScalingConfig(num_workers), for example to (8, 12)" in str(reason)
 
 
 def test_a_cluster_without_nodes() -> None:

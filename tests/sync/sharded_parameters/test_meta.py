@@ -89,7 +89,7 @@ def test_it_begins_with_the_bits_of_the_seed_at_any_number_of_workers(workers: t
                 assert torch.equal(begun[key], value), key
 
 
-class _Live(TorchDispatchMode):
+class Live(TorchDispatchMode):
     """Counts the bytes of all tensors that a thread has made and that live."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ def _peaks(device: str, workers: int) -> tuple[float, float]:
     """Until the first step begins, and until its update, in whole models; the largest of a worker's."""
 
     def trained() -> tuple[float, float]:
-        with _Live() as live:
+        with Live() as live:
             with torch.device(device):
                 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)))
             whole = sum(p.numel() for p in model.parameters()) * 4

@@ -1,0 +1,71 @@
+"""How much memory a worker needs in a group of which size, where a model is divided among workers (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from placement.checks import check_whole
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryNeed:
+    """Bytes that one worker needs in a group of W workers: ``replicated + ceil(sharded * min(copies, W) / W)``.
+
+    The need falls with W, so that a job fits from some size on.
+
+    Attributes:
+        available_bytes: what one worker has, 1 or more.
+        sharded_bytes: of one whole copy of what the workers divide among them.
+        replicated_bytes: what each worker has whole, whatever the size of the group: activations, the modules that
+            are gathered at one time, buffers.
+        copies: workers that hold each sharded byte, in a group of so many or more; 2 in ``elastic_ray.fully_shard``.
+
+    Raises:
+        ValueError: one is no whole number in its range, or a worker has too little memory in a group of any size.
+    """
+
+    available_bytes: int
+    sharded_bytes: int
+    replicated_bytes: int = 0
+    copies: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (("available_bytes", 1), ("sharded_bytes", 0), ("replicated_bytes", 0), ("copies", 1)):
+            check_whole(name, getattr(self, name), least=least)
+        if self.available_bytes < self.replicated_bytes + min(self.sharded_bytes, 1):
+            raise ValueError(
+                "available_bytes must be above replicated_bytes, for no number of workers makes those fewer, but got "
+                f"available_bytes={self.available_bytes} and replicated_bytes={self.replicated_bytes}"
+            )
+
+    def need_bytes(self, workers: int) -> int:
+        """What each worker needs in a group of so many.
+
+        Raises:
+            ValueError: the number is no whole one from 1.
+        """
+        check_whole("workers", workers, least=1)
+        return self.replicated_bytes - (-self.sharded_bytes * min(self.copies, workers) // workers)
+
+    @property
+    def least_workers(self) -> int:
+        """The smallest group in which each worker has what it needs."""
+        room = self.available_bytes - self.replicated_bytes
+        # Who has no room for a whole copy has none in groups of ``copies`` either: there the quotient is above them.
+        return 1 if self.sharded_bytes <= room else -(-self.sharded_bytes * self.copies // room)
+
+    def shortage(self, workers: int) -> str:
+        """What a worker needs in a group of so many, and what it has, as a clause."""
+        need = bytes_text(self.need_bytes(workers))
+        return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
+
+    def __str__(self) -> str:
+        return f"<from {self.least_workers} on>"
+
+
+def bytes_text(count: int) -> str:
+    """So many bytes in the largest unit of which there is one."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,62 @@
+"""What is counted as a worker's memory is enough, and not much more than enough, while rows move as well."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from tests.loop.changing import Change, Kill, run_job
+from tests.sync.sharded_parameters.test_meta import Live
+
+LAYER_BYTES = (64 * 64 + 64) * 4
+
+
+def _model(device: str) -> nn.Sequential:
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def _trained() -> int:
+    """The most bytes that a worker held, until the end of the pass."""
+    peak = 0
+    with Live() as live:
+        model = _model("meta")
+        for block in model:
+            er.fully_shard(block, device="cpu")
+        er.fully_shard(model, device="cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 64)), batch_size=12)
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                optimizer.zero_grad()
+                wrapped(x).pow(2).mean().backward()
+                optimizer.step()
+                if er.get_context().get_global_step() < 8:  # rank 0 gathers the whole at the end of the pass
+                    peak = live.peak
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("first", "script", "least"),
+    [
+        ((1, 2, 3, 4), [], 4),
+        ((1, 2, 3, 4), [Change(2, (2, 3, 4, 5))], 4),
+        ((1, 2, 3, 4, 5), [Kill(2, 2, "vote")], 4),
+        ((1, 2, 3, 4), [Change(2, (1, 2))], 2),
+    ],
+)
+def test_a_worker_holds_no_more_than_was_counted(
+    first: tuple[int, ...], script: Sequence[Change | Kill], least: int
+) -> None:
+    # Two layers are gathered at one time, with the gradients of one; activations of a few samples are little.
+    need = er.sharded_memory(_model("meta"), available_bytes=1 << 30, other_bytes=4 * LAYER_BYTES)
+    peak = max(run_job(_trained, script, first=first).results.values())
+    counted = need.need_bytes(least)
+    print(first, script, f"{peak / counted:.2f} of what is counted")
+    assert peak <= counted
