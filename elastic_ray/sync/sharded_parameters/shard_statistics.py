@@ -171,8 +171,8 @@ class ShardStatistics:
                 self._statistics.add(rows, step.weight(0))
 
     def conclude_alone(self, step: StepView) -> None:
-        """The same, in a group of one; in the last micro-step ``.grad`` holds the whole of them."""
-        if not self._measures or not step.is_last_micro:
+        """The same; in the last micro-step ``.grad`` holds the sum of all. A group of one has nobody to ask."""
+        if not self._concludes or self._run.group.world_size > 1:
             return
         if step.micro_steps == 1:
             self._statistics.collect_alone(step, self._mean_rows(), 1.0)

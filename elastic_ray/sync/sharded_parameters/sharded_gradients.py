@@ -21,7 +21,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.gradient_checks import refuse_own
+from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, refuse_own
 from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
@@ -34,11 +34,6 @@ from elastic_ray.sync.spec import Strategy
 _NO_STRATEGY = (
     "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
     "kept together: leave strategy= and set_strategy() out, or do not shard the model"
-)
-_OUTSIDE = (
-    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
-    "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
-    "group cannot change between them. Iterate an AdaptiveDataLoader instead"
 )
 
 
@@ -169,7 +164,7 @@ class ShardedGradients:
             self._step = None
             if self._reduces and not self._warned:
                 self._warned = True
-                run.tell("warning", _OUTSIDE)
+                run.tell("warning", OUTSIDE_OF_LOADERS)
         else:
             self._begin_in(step)
         self._statistics.begin_pass(step)
@@ -221,8 +216,7 @@ class ShardedGradients:
         if step is not None:
             self._statistics.end_pass(step)
             self._micro_steps.end_pass(step)
-            if run.group.world_size == 1:
-                self._statistics.conclude_alone(step)
+            self._statistics.conclude_alone(step)
         try:
             if self._reduces and not run.ledger.failed:
                 self._agree(step)

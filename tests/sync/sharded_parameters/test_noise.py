@@ -69,8 +69,8 @@ def train(case: Case, *, sharded: bool) -> Found:
                 x[:, 5:] *= 0.0  # columns of one layer never have a gradient
             step = er.get_context().get_global_step()
             if case.wish is not None and step == 2:
-                choice = BatchChoice(atomic_bsz=case.wish, accum_steps=0)
-                session.membership.post(SetBatch(generation=session.group.generation, choice=choice))
+                wish = BatchChoice(atomic_bsz=case.wish, accum_steps=0)
+                session.membership.post(SetBatch(generation=session.membership.generation, batch=wish))
             optimizer.zero_grad()
             out = wrapped(x)
             for part in range(case.losses):
