@@ -42,7 +42,7 @@ class Case:
 
 @dataclasses.dataclass
 class Found:
-    """What one worker knows: noise by step, rate factors, parameters, and its rank."""
+    """What one worker knows: noise by step and group, variance, progress, parameters, and its rank."""
 
     noise: dict[int, list[tuple[float, float]]]
     variance: Any
@@ -129,8 +129,8 @@ def test_it_is_that_of_replicas(optimizer: str, workers: int, options: dict[str,
 
 @pytest.mark.parametrize("rule", ["adascale", "adamscale"])
 def test_an_adaptive_batch_is_followed_live_as_with_replicas(rule: str) -> None:
-    case = Case("sgd", rule=rule, wish=12)
-    script = [Change(5, (1, 2, 3, 4)), Change(9, (1, 2, 4))]
+    case = Case("sgd", rule=rule, wish=8, epochs=4)
+    script = [Change(4, (1, 2, 3, 4)), Change(8, (1, 2, 4))]
     found, wanted = run(case, sharded=True, script=script), run(case, sharded=False, script=script)
     assert found.groups == wanted.groups == [(1, 2), (1, 2, 3, 4), (1, 2, 4)]
     whole = wanted.results[1]
