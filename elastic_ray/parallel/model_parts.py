@@ -110,10 +110,10 @@ class ModelParts:
         # Torch's side of it takes a second to load, which models that are not sharded need not wait for.
         from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
-        from elastic_ray.sync.sharded_parameters.row_denominators import RowDenominators
-        from elastic_ray.sync.sharded_parameters.shard_statistics import ShardStatistics
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+        from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
+        from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
 
         if self._tables:
             raise StrategyError(

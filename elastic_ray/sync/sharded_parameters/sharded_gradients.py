@@ -26,8 +26,7 @@ from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
-from elastic_ray.sync.sharded_parameters.run_view import ShardRun
-from elastic_ray.sync.sharded_parameters.shard_statistics import ShardStatistics
+from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
 
@@ -57,7 +56,7 @@ class ShardedGradients:
         trainable: Trainable,
         optimizer: ShardedOptimizer,
         collectives: ShardCollectives,
-        statistics: ShardStatistics,
+        statistics: PassStatistics,
         number: int,
     ) -> None:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number

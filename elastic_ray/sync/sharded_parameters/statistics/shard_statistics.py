@@ -16,10 +16,10 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
-from elastic_ray.sync.sharded_parameters.measured_rows import MeanRows, ScatteredRows
-from elastic_ray.sync.sharded_parameters.row_denominators import RowDenominators
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
+from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 
