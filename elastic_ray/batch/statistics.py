@@ -29,6 +29,9 @@ WARM_STEPS = 5
 REFRESHED_EVERY = 16
 """Steps after which preconditioners are computed anew."""
 
+LEAST_PART = 1e-3
+"""Part of the root mean square of a parameter's denominators under which one counts as this."""
+
 DENOMINATOR = "denominator"
 """Key of a state that holds what gradients are divided by, and nothing else."""
 
@@ -179,7 +182,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 def least_denominator(size: Tensor) -> Tensor:
     """A thousandth of the root mean square, under which a denominator counts as this."""
-    return size.square().mean().sqrt().mul_(1e-3).clamp_(min=torch.finfo(size.dtype).tiny)
+    return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 class BucketPreconditioner:

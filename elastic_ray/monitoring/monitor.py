@@ -40,11 +40,6 @@ class Monitor:
             if every < 1:
                 raise ValueError(f"{name} must be 1 or more steps, or None for not at all, but got {every}")
 
-    @property
-    def of_gradients(self) -> bool:
-        """Whether anything is asked for that takes gradients of the whole model."""
-        return (self.noise_every, self.variance_every, self.norms_every) != (None, None, None)
-
     def joined(self, other: Monitor) -> Monitor:
         """All that either asks for, as often as the more frequent of them does."""
         return Monitor(

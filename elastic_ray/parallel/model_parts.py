@@ -112,6 +112,8 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+        from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
+        from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
 
         if self._tables:
             raise StrategyError(
@@ -127,7 +129,10 @@ class ModelParts:
         run, module, optimizer = self._run, self._module, self._optimizer
         collectives = ShardCollectives(run, self._number)
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
-        sync = ShardedGradients(run, module, self._trainable, shards, collectives, self._number)
+        denominators = RowDenominators(optimizer, shards)
+        self._statistics.noise.read_from(denominators)
+        statistics = ShardStatistics(run, module, self._trainable, shards, collectives, self._statistics, denominators)
+        sync = ShardedGradients(run, module, self._trainable, shards, collectives, statistics, self._number)
         StateDicts(module, shards)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
         return KeptModel(sync, shards, ShardedModelState(module, shards), trained)

@@ -51,7 +51,7 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded.model_tables import ModelTables
-from elastic_ray.sync.sharded_parameters.checks import SHARDED, check_model, is_sharded_model
+from elastic_ray.sync.sharded_parameters.checks import SHARDED, check_model, check_monitor, is_sharded_model
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
@@ -303,9 +303,9 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
 
     def _check_batch(self) -> None:
-        """An adaptive batch, and some monitors, need gradients of the whole model."""
-        if self._sharded and self._run.registry.monitoring.request.of_gradients:
-            self._sync.require_statistics("a monitor of noise, variance or norms")
+        """Whether what an adaptive batch, and monitors, need is measured."""
+        if self._sharded:
+            check_monitor(self._run.registry.monitoring.request)
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")

@@ -24,15 +24,10 @@ from elastic_ray.sync.engine.reduction import Reduction
 from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.weak_hooks import weak_hook
-
-_OUTSIDE = (
-    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
-    "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
-    "group cannot change between them. Iterate an AdaptiveDataLoader instead"
-)
 
 
 class GradientReducer:
@@ -181,7 +176,7 @@ class GradientReducer:
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:
                 self._warned = True
-                self._context.tell("warning", _OUTSIDE)
+                self._context.tell("warning", OUTSIDE_OF_LOADERS)
             self._announce()
             return
         if step is not self._step:

@@ -6,6 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+OUTSIDE_OF_LOADERS = (
+    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
+    "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
+    "group cannot change between them. Iterate an AdaptiveDataLoader instead"
+)
+"""Said once of gradients that several workers reduce outside of a loader's steps."""
+
 STEP_AFTER_BACKWARD = (
     "within backward() gradients are one worker's own; they are averaged over the workers when it returns. Step one "
     "optimizer of all parameters after backward(), and zero gradients after that"

@@ -49,7 +49,32 @@ class GradientCollectives(Protocol):
         """Rank ``root``'s tensor, in place."""
 
 
-class GradientBucket(Protocol):
+class MeasuredGradient(Protocol):
+    """Gradients of one parameter group, or of rows of one parameter, that statistics are taken of."""
+
+    @property
+    def index(self) -> int:
+        """Tells it from others of the model."""
+
+    @property
+    def group(self) -> int:
+        """Parameter group."""
+
+    @property
+    def sliced(self) -> bool:
+        """Whether other ranks have the rest of the mean."""
+
+    def vector(self) -> FlatGradient:
+        """What it holds as one vector, or what stands for it at less cost."""
+
+    def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
+        """What the optimizer multiplies these gradients with, for :meth:`squared_norm`; None is the identity."""
+
+    def squared_norm(self, preconditioner: Any) -> torch.Tensor:
+        """Of what it holds, each element times the preconditioner's; a scalar tensor."""
+
+
+class GradientBucket(MeasuredGradient, Protocol):
     """Gradients of some parameters of one group, dtype and device, on their way from ``.grad`` and back to it."""
 
     @property

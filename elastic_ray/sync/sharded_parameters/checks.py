@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.spec import Strategy
 
@@ -64,6 +65,20 @@ def check_module(module: nn.Module) -> str:
             f"{name} has parameters on {', '.join(sorted(map(str, devices)))}: move it to one device first"
         )
     return next(iter(devices)).type if devices else "cpu"
+
+
+def check_monitor(monitor: Monitor) -> None:
+    """Whether what is asked for is measured of a sharded model.
+
+    Raises:
+        StrategyError: it is not.
+    """
+    if monitor.norms_every is not None:
+        raise StrategyError(
+            "a monitor of norms is not served for a model whose parameters are sharded, since each rank moves its own "
+            f"rows alone: leave norms_every={monitor.norms_every} out (noise_every, variance_every and workers are "
+            "served), or do not shard the model"
+        )
 
 
 def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: Any) -> None:

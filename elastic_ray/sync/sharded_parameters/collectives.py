@@ -62,6 +62,7 @@ class ShardCollectives:
     def __init__(self, run: ShardRun, number: int) -> None:
         self._run, self._number = run, number
         self._entered: Callable[[], None] = lambda: None
+        self._scattered: Callable[[int, Tensor], None] | None = None
         self._sequence = _Sequence()
         self.own_is_finite = True
         self.weight = 1.0
@@ -69,6 +70,10 @@ class ShardCollectives:
     def follow(self, entered: Callable[[], None]) -> None:
         """Have this called before each collective that torch asks for."""
         self._entered = entered
+
+    def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
+        """Have this called with all ranks' weighted gradients of this rank's rows, [ranks, elements]; None ends it."""
+        self._scattered = scattered
 
     def enter_group(self) -> None:
         """A group was entered, in which nothing is known of what follows what."""
@@ -103,6 +108,11 @@ class ShardCollectives:
         """
         self.weight, self.own_is_finite = weight, True
 
+    def weigh_alone(self, tensor: Tensor) -> None:
+        """Torch makes no reduce-scatter in a group of one: weigh the gradients of a sharded module here, in place."""
+        if self._run.group.world_size == 1 and self.weight != 1.0:
+            tensor.mul_(self.weight)
+
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
         """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails.
 
@@ -136,6 +146,24 @@ class ShardCollectives:
             return
         wide = torch.promote_types(tensor.dtype, torch.float32)
         output.copy_(parts.view(world, -1).sum(0, dtype=wide))
+        if self._scattered is not None:
+            self._scattered(unit, parts.view(world, -1))
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """Numbers of all ranks, added up.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        if self._run.group.world_size == 1:
+            return list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        self.comes_next(f"numbers {len(sums)}")
+        work = self._gradients.all_reduce(sums)
+        self._run.consensus.reductions_started()
+        self._run.consensus.wait(work)
+        found: list[float] = sums.tolist()
+        return found
 
     def sum_up(self, tensor: Tensor, op: Any) -> None:
         """A reduction over all ranks, in place; this rank's numbers if that fails.

@@ -153,6 +153,20 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
     ]
 
 
+def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
+    """The parameters of a sharded module whose gradients torch scatters together, in the order in which they lie.
+
+    Returns:
+        Each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
+    """
+    return [
+        (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for field in group.fsdp_params
+        if hasattr(field, "_unsharded_param") and field._unsharded_param.requires_grad
+    ]
+
+
 def hollow_out(module: nn.Module, device: torch.device) -> None:
     """Put stand-ins in the place of a sharded module's parameters that are on the meta device.
 

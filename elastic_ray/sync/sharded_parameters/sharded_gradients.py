@@ -21,23 +21,18 @@ from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.gradient_checks import refuse_own
+from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, refuse_own
 from elastic_ray.sync.sharded_parameters.checks import SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
-from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
 
 _NO_STRATEGY = (
     "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
     "kept together: leave strategy= and set_strategy() out, or do not shard the model"
-)
-_OUTSIDE = (
-    "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
-    "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
-    "group cannot change between them. Iterate an AdaptiveDataLoader instead"
 )
 
 
@@ -50,6 +45,7 @@ class ShardedGradients:
         trainable: its trainable parameters.
         optimizer: its parameters, and the state of the user's optimizer.
         collectives: of the model.
+        statistics: of its gradients.
         number: of the model, in the order in which the loop wraps them.
     """
 
@@ -60,10 +56,11 @@ class ShardedGradients:
         trainable: Trainable,
         optimizer: ShardedOptimizer,
         collectives: ShardCollectives,
+        statistics: PassStatistics,
         number: int,
     ) -> None:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
-        self._trainable, self._collectives = trainable, collectives
+        self._trainable, self._collectives, self._statistics = trainable, collectives, statistics
         self._step: StepView | None = None
         self._task = -1  # autograd's number of the backward pass in progress
         self._reduces = self._warned = False
@@ -76,6 +73,7 @@ class ShardedGradients:
         for place, unit in enumerate(units_of(module)):
             unit.set_custom_all_gather(GatherShards(collectives, place))  # type: ignore[arg-type]
             unit.set_custom_reduce_scatter(ScatterGradients(collectives, place))  # type: ignore[arg-type]
+            unit.set_all_reduce_hook(collectives.weigh_alone)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -95,6 +93,7 @@ class ShardedGradients:
         self._optimizer.check_memory()
         if self._trainable.changed():
             self._trainable.take_in()
+            self._statistics.rebuilt()
         if step is not None and step.whole:  # also where no rank shares rows: the group may grow
             raise RuntimeError(
                 "a sharded model cannot be called in a pass over whole_batches=True: towards its end some ranks of a "
@@ -164,18 +163,15 @@ class ShardedGradients:
             self._step = None
             if self._reduces and not self._warned:
                 self._warned = True
-                run.tell("warning", _OUTSIDE)
+                run.tell("warning", OUTSIDE_OF_LOADERS)
         else:
             self._begin_in(step)
-        world, rank = run.group.world_size, run.group.rank
-        weight = 1.0 / world if step is None else step.weight(rank)
-        self._collectives.begin_pass(weight if world > 1 else 1.0)
-        for unit in units_of(self._module):  # torch makes no collective in a group of one
-            unit.set_gradient_divide_factor(1.0 if world > 1 else 1.0 / weight)
-        if not self._reduces:
-            return
+        self._statistics.begin_pass(step)
+        self._collectives.begin_pass(1.0 / run.group.world_size if step is None else step.weight(run.group.rank))
         try:
-            self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
+            if self._reduces:
+                self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
+            self._statistics.find_denominators()
         except CommunicationFailedError as error:
             self._fail(str(error))
 
@@ -203,7 +199,8 @@ class ShardedGradients:
 
     @property
     def _layout(self) -> int:
-        return digest([(each.name, each.shape, each.param.requires_grad) for each in self._optimizer.params])
+        params = [(each.name, each.shape, each.param.requires_grad) for each in self._optimizer.params]
+        return digest([params, self._statistics.layout])
 
     def _gradients(self) -> list[Tensor | None]:
         return [each.local_grad for each in self._optimizer.params]
@@ -214,24 +211,25 @@ class ShardedGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
         self._task = -1
-        step = self._step
+        step, run = self._step, self._run
         if step is not None:
+            self._statistics.end_pass(step)
             self._micro_steps.end_pass(step)
+            self._statistics.conclude_alone(step)
         try:
-            if self._reduces and not self._run.ledger.failed:
+            if self._reduces and not run.ledger.failed:
                 self._agree(step)
         except CommunicationFailedError as error:
             self._fail(str(error))
 
     def _agree(self, step: StepView | None) -> None:
         """Agree on the step by what would ride on the reduction of its gradients."""
-        run = self._run
-        consensus, group = run.consensus, run.group
+        run, consensus, group = self._run, self._run.consensus, self._run.group
         flags = [0.0] * (group.world_size + 1)
         flags[group.rank] = float(not self._collectives.own_is_finite)
         flags[-1] = float(any(not bool(grad.isfinite().all()) for grad in self._gradients() if grad is not None))
         own = [*consensus.control_values(group.rank), *consensus.step_tag()]
-        values = torch.tensor([*own, *flags], dtype=torch.float64)
+        values = torch.tensor([*own, *flags, *self._statistics.values()], dtype=torch.float64)
         self._collectives.comes_next("the end of a backward pass")
         work = group.communicator.gradients.all_reduce(values)
         consensus.reductions_started()
@@ -239,9 +237,12 @@ class ShardedGradients:
         consensus.wait(work)
         sums = values.tolist()
         consensus.check_same_step(sums[consensus.control_size : len(own)])
-        bad, any_bad = [rank for rank, flag in enumerate(sums[len(own) : -1]) if flag], sums[-1] > 0
-        self.nonfinite_ranks = bad if bad or any_bad else None
-        if step is None or step.is_last_micro:
+        found, numbers = sums[len(own) : len(own) + len(flags)], sums[len(own) + len(flags) :]
+        bad = [rank for rank, flag in enumerate(found[:-1]) if flag]
+        self.nonfinite_ranks = bad if bad or found[-1] > 0 else None
+        complete = step is None or step.is_last_micro
+        self._statistics.take(numbers, counts=complete)
+        if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
             run.ledger.mark_reduced()
 
@@ -274,6 +275,7 @@ class ShardedGradients:
         step = self._run.ledger.step
         if step is not None and step.is_last_micro and self._meets and not self._waits and step is not self._step:
             refuse_own(self._gradients())
+        self._statistics.close()
         if step is None or step.is_last_micro:
             self._waits = False
 
@@ -282,22 +284,15 @@ class ShardedGradients:
 
     def rebuild(self) -> None:
         """Other parameters are trainable than before: torch looks at each backward pass anew."""
+        self._statistics.rebuilt()
 
     @property
     def gives_statistics(self) -> bool:
-        """The gradient noise scale is not measured: no rank has whole gradients to measure it by."""
-        return False
+        """The gradient noise scale is measured."""
+        return True
 
     def require_statistics(self, user: str) -> None:
-        """Refuse what needs them.
-
-        Raises:
-            StrategyError: always.
-        """
-        raise StrategyError(
-            f"{user} needs the gradient noise scale, which is not measured for a model whose parameters are sharded: "
-            'use scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
-        )
+        """They are taken."""
 
     # -- steps that are lost -------------------------------------------------------------------------------------------
 
@@ -308,6 +303,7 @@ class ShardedGradients:
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
         self._waits, self._step = False, None
+        self._statistics.forget()
         self._micro_steps.forget()
         self._task = -1
         for each in self._optimizer.params:
@@ -397,4 +393,5 @@ class ShardedGradients:
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.forget()
+        self._statistics.enter_group()
         self._optimizer.enter_group()

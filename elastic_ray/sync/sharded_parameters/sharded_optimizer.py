@@ -66,6 +66,17 @@ class ShardedOptimizer:
         """Of the model, in its order."""
         return self._holder.params
 
+    @property
+    def groups(self) -> dict[int, int]:
+        """Position of the group of each parameter in the optimizer, by the parameter's position in the model."""
+        numbers = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
+        return {place: numbers[id(each.param)] for place, each in enumerate(self.params) if id(each.param) in numbers}
+
+    @property
+    def own(self) -> Shard:
+        """The rows that this rank owns."""
+        return self._holder.mine[0]
+
     # -- updates -------------------------------------------------------------------------------------------------------
 
     @property
@@ -136,9 +147,7 @@ class ShardedOptimizer:
 
     @property
     def _update(self) -> ShardUpdate:
-        numbers = {id(p): i for i, group in enumerate(self._optimizer.param_groups) for p in group["params"]}
-        groups = {place: numbers[id(each.param)] for place, each in enumerate(self.params) if id(each.param) in numbers}
-        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], groups)
+        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
         """Make an update that is decided.

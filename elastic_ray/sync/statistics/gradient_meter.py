@@ -10,7 +10,7 @@ from elastic_ray.batch.statistics import SuccessiveGradients
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.operations.protocol import MeasuredGradient
 
 _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
@@ -131,7 +131,7 @@ class GradientMeter:
             found = [first + second for first, second in zip(before.groups, found, strict=True)]
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
-    def take_pair(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
+    def take_pair(self, step: StepView, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
         """One gradient, whose mean the buckets hold: one of two successive ones."""
         if self._pairs is None:
             return

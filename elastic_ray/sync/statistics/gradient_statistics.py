@@ -10,7 +10,7 @@ import torch
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.operations.protocol import MeasuredGradient
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
 
@@ -79,6 +79,12 @@ class GradientStatistics:
         return self._groups * (1 if self.meter.monitor.variance_every is None else 2)
 
     @property
+    def mean_size(self) -> int:
+        """How many norms of the mean do, where each rank has a part of it."""
+        monitor = self.meter.monitor
+        return self._groups * (1 if monitor.variance_every is None and monitor.norms_every is None else 2)
+
+    @property
     def shared_size(self) -> int:
         """How many of rank 0's numbers do."""
         return 2 * self._groups + self.meter.shared_size(self._groups)
@@ -121,6 +127,11 @@ class GradientStatistics:
         """Whether anything of this step is measured."""
         return self._noise_due or self._variance_due or self._norms_due
 
+    @property
+    def in_units(self) -> bool:
+        """Whether something of this step is measured in the optimizer's units, if it has any."""
+        return self._noise_due
+
     def begin_pass(self) -> None:
         """A backward pass begins."""
         self._local = [0.0] * self.norms_size
@@ -133,7 +144,7 @@ class GradientStatistics:
         """Shares of the earlier micro-steps are ``factor`` times what they were taken to be."""
         self._carried = [norm * factor for norm in self._carried]
 
-    def add(self, bucket: GradientBucket, weight: float) -> None:
+    def add(self, bucket: MeasuredGradient, weight: float) -> None:
         """The bucket holds this rank's gradient times ``weight``, its share of the step's samples."""
         if not weight:
             return
@@ -158,7 +169,7 @@ class GradientStatistics:
             if due:
                 place[part] = torch.stack([torch.as_tensor(norm) for norm in norms[part]])
 
-    def measure_mean(self, buckets: Sequence[GradientBucket], *, first: bool, add_up: _AddUp | None = None) -> None:
+    def measure_mean(self, buckets: Sequence[MeasuredGradient], *, first: bool, add_up: _AddUp | None = None) -> None:
         """The buckets hold the step's mean gradient.
 
         Args:
@@ -175,6 +186,31 @@ class GradientStatistics:
             self._plain_mean = self._norms_of_mean(buckets, preconditioned=False, add_up=add_up)
         else:
             self._plain_mean = self._mean
+
+    def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
+        """Where each rank has a part of the step's mean gradient: what all ranks add up for :meth:`take_mean`.
+
+        Args:
+            buckets: this rank's part.
+
+        Returns:
+            :attr:`mean_size` numbers; zeros for what is not measured.
+        """
+        self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
+        found = [0.0] * self._groups
+        if self._noise_due:
+            found = self._norms_of_mean(buckets, preconditioned=self._preconditioned)
+        if self.mean_size == self._groups:
+            return found
+        if (self._variance_due or self._norms_due) and (self._preconditioned or not self._noise_due):
+            return found + self._norms_of_mean(buckets, preconditioned=False)
+        return found + found
+
+    def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
+        """The same, added up over all ranks; ``first`` on rank 0."""
+        self._first, groups = first, self._groups
+        self._mean = list(sums[:groups]) if self._noise_due else None
+        self._plain_mean = list(sums[-groups:]) if self._variance_due or self._norms_due else None
 
     def collect(self, step: StepView, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
         """Take in what the pass has shown, after :meth:`measure_mean`.
@@ -206,7 +242,7 @@ class GradientStatistics:
         if self._norms_due:
             self.meter.take_norms(plain)
 
-    def collect_alone(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
+    def collect_alone(self, step: StepView, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
         """One replica without accumulation: the buckets hold its gradient."""
         if self._noise_due:
             self.noise.pair(step, buckets, grad_scale)
@@ -217,7 +253,7 @@ class GradientStatistics:
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def _norms_of_mean(
-        self, buckets: Sequence[GradientBucket], *, preconditioned: bool, add_up: _AddUp | None = None
+        self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool, add_up: _AddUp | None = None
     ) -> list[float]:
         """Squared norms of what the buckets hold, by parameter group."""
         sums: list[Any] = [0.0] * self._groups

@@ -17,7 +17,7 @@ from elastic_ray.batch.statistics import (
     is_adam_like,
 )
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.operations.protocol import MeasuredGradient
 from placement.goodput.model import NoiseScale
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
@@ -118,7 +118,7 @@ class NoiseTracker:
             return step % self._every == 0
         return step < _DENSE_STEPS or step % _EVERY == 0
 
-    def preconditioner(self, bucket: GradientBucket) -> Any:
+    def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """What the optimizer multiplies the bucket's gradients with at present; None where it is not of Adam's kind."""
         source: Any = self._source or self._optimizer
         if self._adam_like is None and source.state:
@@ -166,7 +166,7 @@ class NoiseTracker:
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
-    def pair(self, step: StepView, buckets: Sequence[GradientBucket], grad_scale: float) -> None:
+    def pair(self, step: StepView, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
         """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
         for bucket in buckets:
             self._pairs.add(
@@ -180,7 +180,7 @@ class NoiseTracker:
             )
         self._pending = _Pending(None, step, 1, self.preconditions(buckets))
 
-    def preconditions(self, buckets: Sequence[GradientBucket]) -> bool:
+    def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """Whether norms of these are in the optimizer's units."""
         return any(self.preconditioner(bucket) is not None for bucket in buckets)
 

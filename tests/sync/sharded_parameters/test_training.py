@@ -45,6 +45,11 @@ def test_other_loops_are_as_with_a_whole_model(case: Case) -> None:
     check(case, [Change(4, (1, 2, 3)), Kill(9, 2, "backward")], (1, 2))
 
 
+def test_a_worker_alone_accumulates_as_with_a_whole_model() -> None:
+    """By SGD: optimizers of Adam's kind do not tell whether a micro-batch weighs once or twice."""
+    check(Case(optimizer="sgd", micro=3, clip=False), [], (1,))
+
+
 def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named() -> None:
     def trained() -> Any:
         model = sharded_net()

@@ -1,0 +1,213 @@
+"""Statistics of a sharded model's gradients, while they are scattered (torch).
+
+A rank that owns rows receives every rank's gradient of them by itself, and adds these up. So it knows their squared
+norms, and that of their mean, in units of its own optimizer state. Sums over the owners ride on what ranks agree by at
+the end of a backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ray.steps.step import StepView
+from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
+from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
+from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
+from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+
+
+class ShardStatistics:
+    """See the module's text.
+
+    Args:
+        run: that the model is trained in.
+        module: the model.
+        trainable: its trainable parameters.
+        optimizer: its shards, and the state of the user's optimizer.
+        collectives: of the model.
+        statistics: are told.
+        denominators: of the user's optimizer.
+    """
+
+    def __init__(
+        self,
+        run: ShardRun,
+        module: nn.Module,
+        trainable: Trainable,
+        optimizer: ShardedOptimizer,
+        collectives: ShardCollectives,
+        statistics: GradientStatistics,
+        denominators: RowDenominators,
+    ) -> None:
+        self._run, self._trainable, self._optimizer = run, trainable, optimizer
+        self._collectives, self._statistics, self._denominators = collectives, statistics, denominators
+        self._units = units_of(module)
+        self._places = {id(each.param): place for place, each in enumerate(optimizer.params)}
+        self._step: StepView | None = None
+        self._micro = self._passes = 0
+        self._open = True  # until the optimizer steps
+        self._mixed = False  # passes of an accumulated step have added to each other
+        self._measures = self._goes_on = False
+        self.rebuilt()
+
+    def rebuilt(self) -> None:
+        """Other parameters are trainable than before, or other things are asked for."""
+        self._statistics.rebuilt(len(self._trainable.groups))
+
+    def enter_group(self) -> None:
+        """A group was entered."""
+        if self._statistics.meter.outdated:
+            self.rebuilt()
+        self._statistics.enter_group()
+        self._denominators.invalidate()
+        self.forget()
+
+    def forget(self) -> None:
+        """The step in progress is lost."""
+        self._step, self._measures = None, False
+        self._collectives.watch(None)
+
+    def close(self) -> None:
+        """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
+        self._open = False
+
+    @property
+    def layout(self) -> tuple[int, bool]:
+        """What ranks must have alike: how many numbers ride, and whether denominators are found before."""
+        return self._size, self._refreshes
+
+    @property
+    def _refreshes(self) -> bool:
+        return self._measures and self._statistics.in_units and self._denominators.due(self._run.ledger.steps)
+
+    @property
+    def _size(self) -> int:
+        statistics = self._statistics
+        return statistics.norms_size + statistics.mean_size + statistics.shared_size
+
+    # -- one backward pass ---------------------------------------------------------------------------------------------
+
+    def begin_pass(self, step: StepView | None) -> None:
+        """A backward pass begins.
+
+        Args:
+            step: that it belongs to; None outside of steps.
+        """
+        ledger = self._run.ledger
+        self._goes_on = self._measures = False
+        if step is not None:
+            if step is not self._step:
+                self._begin_step(step)
+            elif step.micro != self._micro:
+                self._statistics.carry()
+                self._begin_micro(step.micro)
+            self._goes_on = self._passes > 0 and any(bool(rows.vector().any()) for rows in self._mean_rows())
+            self._mixed = self._mixed or (self._goes_on and step.micro_steps > 1)
+            self._passes += 1
+            self._statistics.begin_pass()
+            self._measures = self._statistics.due and self._open and not ledger.failed and not ledger.replaying
+        self._collectives.watch(self._scattered if self._measures else None)
+
+    def _begin_step(self, step: StepView) -> None:
+        self._step, self._mixed = step, False
+        replicas = self._run.group.world_size
+        self._statistics.begin_step(step, self._run.ledger.steps, replicas=replicas, exact=True, spacing=1)
+        self._begin_micro(step.micro)
+
+    def _begin_micro(self, micro: int) -> None:
+        self._micro, self._passes, self._open = micro, 0, True
+
+    def find_denominators(self) -> None:
+        """All ranks begin the pass: find what gradients are divided by, once in some steps.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        if self._refreshes:
+            self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up)
+
+    @torch.no_grad()
+    def _scattered(self, number: int, parts: Tensor) -> None:
+        """All ranks' gradients of the rows that this rank owns of a sharded module have come, [ranks, elements]."""
+        step, groups = self._step, self._optimizer.groups
+        assert step is not None, "only steps are measured"
+        weights = [[step.weight(rank)] for rank in range(len(parts))]
+        shares = torch.tensor(weights, dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device)
+        start = 0
+        for param, rows, padded in scattered_params(self._units[number]):
+            place = self._places[id(param)]
+            if rows and place in groups:
+                before = self._optimizer.params[place].local_grad if self._goes_on else None
+                self._statistics.add(
+                    ScatteredRows(
+                        place,
+                        groups[place],
+                        parts[:, start : start + rows],
+                        shares,
+                        None if before is None else before.reshape(-1),
+                    ),
+                    1.0,
+                )
+            start += padded
+        assert start == parts.shape[1], "torch has scattered the gradients of other parameters"
+
+    def _mean_rows(self) -> list[MeanRows]:
+        """What ``.grad`` holds of the rows that this rank owns."""
+        groups = self._optimizer.groups
+        grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
+        return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
+
+    def end_pass(self, step: StepView) -> None:
+        """A backward pass of a step has ended, and ``.grad`` has nothing of earlier micro-steps."""
+        if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
+            for rows in self._mean_rows():
+                self._statistics.add(rows, step.weight(0))
+
+    def conclude_alone(self, step: StepView) -> None:
+        """The same; in the last micro-step ``.grad`` holds the sum of all. A group of one has nobody to ask."""
+        if not self._concludes or self._run.group.world_size > 1:
+            return
+        if step.micro_steps == 1:
+            self._statistics.collect_alone(step, self._mean_rows(), 1.0)
+            return
+        mean = self._statistics.own_part_of_mean(self._mean_rows())
+        self._conclude(step, [float(norm) for norm in self._statistics.local_norms()], mean)
+
+    @property
+    def _concludes(self) -> bool:
+        return self._measures and self._step is not None and self._step.is_last_micro
+
+    def values(self) -> list[float]:
+        """What rides on the end of the pass."""
+        statistics = self._statistics
+        own = [0.0] * (statistics.norms_size + statistics.mean_size)
+        if self._concludes:
+            own = [*map(float, statistics.local_norms()), *statistics.own_part_of_mean(self._mean_rows())]
+        first = self._run.group.rank == 0
+        return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size)]
+
+    def take(self, sums: Sequence[float], *, counts: bool) -> None:
+        """The same, added up over all ranks.
+
+        Args:
+            sums: these.
+            counts: whether the step's gradients are complete.
+        """
+        norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size
+        if counts:
+            self._statistics.take_shared(list(sums[mean:]), first=self._run.group.rank == 0)
+        if self._concludes and self._step is not None:
+            self._conclude(self._step, sums[:norms], sums[norms:mean])
+
+    def _conclude(self, step: StepView, norms: Sequence[float], mean: Sequence[float]) -> None:
+        if self._mixed and self._run.group.world_size > 1:
+            return  # what arrives of a pass has nothing of the passes before it
+        self._statistics.take_mean(mean, first=self._run.group.rank == 0)
+        self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
