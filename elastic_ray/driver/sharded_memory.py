@@ -15,7 +15,12 @@ _WHILE_ROWS_MOVE = 3
 
 
 def sharded_memory(
-    model: nn.Module, *, available_bytes: int, other_bytes: int = 0, optimizer_states: int = 2
+    model: nn.Module,
+    *,
+    available_bytes: int,
+    other_bytes: int = 0,
+    optimizer_states: int = 2,
+    shard_size: int | None = None,
 ) -> MemoryNeed:
     """Bytes that a worker needs to train a model under ``elastic_ray.fully_shard``, for ``SchedulingConfig(memory=)``.
 
@@ -29,6 +34,7 @@ def sharded_memory(
         other_bytes: what each worker needs whole, whatever their number.
         optimizer_states: tensors of a parameter's shape that the optimizer keeps of each: 2 for Adam and AdamW, 1 for
             SGD with momentum.
+        shard_size: as given to ``fully_shard``.
 
     Raises:
         TypeError: the model is none.
@@ -45,6 +51,7 @@ def sharded_memory(
         sharded_bytes=_WHILE_ROWS_MOVE * held,
         replicated_bytes=_nbytes(model.buffers()) + other_bytes,
         copies=COPIES,
+        shard_size=shard_size,
     )
 
 

@@ -11,7 +11,8 @@ from placement.checks import check_whole
 class MemoryNeed:
     """Bytes that one worker needs in a group of W workers: ``replicated + ceil(sharded * min(copies, W) / W)``.
 
-    The need falls with W, so that a job fits from some size on.
+    The need falls with W, so that a job fits from some size on. With shard groups (HSDP) it falls up to ``copies`` of
+    them: from there on a worker has the part of one group.
 
     Attributes:
         available_bytes: what one worker has, 1 or more.
@@ -19,6 +20,7 @@ class MemoryNeed:
         replicated_bytes: what each worker has whole, whatever the size of the group: activations, the modules that
             are gathered at one time, buffers.
         copies: workers that hold each sharded byte, in a group of so many or more; 2 in ``elastic_ray.fully_shard``.
+        shard_size: workers of a shard group; None for one group of all.
 
     Raises:
         ValueError: one is no whole number in its range, or a worker has too little memory in a group of any size.
@@ -28,15 +30,28 @@ class MemoryNeed:
     sharded_bytes: int
     replicated_bytes: int = 0
     copies: int = 2
+    shard_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("available_bytes", 1), ("sharded_bytes", 0), ("replicated_bytes", 0), ("copies", 1)):
             check_whole(name, getattr(self, name), least=least)
+        if self.shard_size is not None:
+            check_whole("shard_size", self.shard_size, least=1)
         if self.available_bytes < self.replicated_bytes + min(self.sharded_bytes, 1):
             raise ValueError(
                 "available_bytes must be above replicated_bytes, for no number of workers makes those fewer, but got "
                 f"available_bytes={self.available_bytes} and replicated_bytes={self.replicated_bytes}"
             )
+        if self._most is not None and self.need_bytes(self._most) > self.available_bytes:
+            raise ValueError(
+                f"available_bytes must be {self.need_bytes(self._most)} or more, which a worker needs in groups of any "
+                f"size with shard_size={self.shard_size}, but got {self.available_bytes}; larger shard groups need less"
+            )
+
+    @property
+    def _most(self) -> int | None:
+        """Workers from which on the need falls no further."""
+        return None if self.shard_size is None else self.copies * self.shard_size
 
     def need_bytes(self, workers: int) -> int:
         """What each worker needs in a group of so many.
@@ -45,6 +60,7 @@ class MemoryNeed:
             ValueError: the number is no whole one from 1.
         """
         check_whole("workers", workers, least=1)
+        workers = workers if self._most is None else min(workers, self._most)
         return self.replicated_bytes - (-self.sharded_bytes * min(self.copies, workers) // workers)
 
     @property

@@ -17,6 +17,8 @@ ALONE = ("elastic_ray_alone",)
 """What the mesh is called that modules are sharded on before their model joins a run."""
 
 
+_SHARD_SIZE = "elastic_ray_shard_size"
+
 SHARDED = Strategy(name="fully_shard")
 """What ``strategy`` of a sharded model is."""
 
@@ -26,11 +28,51 @@ def is_sharded_model(module: nn.Module) -> bool:
     return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 
-def check_module(module: nn.Module) -> str:
+def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
+    """Note what a module was sharded with."""
+    setattr(module, _SHARD_SIZE, shard_size)
+
+
+def shard_size_of(model: nn.Module) -> int | None:
+    """What all sharded modules of a model were sharded with.
+
+    Raises:
+        ValueError: some with another value than others.
+    """
+    found = {getattr(each, _SHARD_SIZE): name for name, each in model.named_modules() if hasattr(each, _SHARD_SIZE)}
+    if len(found) > 1:
+        (one, first), (other, second), *_ = found.items()
+        raise ValueError(
+            f"shard_size must be the same for all modules of a model, but is {one} for {first or 'the model'} "
+            f"and {other} for {second or 'the model'}"
+        )
+    return next(iter(found), None)
+
+
+def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
+    """Raises TypeError, ValueError: it is none, or not that of the sharded modules inside."""
+    if shard_size is not None and (isinstance(shard_size, bool) or not isinstance(shard_size, int)):
+        raise TypeError(f"shard_size must be a number of workers or None, but got {shard_size!r:.80}")
+    if shard_size is not None and shard_size < 2:
+        raise ValueError(
+            f"shard_size must be 2 or more, or None for one group of all workers, but got {shard_size}: a model of "
+            "which each worker holds the whole is not sharded"
+        )
+    for name, each in module.named_modules():
+        inside = getattr(each, _SHARD_SIZE, shard_size)
+        if inside != shard_size:
+            raise ValueError(
+                f"shard_size must be the same for all modules of a model, but is {inside} for {name} of "
+                f"{type(module).__name__}, and here {shard_size}"
+            )
+
+
+def check_module(module: nn.Module, shard_size: int | None = None) -> str:
     """What torch would say later or not at all; returns the kind of device of the parameters.
 
     Raises:
-        ValueError: the module cannot be sharded.
+        TypeError: ``shard_size`` is no number.
+        ValueError: the module cannot be sharded, or not with it.
     """
     name = type(module).__name__
     if getattr(module, "elastic_ray_wraps", False):
@@ -40,6 +82,7 @@ def check_module(module: nn.Module) -> str:
         )
     if hasattr(type(module), "_get_fsdp_state"):
         raise ValueError(f"{name} is sharded already: call fully_shard once on each module")
+    _check_shard_size(module, shard_size)
     params = {param: param_name for param_name, param in module.named_parameters()}
     own = {param: param_name for param, param_name in params.items() if not hasattr(param, "to_local")}
     for param, param_name in own.items():

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.sharded_parameters.row_layout import layout_of
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 
 _REDUCES = 1  # what is announced; see Intent.SHARDS
@@ -50,17 +51,24 @@ class ShardCollectives:
     in one collective. So a collective that has not always followed the one before is announced first. One that has is
     not: a rank that waits in it says so, and the one that has come elsewhere hears of it there.
 
+    Parameters are gathered and gradients scattered in this rank's shard group. All ranks take part in each collective,
+    with nothing for those of other groups: one group of connections serves all of them, and is called off at once.
+
     Args:
         run: that the model is trained in.
         number: of the model, in the order in which the loop wraps them.
+        shard_size: ranks of a shard group; None for one of all ranks.
 
     Attributes:
+        shard_size: as above.
+        layout: of the present group.
         weight: of this rank's gradients in those of the step.
         own_is_finite: whether all gradients of the latest backward pass were on this rank.
     """
 
-    def __init__(self, run: ShardRun, number: int) -> None:
+    def __init__(self, run: ShardRun, number: int, shard_size: int | None = None) -> None:
         self._run, self._number = run, number
+        self.shard_size, self.layout = shard_size, layout_of(1)
         self._entered: Callable[[], None] = lambda: None
         self._scattered: Callable[[int, Tensor], None] | None = None
         self._sequence = _Sequence()
@@ -72,12 +80,17 @@ class ShardCollectives:
         self._entered = entered
 
     def watch(self, scattered: Callable[[int, Tensor], None] | None) -> None:
-        """Have this called with all ranks' weighted gradients of this rank's rows, [ranks, elements]; None ends it."""
+        """Have this called with the shard group's weighted gradients of this rank's rows, [ranks, elements].
+
+        None ends it.
+        """
         self._scattered = scattered
 
     def enter_group(self) -> None:
         """A group was entered, in which nothing is known of what follows what."""
         self._sequence = _Sequence()
+        group = self._run.group
+        self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def begin(self, what: Announced) -> None:
         """Begin a pass with all other ranks.
@@ -114,7 +127,7 @@ class ShardCollectives:
             tensor.mul_(self.weight)
 
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
-        """Every rank's ``tensor`` (of one size) into ``output``, in rank order; this rank's if that fails.
+        """Each ``tensor`` (of one size) in the shard group into ``output``, in rank order; this rank's if that fails.
 
         Args:
             output, tensor: as above.
@@ -122,32 +135,25 @@ class ShardCollectives:
         """
         self._entered()
         output, tensor = output.detach(), tensor.detach()
-        if not self._carry_out(
-            f"gather {unit} {_like(tensor)}", lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor))
-        ):
+        if not self._gathered(f"gather {unit} {_like(tensor)}", output, tensor, self.peers):
             # A step that is lost goes on with numbers of the right size, which zeros would not always be.
-            output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(self._run.group.world_size, -1))
+            output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
         """This rank's part of the weighted sum of all ranks' ``tensor``; zeros if that fails.
 
-        Parts are added up in rank order, in single precision or that of the tensor, whichever is higher.
+        Parts are added up in rank order, in single precision or that of the tensor, whichever is higher: first those of
+        the shard group, then those of the owners of the same rows in all groups, who end with the same bits.
         """
         self._entered()
-        world = self._run.group.world_size
         tensor.mul_(self.weight)
         if not bool(tensor.isfinite().all()):
             self.own_is_finite = False
-        parts = torch.empty_like(tensor)
-        if not self._carry_out(
-            f"scatter {unit} {_like(tensor)}", lambda: self._gradients.all_to_all(_bytes(parts), _bytes(tensor))
-        ):
+        parts = self._summed(f"scatter {unit} {_like(tensor)}", output, tensor, self.peers)
+        if parts is None or (self.layout.is_replicated and not self._sum_over_owners(output, unit)):
             output.zero_()
-            return
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        output.copy_(parts.view(world, -1).sum(0, dtype=wide))
-        if self._scattered is not None:
-            self._scattered(unit, parts.view(world, -1))
+        elif self._scattered is not None:
+            self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Numbers of all ranks, added up.
@@ -165,8 +171,22 @@ class ShardCollectives:
         found: list[float] = sums.tolist()
         return found
 
+    def _sum_over_owners(self, output: Tensor, unit: int) -> bool:
+        """The sum of ``output`` over the groups, in place; False in a step that is lost. Each owner adds up a part."""
+        owners = self.layout.owners(self.layout.owned_by(self._run.group.rank).index)
+        what = f"{unit} {_like(output)}"
+        mine = output.new_empty(-(-output.numel() // len(owners)))
+        padded = output.new_zeros(mine.numel() * len(owners))
+        padded[: output.numel()] = output.view(-1)
+        if self._summed(f"scatter owners' {what}", mine, padded, owners) is None:
+            return False
+        if not self._gathered(f"gather owners' {what}", padded, mine, owners):
+            return False
+        output.copy_(padded[: output.numel()].view_as(output))
+        return True
+
     def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """A reduction over all ranks, in place; this rank's numbers if that fails.
+        """A reduction over the shard group, in place; this rank's numbers if that fails.
 
         Raises:
             NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
@@ -183,12 +203,12 @@ class ShardCollectives:
             raise NotImplementedError(
                 f"tensors of a sharded model are not reduced by {op}: use a sum, mean, max or min"
             )
-        everyone = tensor.new_empty((self._run.group.world_size, *tensor.shape))
+        everyone = tensor.new_empty((len(self.peers), *tensor.shape))
         own = tensor.detach().contiguous()
-        if self._carry_out(f"{kind} {_like(own)}", lambda: self._gradients.all_gather(_bytes(everyone), _bytes(own))):
+        if self._gathered(f"{kind} {_like(own)}", everyone, own, self.peers):
             tensor.copy_(everyone.amax(0) if kind == "max" else everyone.amin(0) if kind == "min" else everyone.sum(0))
             if kind == "mean":
-                tensor.div_(self._run.group.world_size)
+                tensor.div_(len(self.peers))
 
     def to_follower(self, tensors: Sequence[Tensor], received: Sequence[Tensor], device: torch.device) -> None:
         """Tensors of this rank to the one that follows it, and those of the one before to here, in place.
@@ -216,6 +236,43 @@ class ShardCollectives:
     @property
     def _gradients(self) -> Any:
         return self._run.group.communicator.gradients
+
+    @property
+    def is_first_owner(self) -> bool:
+        """Whether this rank, of those that own its rows, is the one by which they are counted once."""
+        rank = self._run.group.rank
+        return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The ranks of the shard group."""
+        return self.layout.group_of(self._run.group.rank)
+
+    def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether the ``tensor`` of each of some ranks, this one among them, lies in ``output``."""
+        if len(ranks) == self._run.group.world_size:
+            return self._carry_out(what, lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor)))
+        return self._exchanged(what, output, _bytes(tensor).repeat(len(ranks)), ranks)
+
+    def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
+        """This rank's part of the sum of ``tensor`` over some ranks, this one among them, into ``output``.
+
+        Returns:
+            What was added up, [ranks, elements]; None in a step that is lost.
+        """
+        parts = torch.empty_like(tensor)
+        if not self._exchanged(what, parts, _bytes(tensor), ranks):
+            return None
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        parts = parts.view(len(ranks), -1)
+        output.copy_(parts.sum(0, dtype=wide).view_as(output))
+        return parts
+
+    def _exchanged(self, what: str, output: Tensor, sent: Tensor, ranks: Sequence[int]) -> bool:
+        """Whether each of some ranks has given each of them its part of what it has; ``sent`` is in bytes."""
+        world = range(self._run.group.world_size)
+        splits = [sent.numel() // len(ranks) if rank in ranks else 0 for rank in world if len(ranks) < len(world)]
+        return self._carry_out(what, lambda: self._gradients.all_to_all(_bytes(output), sent, splits, splits))
 
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
         """Make a collective; False in a step that is lost, now or before.

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from elastic_ray.sync.sharded_parameters.checks import check_module
+from elastic_ray.sync.sharded_parameters.checks import check_module, set_shard_size
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import prepare
 from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out, stands_in
 from elastic_ray.sync.sharded_parameters.model_state import take_whole_values
@@ -34,14 +34,15 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     device: torch.device | str | None = None,
+    shard_size: int | None = None,
     **options: Any,
 ) -> Module:
     """Shard a module's parameters, gradients and optimizer state over the workers, however many there are.
 
     As ``torch.distributed.fsdp.fully_shard``, on which it is built: call it on blocks first and on the model last, then
     make the optimizer, then wrap both in ``AdaptiveDataParallel``. Parameters become ``DTensor`` objects, which
-    stay the same objects when the group changes: their rows move. Each row lies with two workers, so that the loss of
-    any one loses nothing; the model is trained as replicated, up to rounding.
+    stay the same objects when the group changes: their rows move. Each row lies with two workers or more, so that the
+    loss of any one loses nothing; the model is trained as replicated, up to rounding.
 
     Args:
         module: a module with a ``forward``, on its device; its parameters have a first dimension, are contiguous, and,
@@ -53,6 +54,9 @@ def fully_shard(
             modules holds itself. By default each module's ``reset_parameters()`` does.
         device: of a module that was built on the meta device: where its shards are to be; by default on the present
             CUDA device, and without CUDA on the CPU.
+        shard_size: workers of a shard group (HSDP), the same for all modules of a model, 2 or more: each group divides
+            the whole model among its workers, and groups average gradients. Where the job's workers are not two or
+            more such groups, and by default, rows are divided among all of them.
         options: others of torch's, for none of which there is room here.
 
     Returns:
@@ -61,20 +65,21 @@ def fully_shard(
     Raises:
         TypeError: an argument is not torch's, or is of another type than here.
         ValueError: the module cannot be sharded, or is sharded already; or its model was wrapped before; or an argument
-            is for modules on the meta device, and it is in memory.
+            is for modules on the meta device, and it is in memory; or ``shard_size`` is below 2, or another one than
+            that of modules inside.
         UnknownTorchError: torch keeps shards in other fields than are known here.
     """
     for name in options:
         if name in _NOT_SERVED:
             raise TypeError(f"elastic_ray.fully_shard has no {name}=, which is torch's: {_NOT_SERVED[name]}")
         raise TypeError(
-            f"fully_shard has no argument {name!r}; it has module, reshard_after_forward, mp_policy, param_init_fn and "
-            "device"
+            f"fully_shard has no argument {name!r}; it has module, reshard_after_forward, mp_policy, param_init_fn, "
+            "device and shard_size"
         )
     _check_types(module, reshard_after_forward, mp_policy, param_init_fn)
     check_torch()
     make_numbers_whole()
-    kind = check_module(module)
+    kind = check_module(module, shard_size)
     place = _device_of(device) if _is_unmade(module, kind, param_init_fn=param_init_fn, device=device) else None
     if place is not None:
         prepare(module, param_init_fn, place)
@@ -86,6 +91,7 @@ def fully_shard(
     )
     if place is not None:
         hollow_out(module, place)
+    set_shard_size(module, shard_size)
     hooked: Any = module
     hooked.register_load_state_dict_pre_hook(take_whole_values)
     return module

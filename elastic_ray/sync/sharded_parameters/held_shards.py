@@ -197,8 +197,8 @@ def _checked(
     return [(piece, rows) for piece, rows in found if rows is not None]
 
 
-def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard) -> Written:
-    """The rows of a shard, as pieces of the whole tensors.
+def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
+    """The rows of a shard, or a share of them, as pieces of the whole tensors.
 
     What else an optimizer keeps of a parameter, such as a count of steps, is written with its first rows. A rank that
     writes others names it as well, so that the names keep their order.
@@ -207,20 +207,26 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard) 
         shapes: of the whole parameters.
         shard: which shard.
         own: its rows.
+        share: which of its owners, of how many, writes here.
     """
     found: Written = {}
     for place, view in own.views.items():
         shape = shapes[place]
+        begin, stop = rows_of(len(view), share)
+        if begin == stop:
+            continue
         first, _ = rows_of(shape[0], shard)
-        start = first * math.prod(shape[1:])
-        states = {key: _piece(value, view, shape, start) for key, value in own.states[view].items()}
-        found[place] = Pieces(shape, view.dtype, ((start, view.detach()),)), states
+        start = (first + begin) * math.prod(shape[1:])
+        rows = cut(own.rows(place), Piece(place, 0, len(view)), Piece(place, begin, stop))
+        value = rows.pop(_VALUE)
+        states = {key: _piece(each, value, shape, start) for key, each in rows.items()}
+        found[place] = Pieces(shape, view.dtype, ((start, value),)), states
     return found
 
 
-def _piece(value: Any, view: Tensor, shape: tuple[int, ...], start: int) -> Any:
+def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    if value.shape == view.shape:
+    if value.shape == rows.shape:
         return Pieces(shape, value.dtype, ((start, value.detach()),))
     return Pieces(tuple(value.shape), value.dtype, ((0, value.detach()),) if start == 0 else ())

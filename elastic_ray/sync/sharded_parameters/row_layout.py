@@ -1,9 +1,9 @@
 """Which rows of which parameters each rank holds, and which move when the group changes (pure).
 
-Torch cuts each parameter along its first dimension as ``torch.chunk`` does: in a group of ``W`` ranks, rank ``r`` owns
-rows ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two
-numbers, the size of the group and its place in it. Each shard lies with two ranks: its owner, and the rank that follows
-it.
+Torch cuts each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
+``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two numbers,
+how many ranks the rows are cut for and its place among them. Each shard lies with two ranks or more: with its owner in
+each of several shard groups, or, in one group of all ranks, with its owner and the rank that follows it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ShardId:
     """A shard of the whole model.
 
     Attributes:
-        world: ranks of the group that it was cut for; 1 or more.
+        world: ranks that it was cut for, those of a shard group; 1 or more.
         index: its place, from 0 to ``world - 1``.
     """
 
@@ -74,9 +74,90 @@ def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 
 
-def shards_of(world: int, rank: int) -> tuple[ShardId, ...]:
-    """What a rank holds in a group: its own shard first, then that of the rank before, which it follows."""
-    return tuple(ShardId(world, (rank - i) % world) for i in range(min(COPIES, world)))
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Which ranks cut the rows among them.
+
+    Attributes:
+        groups: the ranks of each shard group, ascending: those in which a rank's shard has its place. One group of all
+            ranks, whose shards lie with their followers as well, or several of one size, each with all rows.
+
+    Raises:
+        ValueError: the groups are not of one size, or do not hold each rank once.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        ranks = sorted(rank for group in self.groups for rank in group)
+        if not ranks or ranks != list(range(len(ranks))):
+            raise ValueError(f"groups must hold each rank from 0 on once, but got {self.groups}")
+        if len({len(group) for group in self.groups}) > 1 or any(list(each) != sorted(each) for each in self.groups):
+            raise ValueError(f"groups must be of one size, with ascending ranks in each, but got {self.groups}")
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return len(self.groups) * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Shards that the rows are cut into."""
+        return len(self.groups[0])
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each shard has an owner in each of several groups, and no follower."""
+        return len(self.groups) > 1
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks among which the rows of this one are gathered."""
+        return next(group for group in self.groups if rank in group)
+
+    def owned_by(self, rank: int) -> ShardId:
+        """The shard in a rank's model."""
+        return ShardId(self.parts, self.group_of(rank).index(rank))
+
+    def held_by(self, rank: int) -> tuple[ShardId, ...]:
+        """What a rank holds: its own shard first, then that of the rank before, which it follows in a lone group."""
+        own = self.owned_by(rank)
+        copies = 1 if self.is_replicated else min(COPIES, self.parts)
+        return tuple(ShardId(self.parts, (own.index - i) % self.parts) for i in range(copies))
+
+    def owners(self, index: int) -> tuple[int, ...]:
+        """The ranks that own the shard at a place, one of each group, ascending."""
+        return tuple(sorted(group[index] for group in self.groups))
+
+    def holders(self, index: int) -> tuple[int, ...]:
+        """The ranks that hold the shard at a place: owners, ascending, and the follower behind them."""
+        owners = self.owners(index)
+        return owners if self.is_replicated or self.parts == 1 else (*owners, (index + 1) % self.parts)
+
+
+def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = ()) -> Layout:
+    """How the rows are cut in a group.
+
+    Args:
+        world: its ranks.
+        shard_size: ranks of a shard group; None for one group of all. Where fewer than two such groups, or no whole
+            number of them, can be made of the ranks, there is one group of all as well.
+        nodes: of each rank, by default one for all. A group lies on one node as far as a node has enough ranks that are
+            in no group yet; the others are grouped in the order of their nodes.
+    """
+    if shard_size is None or world < 2 * shard_size or world % shard_size:
+        return Layout((tuple(range(world)),))
+    nodes = nodes or [""] * world
+    if len(nodes) != world:
+        raise ValueError(f"nodes must be those of all {world} ranks, but got {len(nodes)}")
+    whole, left = list[int](), list[int]()
+    for node in dict.fromkeys(nodes):
+        here = [rank for rank in range(world) if nodes[rank] == node]
+        fit = len(here) - len(here) % shard_size
+        whole += here[:fit]
+        left += here[fit:]
+    ranks = whole + left
+    groups = [tuple(sorted(ranks[at : at + shard_size])) for at in range(0, world, shard_size)]
+    return Layout(tuple(sorted(groups)))
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
@@ -112,15 +193,16 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
 
 
 def moves(
-    rows: Sequence[int], held: Sequence[Set[ShardId]], widths: Sequence[int] | None = None
+    rows: Sequence[int], held: Sequence[Set[ShardId]], layout: Layout, widths: Sequence[int] | None = None
 ) -> tuple[RowMove, ...]:
-    """What each rank receives so that it holds its two shards of the present group; nothing that it has already.
+    """What each rank receives so that it holds its shards of the present layout; nothing that it has already.
 
     Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
 
     Args:
         rows: of each parameter.
         held: the shards of each rank of the present group.
+        layout: of it.
         widths: elements of a row of each parameter; 1 by default.
 
     Raises:
@@ -133,7 +215,7 @@ def moves(
     found: list[RowMove] = []
     for destination in range(world):
         for param, count in enumerate(rows):
-            wanted = covered([count], shards_of(world, destination))[0]
+            wanted = covered([count], layout.held_by(destination))[0]
             for each in wanted:
                 for missing in _without(each, have[destination][param]):
                     found += _from_holders(

@@ -40,11 +40,11 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     ShardId,
     from_code,
     hand_over,
+    layout_of,
     lost,
     moves,
     pieces_of,
     rows_of,
-    shards_of,
     to_code,
 )
 
@@ -74,7 +74,7 @@ class ShardHolder:
         self._module, self._optimizer, self._number, self._collectives = module, optimizer, number, collectives
         self.params: list[ShardedParam] = params_of(module)
         self._held = HeldShards([each.shape for each in self.params])
-        self._layout = _WHOLE
+        self._layout, self._rank = layout_of(1), 0  # that shards were moved for
         self._mesh: Any = None
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
@@ -89,7 +89,6 @@ class ShardHolder:
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
-        self._layout = _WHOLE
         self._held.keep({_WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
@@ -99,12 +98,15 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """The shards of the present layout: this rank's own first, then the one that it follows, where there is one."""
-        return tuple(self._held.shards[each] for each in shards_of(self._layout.world, self._layout.index))
+        """The shards of the present layout: this rank's own first, then the one that it follows, if any."""
+        return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """What this rank writes into a checkpoint of all ranks."""
-        return written_rows(self._held.shapes, self._layout, self.mine[0])
+        """What this rank writes into a checkpoint of all ranks: its share of the rows that it owns."""
+        own = self._layout.owned_by(self._rank)
+        owners = self._layout.owners(own.index)
+        share = ShardId(len(owners), owners.index(self._rank))
+        return written_rows(self._held.shapes, own, self.mine[0], share)
 
     @property
     def holds(self) -> bool:
@@ -125,7 +127,7 @@ class ShardHolder:
     def _begin(self, seed: int, group: TileGroup) -> None:
         """The first group: no rank holds anything. Each makes the model, one module after the other, for its rows."""
         assert self._first is not None, "only a model without memory is made here"
-        own, shard, states = ShardId(group.world_size, group.rank), Shard(), self._first
+        own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
 
         def keep(place: int, value: Tensor) -> None:
             start, stop = rows_of(self._held.counts[place], own)
@@ -146,15 +148,17 @@ class ShardHolder:
 
         Raises:
             StateLostError: no rank holds some rows; raised on every rank.
+            ValueError: ranks have sharded the model with different ``shard_size``; raised on every rank.
         """
-        communicator = group.communicator
+        communicator, shard_size = group.communicator, self._collectives.shard_size or 0
         own = sorted(to_code(shard) for shard in self._held.shards)
         rows, seed = [own], torch.initial_seed()
         # Also where a first group broke while rows moved: the second copies may not be there yet.
         nothing = self._first is not None and not begun
         if communicator.world_size > 1:
-            sizes = communicator.gather_ints([len(own), int(opened), int(nothing), seed >> 32, seed & _LOW])
+            sizes = communicator.gather_ints([len(own), int(opened), int(nothing), seed >> 32, seed & _LOW, shard_size])
             most = max(size for size, *_ in sizes)
+            _check_shard_sizes([size for *_, size in sizes])
             told = communicator.gather_ints([*own, *[0] * (most - len(own))])
             rows = [row[:size] for row, (size, *_) in zip(told, sizes, strict=True)]
             opened = any(is_open for _, is_open, *_ in sizes)
@@ -162,7 +166,7 @@ class ShardHolder:
             seed = sizes[0][3] << 32 | sizes[0][4]
         if nothing:  # nor does rank 0 gather the whole of what is made
             self._begin(seed, group)
-            return [{ShardId(group.world_size, rank)} for rank in range(group.world_size)], False
+            return [{self._collectives.layout.owned_by(rank)} for rank in range(group.world_size)], False
         everyone = [{from_code(code) for code in row} for row in rows]
         if gone := lost(self._held.counts, everyone):
             raise StateLostError(self._lost_text(gone))
@@ -175,12 +179,12 @@ class ShardHolder:
             group: it.
             everyone: the shards of each of its ranks.
         """
-        held = self._held
+        held, layout = self._held, self._collectives.layout
         widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
-        sent = moves(held.counts, everyone, widths)
+        sent = moves(held.counts, everyone, layout, widths)
         received = carry_out(group.communicator, sent, held.give) if sent else []
-        mine = shards_of(group.world_size, group.rank)
-        memory = self._memory(group)
+        mine = layout.held_by(group.rank)
+        memory = self._memory(mine[0])
         made = {mine[0]: held.take(received, mine[0], lambda piece: memory[piece.param][1])}
         made |= {each: held.take(received, each, self._place) for each in mine[1:]}
         # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
@@ -188,21 +192,22 @@ class ShardHolder:
         if group.world_size > 1:
             group.communicator.gather_ints([1])
         held.keep(made)
-        self._layout = mine[0]
+        self._layout, self._rank = layout, group.rank
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
-        self._mesh = make_mesh(self.params[0].local.device.type, group.rank, group.world_size, self._collectives)
+        device = self.params[0].local.device.type
+        self._mesh = make_mesh(device, mine[0].index, layout.parts, self._collectives)
         adopt(self._module, self._mesh, [(param, *memory[place]) for place, param in enumerate(self.params)])
         if before is not None:
             forget_mesh(before)
         self._first = None
 
-    def _memory(self, group: TileGroup) -> list[tuple[Tensor, Tensor]]:
-        """For the rows that this rank owns in a group: the model's."""
+    def _memory(self, own: ShardId) -> list[tuple[Tensor, Tensor]]:
+        """For the rows that this rank owns: the model's."""
         found = []
         for count, param in zip(self._held.counts, self.params, strict=True):
-            start, stop = rows_of(count, ShardId(group.world_size, group.rank))
-            _, chunk = rows_of(count, ShardId(group.world_size, 0))
+            start, stop = rows_of(count, own)
+            _, chunk = rows_of(count, ShardId(own.world, 0))
             found.append(padded(param, stop - start, chunk))
         return found
 
@@ -212,17 +217,21 @@ class ShardHolder:
         return param.local.new_empty((piece.stop - piece.start, *param.shape[1:]))
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
+        """A sentence: how many rows, and with which workers they were."""
         rows = sum(piece.stop - piece.start for piece in gone)
+        layout, how = self._layout, "two workers that follow each other"
+        if layout.is_replicated:
+            how = f"{len(layout.groups)} workers, one of each shard group"
         whose = f" in the group of {', '.join(self._workers)}" if self._workers else ""
         return (
             f"{rows / sum(self._held.counts):.0%} of the rows of parameters of model {self._number} were lost{whose}: "
-            "each row lies with two workers that follow each other, and none that lives has these"
+            f"each row lies with {how}, and none that lives has these"
         )
 
     def hand_over(self, group: TileGroup, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
-        world, counts = group.world_size, self._held.counts
-        given = hand_over([set(shards_of(world, rank)) for rank in range(world)], stays)
+        counts, layout = self._held.counts, self._collectives.layout
+        given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
         sent = [
             RowMove(source, destination, piece)
             for shard, source, destination in given
@@ -236,17 +245,29 @@ class ShardHolder:
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def compare(self, communicator: Communicator) -> None:
-        """Whether each rank's shard is, bit by bit, what the rank that follows it has.
+        """Whether each rank's shard is, bit by bit, what its other holders have.
 
         Raises:
             ReplicasDifferError: it is not; raised on every rank.
         """
         sums = [sum(int(sum_of_bits(view)) for view in shard.views.values()) for shard in self.mine]
         rows = communicator.gather_ints([each & ((1 << 62) - 1) for each in sums])
-        bad = [rank for rank, (own, _) in enumerate(rows) if rows[(rank + 1) % len(rows)][1] != own]
+        layout = self._layout
+        sums_of = [dict(zip(layout.held_by(rank), row, strict=True)) for rank, row in enumerate(rows)]
+        pairs = [
+            (first, other)
+            for index in range(layout.parts)
+            for first, *others in [layout.holders(index)]
+            for other in others
+        ]
+        bad = [
+            (one, other)
+            for one, other in pairs
+            if sums_of[other][layout.owned_by(one)] != sums_of[one][layout.owned_by(one)]
+        ]
         if bad:
             raise ReplicasDifferError(
-                f"rows of parameters that rank {bad[0]} owns differ from those that rank {(bad[0] + 1) % len(rows)} "
+                f"rows of parameters that rank {bad[0][0]} owns differ from those that rank {bad[0][1]} "
                 f"has of them, in model {self._number}: whatever changes parameters of a sharded model besides its "
                 "optimizer's step (initialisation after the first step, clipping of weights, averages that are written "
                 "back) reaches only the rows that a rank owns. Change them by load_state_dict(), on all ranks"
@@ -254,9 +275,10 @@ class ShardHolder:
 
     def collect(self, group: TileGroup) -> Whole | None:
         """The whole on rank 0; None elsewhere. All ranks call it."""
-        world, counts = group.world_size, self._held.counts
-        needed = [ShardId(world, rank) for rank in range(world) if ShardId(world, rank) not in shards_of(world, 0)]
-        sent = [RowMove(each.index, 0, piece) for each in needed for piece in pieces_of(counts, each)]
+        layout, counts = self._layout, self._held.counts
+        owned = [(rank, layout.owned_by(rank)) for rank in layout.group_of(0)]
+        needed = [(rank, shard) for rank, shard in owned if shard not in layout.held_by(0)]
+        sent = [RowMove(rank, 0, piece) for rank, shard in needed for piece in pieces_of(counts, shard)]
         received = carry_out(group.communicator, sent, self._held.give) if sent else []
         return self.whole(received) if group.rank == 0 else None
 
@@ -318,6 +340,16 @@ class ShardHolder:
             shards[from_code(int(code))] = shard
         self._held.keep(shards)
         self._first = None
+
+
+def _check_shard_sizes(sizes: Sequence[int]) -> None:
+    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
+    other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"shard_size must be the same on all workers, but is {sizes[0] or None} on rank 0 and "
+            f"{sizes[other] or None} on rank {other}"
+        )
 
 
 def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:

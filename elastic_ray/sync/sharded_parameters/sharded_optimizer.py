@@ -1,10 +1,11 @@
 """Parameters and optimizer state of one sharded model: updates, and changes of the group (torch).
 
 Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
-the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. What one rank has
-heard decided can be done on every rank that lives: both holders of a shard have all that the update takes, and make it
-alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on but rows for the new
-layout.
+the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Where shards have
+an owner in each of several shard groups, there is no follower, and all owners have the gradients already. What one rank
+has heard decided can be done on every rank that lives: all holders of a shard have all that the update takes, and make
+it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on but rows for the
+new layout.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
 
 _STATE, _STEP = 2, 3  # what is announced; see Intent.SHARDS
+_ONE_GROUP = (
+    "model {number} is sharded with shard_size={size}, but {world} workers are not two or more groups of {size}: its "
+    "rows are divided among all of them, each with two workers, until the group has such a size. "
+    "SchedulingConfig(multiple_of={size}) has the allocator choose one"
+)
 
 
 class ShardedOptimizer:
@@ -60,6 +66,7 @@ class ShardedOptimizer:
         self._pending: PendingShards | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: Whole | None = None
+        self._told = False
 
     @property
     def params(self) -> Sequence[ShardedParam]:
@@ -116,7 +123,10 @@ class ShardedOptimizer:
     def _grads_of_followed(self) -> dict[int, Tensor]:
         """The gradients that the rank before has for its shard, in return for one's own to the rank that follows."""
         own = self._own_grads()
-        _, followed = self._holder.mine
+        _, *follows = self._holder.mine
+        if not follows:  # the other owners have the same
+            return {}
+        (followed,) = follows
         trained = [place for place, each in enumerate(self.params) if each.param.grad is not None]
         received = {
             place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
@@ -178,8 +188,17 @@ class ShardedOptimizer:
         everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
         self._holder.arrange(group, everyone)
         self._pending, self._followed, self._begun = None, {}, True
+        self._tell_of_layout()
         if self._open and self.divided:
             self._gathered = self._holder.collect(group)
+
+    def _tell_of_layout(self) -> None:
+        """Say once, where shard groups are wanted, that the present group cannot be made of several."""
+        size, world = self._collectives.shard_size, self._run.group.world_size
+        if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
+            return
+        self._told = True
+        self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
@@ -197,7 +216,7 @@ class ShardedOptimizer:
         """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
 
         At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
-        The two holders of each shard are compared by the way.
+        The holders of each shard are compared by the way.
 
         Raises:
             ReplicasDifferError: they differ; raised on every rank.

@@ -39,6 +39,17 @@ def _turned() -> nn.Module:
     return layer
 
 
+def _partly(shard_size: int) -> nn.Module:
+    model = Net()
+    er.fully_shard(model.blocks[0], shard_size=shard_size)
+    return model
+
+
+def _two_sizes() -> tuple[Any, Any]:
+    model = nn.Sequential(*(er.fully_shard(nn.Linear(2, 2), shard_size=size) for size in (2, 3)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def _sharded_twice() -> nn.Module:
     return er.fully_shard(nn.Linear(2, 2))
 
@@ -56,6 +67,15 @@ def _sharded_twice() -> nn.Module:
         (Net, {"offload_policy": None}, TypeError, "has no offload_policy=.*stay on the device"),
         (Net, {"shard": 1}, TypeError, "no argument 'shard'; it has module"),
         (Net, {"reshard_after_forward": 2}, TypeError, "True, False or None, but got 2"),
+        (Net, {"shard_size": 1}, ValueError, "shard_size must be 2 or more, or None.*but got 1"),
+        (Net, {"shard_size": 2.0}, TypeError, "shard_size must be a number of workers or None, but got 2.0"),
+        (
+            lambda: _partly(4),
+            {"shard_size": 2},
+            ValueError,
+            r"the same for all modules of a model, but is 4 for blocks\.0 of Net, and here 2",
+        ),
+        (lambda: _partly(4), {}, ValueError, r"but is 4 for blocks\.0 of Net, and here None"),
         (Net, {"mp_policy": torch.bfloat16}, TypeError, "MixedPrecisionPolicy, but got dtype"),
     ],
 )
@@ -95,6 +115,7 @@ def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
         (_before, {}, ValueError, r"before the model was sharded.*make it after fully_shard\(model\)"),
         (_in_part, {}, StrategyError, r"first\.weight.* are not: call elastic_ray\.fully_shard\(model\)"),
         (_by_torch, {}, StrategyError, "by torch's fully_shard or in a run before"),
+        (_two_sizes, {}, ValueError, "shard_size must be the same for all modules.* is 2 for 0 and 3 for 1"),
         (_good, {"strategy": "zero1"}, StrategyError, "strategy must be left out.*'zero1'"),
         (_good, {"grad_scaler": torch.amp.GradScaler("cpu")}, StrategyError, "Train in bfloat16"),
         (lambda: _good(torch.optim.Adafactor), {}, StrategyError, "Adafactor cannot step a sharded model"),

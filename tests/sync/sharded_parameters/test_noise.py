@@ -37,6 +37,7 @@ class Case:
     dead: bool = False
     rule: str = "none"
     wish: int | None = None
+    shard_size: int | None = None
     epochs: int = 3
 
 
@@ -53,7 +54,7 @@ class Found:
 
 def train(case: Case, *, sharded: bool) -> Found:
     """In three groups of parameters, two of which share the blocks."""
-    model = sharded_net() if sharded else Net()
+    model = sharded_net(shard_size=case.shard_size) if sharded else Net()
     blocks = [[p for p in model.blocks.parameters() if (p.dim() > 1) == is_weight] for is_weight in (True, False)]
     rest = [p for name, p in model.named_parameters() if "blocks" not in name]
     optimizer = MAKERS[case.optimizer]([{"params": each} for each in (*blocks, rest)])
@@ -111,8 +112,13 @@ def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], *,
         (2, {"losses": 2}),
         (2, {"clip": True}),
         (3, {"dead": True}),
+        (4, {"batch": 14, "shard_size": 2}),
+        (6, {"micro": 2, "shard_size": 2}),
     ],
-    ids=["2", "unequal", "accumulated", "pairs", "alone", "two losses", "clipped", "dead columns"],
+    ids=[
+        *("2", "unequal", "accumulated", "pairs", "alone", "two losses", "clipped", "dead columns"),
+        *("two shard groups", "three shard groups"),
+    ],
 )
 def test_it_is_that_of_replicas(optimizer: str, workers: int, options: dict[str, Any]) -> None:
     case = Case(optimizer, **options)

@@ -8,24 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.sync.sharded_parameters.row_layout import (
+    Layout,
     Piece,
     ShardId,
     covered,
     from_code,
     hand_over,
+    layout_of,
     lost,
     moves,
     pieces_of,
     rows_of,
-    shards_of,
     to_code,
 )
 
 ROWS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
-def held_in(world: int) -> list[set[ShardId]]:
-    return [set(shards_of(world, rank)) for rank in range(world)]
+LAYOUTS = st.builds(
+    lambda world, size, nodes: layout_of(world, size, nodes[:world]),
+    st.integers(1, 8),
+    st.one_of(st.none(), st.integers(2, 4)),
+    st.lists(st.sampled_from("abc"), min_size=8, max_size=8),
+)
+
+
+def held_in(layout: Layout) -> list[set[ShardId]]:
+    return [set(layout.held_by(rank)) for rank in range(layout.world)]
 
 
 def cells(shards: set[ShardId], rows: list[int]) -> set[tuple[int, int]]:
@@ -40,39 +49,52 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, world: int) -> None:
         assert list(range(*rows_of(rows, ShardId(world, index)))) == chunk
 
 
-@given(rows=ROWS, before=st.integers(1, 7), data=st.data())
+@given(rows=ROWS, before=LAYOUTS, size=st.sampled_from([None, 2, 3]), data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_after_any_change_each_rank_holds_its_shards_and_received_only_what_it_lacked(
-    rows: list[int], before: int, data: st.DataObject
+    rows: list[int], before: Layout, size: int | None, data: st.DataObject
 ) -> None:
     old = held_in(before)
-    survivors = data.draw(st.lists(st.sampled_from(range(before)), min_size=1, unique=True))
+    survivors = data.draw(st.lists(st.sampled_from(range(before.world)), min_size=1, unique=True))
     joiners = data.draw(st.integers(0, 4))
     held: list[set[ShardId]] = [old[rank] for rank in survivors] + [set() for _ in range(joiners)]
+    after = layout_of(len(held), size)
     gone = lost(rows, held)
     everything = {(param, row) for param, count in enumerate(rows) for row in range(count)}
     assert {(p.param, r) for p in gone for r in range(p.start, p.stop)} == everything - cells(set().union(*held), rows)
     if gone:
         with pytest.raises(ValueError, match="every row must have a holder"):
-            moves(rows, held)
+            moves(rows, held, after)
         return
     have = [cells(mine, rows) for mine in held]
     received: list[set[tuple[int, int]]] = [set() for _ in held]
-    for move in moves(rows, held):
+    for move in moves(rows, held, after):
         moved = {(move.piece.param, row) for row in range(move.piece.start, move.piece.stop)}
         assert moved and moved <= have[move.source], "from one that has it"
         assert not moved & (have[move.destination] | received[move.destination]), "to one that lacks it, once"
         received[move.destination] |= moved
     for rank, mine in enumerate(received):
-        wanted = cells(set(shards_of(len(held), rank)), rows)
+        wanted = cells(set(after.held_by(rank)), rows)
         assert mine == wanted - have[rank], "all that is needed, and nothing else"
 
 
-@given(rows=ROWS, world=st.integers(2, 8), data=st.data())
-def test_one_loss_of_any_rank_loses_no_row_and_two_neighbours_lose_some(
-    rows: list[int], world: int, data: st.DataObject
+@given(rows=ROWS, layout=LAYOUTS.filter(lambda each: each.world > 1), data=st.data())
+def test_a_loss_loses_no_row_unless_all_holders_of_one_are_lost(
+    rows: list[int], layout: Layout, data: st.DataObject
 ) -> None:
-    held = held_in(world)
+    held = held_in(layout)
+    for dead in range(layout.world):
+        assert not lost(rows, [mine for rank, mine in enumerate(held) if rank != dead])
+    index = data.draw(st.integers(0, layout.parts - 1))
+    holders = layout.holders(index)
+    assert [ShardId(layout.parts, index) in mine for mine in held] == [rank in holders for rank in range(layout.world)]
+    left = [mine for rank, mine in enumerate(held) if rank not in holders]
+    assert lost(rows, left) or not pieces_of(rows, ShardId(layout.parts, index))
+
+
+@given(rows=ROWS, world=st.integers(2, 8), data=st.data())
+def test_in_one_group_two_neighbours_lose_some(rows: list[int], world: int, data: st.DataObject) -> None:
+    held = held_in(layout_of(world))
     dead = data.draw(st.integers(0, world - 1))
     assert not lost(rows, [mine for rank, mine in enumerate(held) if rank != dead])
     neighbours = {dead, (dead + 1) % world}
@@ -81,12 +103,13 @@ def test_one_loss_of_any_rank_loses_no_row_and_two_neighbours_lose_some(
     assert lost(rows, left) or not owned or not left or world == 2
 
 
-@given(rows=ROWS, world=st.integers(2, 8), data=st.data())
+@given(rows=ROWS, layout=LAYOUTS.filter(lambda each: each.world > 1), data=st.data())
 def test_leavers_hand_over_so_that_one_more_loss_loses_nothing(
-    rows: list[int], world: int, data: st.DataObject
+    rows: list[int], layout: Layout, data: st.DataObject
 ) -> None:
+    world = layout.world
     stays = data.draw(st.lists(st.booleans(), min_size=world, max_size=world).filter(any))
-    held = held_in(world)
+    held = held_in(layout)
     before = [set(mine) for mine in held]
     for shard, source, destination in hand_over(held, stays):
         assert shard in before[source] and stays[destination] and shard not in held[destination]
@@ -102,7 +125,7 @@ def test_leavers_hand_over_so_that_one_more_loss_loses_nothing(
 def test_senders_share_the_work() -> None:
     held = [{ShardId(1, 0)}, {ShardId(1, 0)}, set(), set()]
     sent = [0, 0]
-    for move in moves([40, 40], held):
+    for move in moves([40, 40], held, layout_of(4)):
         sent[move.source] += move.piece.stop - move.piece.start
     assert sent[0] == sent[1] == 40
 
@@ -116,3 +139,25 @@ def test_a_shard_has_a_code() -> None:
 def test_ranges_that_touch_are_one() -> None:
     assert covered([10], [ShardId(2, 0), ShardId(2, 1)]) == [[(0, 10)]]
     assert pieces_of([1, 4], ShardId(4, 2)) == (Piece(1, 2, 3),)
+
+
+@given(world=st.integers(1, 16), size=st.integers(2, 5), data=st.data())
+def test_shard_groups_are_on_one_node_wherever_nodes_have_enough_ranks(
+    world: int, size: int, data: st.DataObject
+) -> None:
+    nodes = data.draw(st.lists(st.sampled_from("abcd"), min_size=world, max_size=world))
+    layout = layout_of(world, size, nodes)
+    if world % size or world < 2 * size:
+        assert layout == layout_of(world) and not layout.is_replicated
+        return
+    assert layout.world == world and layout.parts == size and layout.is_replicated
+    for index in range(size):
+        assert [layout.owned_by(rank) for rank in layout.owners(index)] == [ShardId(size, index)] * (world // size)
+    on_one = [len({nodes[rank] for rank in group}) == 1 for group in layout.groups]
+    assert sum(on_one) >= sum(nodes.count(node) // size for node in set(nodes))
+
+
+@pytest.mark.parametrize("groups", [(), ((0, 1), (2,)), ((0, 2),), ((1, 0),), ((0, 1), (1, 2))])
+def test_groups_hold_each_rank_once(groups: tuple[tuple[int, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="groups must"):
+        Layout(groups)

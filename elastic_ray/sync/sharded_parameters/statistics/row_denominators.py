@@ -59,11 +59,14 @@ class RowDenominators:
         return self.adam_like and not fresh
 
     @torch.no_grad()
-    def refresh(self, step: int, add_up: Callable[[Sequence[float]], Sequence[float]]) -> None:
+    def refresh(
+        self, step: int, add_up: Callable[[Sequence[float]], Sequence[float]], *, counts: bool = True
+    ) -> None:
         """Find them; all ranks call it.
 
         Args:
             step: committed ones.
+            counts: whether this rank's rows are to be counted here, and not with another owner's.
             add_up: adds up numbers over all ranks.
 
         Raises:
@@ -76,7 +79,8 @@ class RowDenominators:
             size = denominators(own.states[view], options, view.dtype)
             if size is not None:
                 sizes[place] = size.reshape(-1)
-        squares = [float(sizes[each].square().sum()) if each in sizes else 0.0 for each in range(len(params))]
+        counted = sizes if counts else {}
+        squares = [float(counted[each].square().sum()) if each in counted else 0.0 for each in range(len(params))]
         self._found = {}
         for place, square in enumerate(add_up(squares)):
             if square > 0:

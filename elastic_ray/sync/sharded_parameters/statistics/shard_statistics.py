@@ -1,8 +1,8 @@
 """Statistics of a sharded model's gradients, while they are scattered (torch).
 
-A rank that owns rows receives every rank's gradient of them by itself, and adds these up. So it knows their squared
-norms, and that of their mean, in units of its own optimizer state. Sums over the owners ride on what ranks agree by at
-the end of a backward pass.
+A rank that owns rows receives each gradient of them in its shard group by itself, and adds these up. So it knows their
+squared norms, and that of the mean over all groups, in units of its own optimizer state. Sums over the owners ride on
+what ranks agree by at the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -131,14 +131,15 @@ class ShardStatistics:
             CommunicationFailedError: the group broke.
         """
         if self._refreshes:
-            self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up)
+            first = self._collectives.is_first_owner
+            self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up, counts=first)
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
-        """All ranks' gradients of the rows that this rank owns of a sharded module have come, [ranks, elements]."""
+        """The shard group's gradients of this rank's rows of a sharded module have come, [ranks, elements]."""
         step, groups = self._step, self._optimizer.groups
         assert step is not None, "only steps are measured"
-        weights = [[step.weight(rank)] for rank in range(len(parts))]
+        weights = [[step.weight(rank)] for rank in self._collectives.peers]
         shares = torch.tensor(weights, dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device)
         start = 0
         for param, rows, padded in scattered_params(self._units[number]):
@@ -189,7 +190,9 @@ class ShardStatistics:
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
-            own = [*map(float, statistics.local_norms()), *statistics.own_part_of_mean(self._mean_rows())]
+            mean = statistics.own_part_of_mean(self._mean_rows())
+            counted = self._collectives.is_first_owner
+            own = [*map(float, statistics.local_norms()), *(mean if counted else [0.0] * len(mean))]
         first = self._run.group.rank == 0
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size)]
 
