@@ -9,7 +9,6 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.membership.worker_side import LostGroupError
-from elastic_ray.session.current import session_of_thread
 from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from tests.loop.changing import Change, Kill, Outcome, run_job
@@ -81,26 +80,6 @@ def test_both_holders_of_a_row_lost_lose_the_state() -> None:
     """Workers 2 and 4 own the second half."""
     with pytest.raises((StateLostError, LostGroupError), match="lies with 2 workers, one of each shard group"):
         run(case(), [Kill(5, 2, "forward"), Kill(5, 4, "receiving")], FOUR)
-
-
-@pytest.mark.parametrize("lost", [2, 3])
-def test_a_worker_that_is_lost_in_an_evaluation_takes_nothing_with_it(lost: int) -> None:
-    """Groups do not wait for each other there but where the model is called."""
-
-    def between(own: Run, step: int) -> None:
-        if step != 5:
-            return
-        with torch.no_grad():
-            for number, (x, _) in enumerate(er.AdaptiveDataLoader(own.dataset, batch_size=12)):
-                if number == 3:
-                    session = session_of_thread()
-                    assert session is not None
-                    session.moment("validation")
-                seen.append(own.wrapped(x).sum().item())
-
-    seen: list[float] = []
-    found = check(case(between=between), [Kill(5, lost, "validation")], FOUR)
-    assert len(found.groups) == 2 and len(seen) >= 4 * 3
 
 
 def test_rows_that_differ_between_groups_are_found() -> None:
