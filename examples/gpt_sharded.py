@@ -242,9 +242,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="a smaller model, fewer steps")
-    parser.add_argument(
-        "--meta", action="store_true", help="build the disturbed job's model on torch's meta device"
-    )
+    parser.add_argument("--meta", action="store_true", help="build the disturbed job's model on torch's meta device")
     return parser.parse_args()
 
 

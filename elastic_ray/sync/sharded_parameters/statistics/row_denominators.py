@@ -59,9 +59,7 @@ class RowDenominators:
         return self.adam_like and not fresh
 
     @torch.no_grad()
-    def refresh(
-        self, step: int, add_up: Callable[[Sequence[float]], Sequence[float]], *, counts: bool = True
-    ) -> None:
+    def refresh(self, step: int, add_up: Callable[[Sequence[float]], Sequence[float]], *, counts: bool = True) -> None:
         """Find them; all ranks call it.
 
         Args:
