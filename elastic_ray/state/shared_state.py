@@ -289,7 +289,9 @@ class SharedState:
                     self._receive(communicator, source)
                     received = True
         self.complete, self.loaded = True, False
-        return Exchanged(received=received, passes=max(row.passes for row in everyone))
+        # Who is behind has taken over what the furthest have, and may have ended a pass that goes on there.
+        furthest = max(each.order() for each in everyone)
+        return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
 
     def _layout(self) -> dict[str, str]:
         found = {"the place to begin at": self.progress.place}

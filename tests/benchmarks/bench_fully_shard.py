@@ -189,6 +189,19 @@ def _start(role: str, world: int, folder: str) -> None:
             rank.kill()
 
 
+def shard_by_torch(mesh: Any) -> Any:
+    """The model, by torch's own ``fully_shard``; gradients are summed and divided, for gloo has no average."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    model = common.build_model()
+    for layer in (*(each for each in model if isinstance(each, torch.nn.Linear)), model):
+        fully_shard(layer, mesh=mesh)
+        layer.set_gradient_divide_factor(float(mesh.size()))
+        layer.set_force_sum_reduction_for_comms(True)
+    return model
+
+
 def _rank(role: str, folder: str) -> None:
     """One rank: torch's own fully_shard and distributed checkpoint, a step, and what the role asks for."""
     import torch
@@ -196,20 +209,10 @@ def _rank(role: str, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = common.build_model()
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for layer in (model, *model):
-        if hasattr(layer, "set_gradient_divide_factor"):
-            layer.set_gradient_divide_factor(1.0)
-            layer.set_force_sum_reduction_for_comms(True)
+    model = shard_by_torch(init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if role == "restart":
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))

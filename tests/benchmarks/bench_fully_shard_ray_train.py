@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import common
-from bench_fully_shard import ShardedJob
-from common import StepLog, arguments, bar, finish, median, ratio
-from ray_train_baseline import RayTrainJob, join_group
+from bench_fully_shard import ShardedJob, shard_by_torch
+from common import arguments, bar, finish, median, ratio
+from ray_train_baseline import RayTrainJob, join_group, train_on
 from scenarios import pauses, resize_elastic, resize_ray_train, run_sides
 
 EVENTS = ("1->2", "2->4", "4->3")
@@ -51,38 +49,12 @@ def train_loop(config: dict[str, Any]) -> None:
     """Shard, restore, train, and report a checkpoint of all ranks, each with its own part."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
     rank, world = join_group(config)
-    mesh = init_device_mesh("cpu", (world,))
-    model = common.build_model()
-    for layer in model:
-        if isinstance(layer, torch.nn.Linear):
-            fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for layer in (model, *model):
-        if hasattr(layer, "set_gradient_divide_factor"):  # gloo has no average
-            layer.set_gradient_divide_factor(float(world))
-            layer.set_force_sum_reduction_for_comms(True)
+    model = shard_by_torch(init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     _restore(model, optimizer)
-    batches = torch.utils.data.DataLoader(
-        common.Rows(), batch_size=common.GLOBAL_BATCH // world, shuffle=True, drop_last=True
-    )
-    log = StepLog(Path(config["log"]))
-    while True:
-        for x, y in batches:
-            optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            model.steps += 1
-            if rank == 0:
-                log.append(world=world, step=int(model.steps))
-            if int(model.steps) % common.CHECKPOINT_EVERY == 0:
-                _report(model, optimizer)
-                last = Path(config["last"])
-                if last.exists() and int(model.steps) >= int(last.read_text()):
-                    return
+    train_on(config, model, model, optimizer, rank=rank, world=world, report=lambda: _report(model, optimizer))
 
 
 def _restore(model: Any, optimizer: Any) -> None:

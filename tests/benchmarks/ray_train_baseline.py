@@ -19,13 +19,38 @@ from common import StepLog
 def train_loop(config: dict[str, Any]) -> None:
     """As Ray Train's guide to elastic training has it: restore, train, report with a checkpoint."""
     import ray.train.torch
-    import torch
 
     rank, world = join_group(config)
     model = common.build_model()
     optimizer = common.build_optimizer(model)
     _restore(model, optimizer)
     parallel = ray.train.torch.prepare_model(model)
+    train_on(config, model, parallel, optimizer, rank=rank, world=world, report=lambda: _report(model, optimizer, rank))
+
+
+def train_on(
+    config: dict[str, Any],
+    model: Any,
+    call: Callable[[Any], Any],
+    optimizer: Any,
+    *,
+    rank: int,
+    world: int,
+    report: Callable[[], None],
+) -> None:
+    """Train, with a report every ten steps, until a file says which step is the last.
+
+    Args:
+        config: paths of the log of steps and of that file.
+        model: counts its steps.
+        call: the model, as it is called.
+        optimizer: of it.
+        rank: of this worker.
+        world: workers.
+        report: reports, with a checkpoint.
+    """
+    import torch
+
     batches = torch.utils.data.DataLoader(
         common.Rows(), batch_size=common.GLOBAL_BATCH // world, shuffle=True, drop_last=True
     )
@@ -33,13 +58,13 @@ def train_loop(config: dict[str, Any]) -> None:
     while True:
         for x, y in batches:
             optimizer.zero_grad()
-            torch.nn.functional.cross_entropy(parallel(x), y).backward()
+            torch.nn.functional.cross_entropy(call(x), y).backward()
             optimizer.step()
             model.steps += 1
             if rank == 0:
                 log.append(world=world, step=int(model.steps))
             if int(model.steps) % common.CHECKPOINT_EVERY == 0:
-                _report(model, optimizer, rank)
+                report()
                 last = Path(config["last"])
                 if last.exists() and int(model.steps) >= int(last.read_text()):
                     return

@@ -29,21 +29,26 @@ from tests.placement.test_constraints import (
 )
 from tests.placement.views import cluster, model, view
 
-needs = st.builds(
-    lambda room, sharded, replicated, copies: MemoryNeed(
-        available_bytes=replicated + room, sharded_bytes=sharded, replicated_bytes=replicated, copies=copies
-    ),
-    st.integers(1, 60),
-    st.integers(0, 100),
-    st.integers(0, 20),
-    st.integers(1, 3),
-)
+
+@st.composite
+def needs(draw: st.DrawFn) -> MemoryNeed:
+    """With and without shard groups, which are large enough."""
+    sharded, replicated = draw(st.integers(0, 100)), draw(st.integers(0, 20))
+    shard_size = draw(st.none() | st.integers(1, 4))
+    least = 1 if shard_size is None else max(1, -(-sharded // shard_size))
+    return MemoryNeed(
+        available_bytes=replicated + least + draw(st.integers(0, 60)),
+        sharded_bytes=sharded,
+        replicated_bytes=replicated,
+        copies=draw(st.integers(1, 3)),
+        shard_size=shard_size,
+    )
 
 
 @st.composite
 def some_sizes(draw: st.DrawFn) -> AllowedSizes:
     """Any, multiples or certain ones; with or without a bound on memory that leaves one of these."""
-    memory = draw(st.none() | needs)
+    memory = draw(st.none() | needs())
     least = 1 if memory is None else memory.least_workers
     if draw(st.booleans()):
         return AllowedSizes(multiple_of=draw(st.integers(1, 4)), memory=memory)
@@ -132,11 +137,13 @@ def test_a_size_between_two_leads_from_one_to_the_other_and_brings_nothing_by_it
     assert goodputs(only, [8])[6] == goodputs(free, [8])[3]
 
 
-@given(need=needs)
+@given(need=needs())
 def test_the_need_falls_and_fits_from_the_least_size_on(need: MemoryNeed) -> None:
     each = [need.need_bytes(n) for n in range(1, 400)]
     assert all(later <= sooner for sooner, later in itertools.pairwise(each))
     assert each[: need.copies] == [need.replicated_bytes + need.sharded_bytes] * need.copies
+    if need.shard_size is not None:
+        assert each[-1] == need.replicated_bytes - (-need.sharded_bytes // need.shard_size), "the part of one group"
     fits = [n for n, nbytes in enumerate(each, 1) if nbytes <= need.available_bytes]
     assert need.least_workers == fits[0]
 
@@ -147,6 +154,8 @@ def test_the_need_falls_and_fits_from_the_least_size_on(need: MemoryNeed) -> Non
         ({"available_bytes": 0}, "available_bytes must be a whole number, 1 or more, but got 0"),
         ({"available_bytes": 8e9}, "available_bytes must be a whole number"),
         ({"sharded_bytes": -1}, "sharded_bytes must be a whole number, 0 or more, but got -1"),
+        ({"shard_size": 0}, "shard_size must be a whole number, 1 or more, but got 0"),
+        ({"sharded_bytes": 500, "shard_size": 4}, "must be 125 or more.*any size with shard_size=4, but got 100"),
         ({"copies": 0}, "copies must be a whole number, 1 or more, but got 0"),
         ({"replicated_bytes": True}, "replicated_bytes must be a whole number"),
         ({"replicated_bytes": 100}, "above replicated_bytes.*available_bytes=100 and replicated_bytes=100"),

@@ -270,8 +270,9 @@ class ShardCollectives:
 
     def _exchanged(self, what: str, output: Tensor, sent: Tensor, ranks: Sequence[int]) -> bool:
         """Whether each of some ranks has given each of them its part of what it has; ``sent`` is in bytes."""
-        world = range(self._run.group.world_size)
-        splits = [sent.numel() // len(ranks) if rank in ranks else 0 for rank in world if len(ranks) < len(world)]
+        world, splits = self._run.group.world_size, list[int]()  # none: equal parts for all
+        if len(ranks) < world:
+            splits = [sent.numel() // len(ranks) if rank in ranks else 0 for rank in range(world)]
         return self._carry_out(what, lambda: self._gradients.all_to_all(_bytes(output), sent, splits, splits))
 
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:

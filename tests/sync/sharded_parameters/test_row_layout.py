@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.sync.sharded_parameters.row_layout import (
+    COPIES,
     Layout,
     Piece,
     ShardId,
@@ -21,6 +22,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     rows_of,
     to_code,
 )
+from placement.cluster.memory_need import MemoryNeed
 
 ROWS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
@@ -161,3 +163,15 @@ def test_shard_groups_are_on_one_node_wherever_nodes_have_enough_ranks(
 def test_groups_hold_each_rank_once(groups: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="groups must"):
         Layout(groups)
+
+
+@given(shard_size=st.integers(2, 4), world=st.integers(1, 24))
+def test_no_rank_holds_more_rows_than_its_memory_is_counted_for(shard_size: int, world: int) -> None:
+    rows = 24 * shard_size * world  # which all layouts divide evenly
+    need = MemoryNeed(available_bytes=rows, sharded_bytes=rows, copies=COPIES, shard_size=shard_size)
+    layout = layout_of(world, shard_size)
+    for rank in range(world):
+        pieces = [piece for shard in layout.held_by(rank) for piece in pieces_of([rows], shard)]
+        held = sum(piece.stop - piece.start for piece in pieces)
+        assert held <= need.need_bytes(world)
+        assert held == need.need_bytes(world) or (world > 2 * shard_size and world % shard_size)

@@ -64,8 +64,8 @@ class RowDenominators:
 
         Args:
             step: committed ones.
-            counts: whether this rank's rows are to be counted here, and not with another owner's.
             add_up: adds up numbers over all ranks.
+            counts: whether this rank's rows are to be counted here, and not with another owner's.
 
         Raises:
             CommunicationFailedError: the group broke.

@@ -50,6 +50,7 @@ class ShardStatistics:
         self._collectives, self._statistics, self._denominators = collectives, statistics, denominators
         self._units = units_of(module)
         self._places = {id(each.param): place for place, each in enumerate(optimizer.params)}
+        self._groups: dict[int, int] = {}  # of the optimizer, by place, in the pass in progress
         self._step: StepView | None = None
         self._micro = self._passes = 0
         self._open = True  # until the optimizer steps
@@ -103,6 +104,7 @@ class ShardStatistics:
         ledger = self._run.ledger
         self._goes_on = self._measures = False
         if step is not None:
+            self._groups = self._optimizer.groups
             if step is not self._step:
                 self._begin_step(step)
             elif step.micro != self._micro:
@@ -137,7 +139,7 @@ class ShardStatistics:
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
         """The shard group's gradients of this rank's rows of a sharded module have come, [ranks, elements]."""
-        step, groups = self._step, self._optimizer.groups
+        step, groups = self._step, self._groups
         assert step is not None, "only steps are measured"
         weights = [[step.weight(rank)] for rank in self._collectives.peers]
         shares = torch.tensor(weights, dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device)
@@ -161,7 +163,7 @@ class ShardStatistics:
 
     def _mean_rows(self) -> list[MeanRows]:
         """What ``.grad`` holds of the rows that this rank owns."""
-        groups = self._optimizer.groups
+        groups = self._groups
         grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
