@@ -17,6 +17,8 @@ import torch
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.codec import SparseIndex, TensorIndex, encode
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.shared_state import SharedState
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,
@@ -335,3 +337,32 @@ def test_an_optimizer_whose_options_hold_themselves_is_named() -> None:
     optimizer = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "options": options}], lr=0.1)
     with pytest.raises(UnsafeStateError, match=r"'optimizer/0'.*\['own'\]\[0\]\[0\]\['own'\].*or holds itself"):
         check_plain({"optimizer/0": OptimizerState(optimizer).capture()})
+
+
+# -- passes ------------------------------------------------------------------------------------------------------------
+
+
+class NothingDrifts:
+    """Replicas that are always averaged."""
+
+    marker = 0
+
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None: ...
+
+
+def entered_after(steps: int, passes: int) -> Callable[[Communicator], tuple[int, int, int]]:
+    """What a rank that stands there hears of ended passes, and where it stands behind the exchange."""
+
+    def enter(communicator: Communicator) -> tuple[int, int, int]:
+        states = SharedState(RunProgress(loader_steps=steps, ended_passes=passes))
+        states.complete = True
+        found = states.exchange(communicator, NothingDrifts(), None)
+        return found.passes, states.progress.loader_steps, states.progress.ended_passes
+
+    return enter
+
+
+def test_ended_passes_are_those_of_the_furthest_and_not_of_one_that_is_behind() -> None:
+    """It has left its pass in a step that another rank has committed, and goes on where that one is."""
+    assert between_ranks(entered_after(3, 1), entered_after(4, 0)) == [(0, 4, 0)] * 2
+    assert between_ranks(entered_after(4, 1), entered_after(4, 0)) == [(1, 4, 1), (1, 4, 0)]
