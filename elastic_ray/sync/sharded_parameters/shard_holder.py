@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.state.replicas import sum_of_bits
+from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import State
@@ -26,6 +27,8 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     stands_in,
 )
 from elastic_ray.sync.sharded_parameters.held_shards import (
+    VALUE,
+    WHOLE,
     HeldShards,
     Rows,
     Shard,
@@ -51,7 +54,6 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
 Whole = dict[int, tuple[Tensor, State]]
 """Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""
 
-_WHOLE = ShardId(1, 0)
 _LOW = (1 << 32) - 1
 
 
@@ -66,6 +68,7 @@ class ShardHolder:
 
     Attributes:
         params: of the model, in its order.
+        built_on_meta: whether the model was built without memory.
     """
 
     def __init__(
@@ -79,7 +82,8 @@ class ShardHolder:
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
         self._first: list[State] | None = None
-        if any(stands_in(each.param) for each in self.params):
+        self.built_on_meta = any(stands_in(each.param) for each in self.params)
+        if self.built_on_meta:
             self._first = [self._state_of(each) for each in self.params]
         else:
             self._hold_whole()
@@ -89,7 +93,7 @@ class ShardHolder:
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
-        self._held.keep({_WHOLE: shard})
+        self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
         """What the optimizer has of a whole parameter; it has it no more."""
@@ -111,7 +115,7 @@ class ShardHolder:
     @property
     def holds(self) -> bool:
         """Whether anything is held."""
-        return bool(self._held.shards)
+        return bool(self._held.ids)
 
     def drop(self) -> None:
         """Nothing is held, and others hold what counts."""
@@ -151,7 +155,7 @@ class ShardHolder:
             ValueError: ranks have sharded the model with different ``shard_size``; raised on every rank.
         """
         communicator, shard_size = group.communicator, self._collectives.shard_size or 0
-        own = sorted(to_code(shard) for shard in self._held.shards)
+        own = sorted(to_code(shard) for shard in self._held.ids)
         rows, seed = [own], torch.initial_seed()
         # Also where a first group broke while rows moved: the second copies may not be there yet.
         nothing = self._first is not None and not begun
@@ -188,7 +192,7 @@ class ShardHolder:
         made = {mine[0]: held.take(received, mine[0], lambda piece: memory[piece.param][1])}
         made |= {each: held.take(received, each, self._place) for each in mine[1:]}
         # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
-        held.keep(held.shards | made)
+        held.keep(held.shards | made, held.unread)
         if group.world_size > 1:
             group.communicator.gather_ints([1])
         held.keep(made)
@@ -301,25 +305,35 @@ class ShardHolder:
         self.check_memory()
         for place, each in enumerate(self.params):
             state = self._state_of(each)
+            if place in self._held.unread:
+                states = {key: _placed(value, each) for key, value in state.items()}
+                self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **states}
             for shard, held in self._held.shards.items():
                 if place in held.views:
                     start, stop = rows_of(self._held.counts[place], shard)
                     held.put(place, held.views[place], _rows_of_state(state, each.shape, start, stop))
 
-    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+    def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters; states follow by :meth:`take_states`.
+
+        Where some are not read, no rows are held: those that this rank is to hold are read once that is known.
 
         Raises:
             RuntimeError: a parameter has another shape.
         """
-        shard = Shard()
+        shard, unread = Shard(), dict[int, Rows]()
+        late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)
         for place, each in enumerate(self.params):
-            there = tuple(values[each.name].shape)
+            value = values[each.name]
+            there = tuple(value.shape)
             if there != each.shape:
                 raise RuntimeError(f"parameter {each.name!r} is {each.shape} here and {there} there")
-            value = values[each.name].to(each.local.device, each.local.dtype, copy=True)
+            if late or isinstance(value, UnreadTensor):
+                unread[place] = {VALUE: value}
+                continue
+            value = value.to(each.local.device, each.local.dtype, copy=True)
             shard.put(place, Parameter(value, requires_grad=False), {})
-        self._held.keep({_WHOLE: shard})
+        self._held.keep({} if late else {WHOLE: shard}, unread)
         self._first = None
 
     def to_keep(self) -> dict[str, Any]:
@@ -352,8 +366,16 @@ def _check_shard_sizes(sizes: Sequence[int]) -> None:
         )
 
 
+def _placed(value: Any, param: ShardedParam) -> Any:
+    """A value of a parameter's state in a checkpoint, whose rows are to be where the parameter is."""
+    if isinstance(value, Tensor | UnreadTensor) and tuple(value.shape) == param.shape:
+        return value.to(param.local.device)
+    return value.read() if isinstance(value, UnreadTensor) else value
+
+
 def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
     """A parameter's state cut to some of its rows, in memory of its own."""
+    state = {key: value.read() if isinstance(value, UnreadTensor) else value for key, value in state.items()}
     return {
         key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
             memory_format=torch.contiguous_format  # stand-ins have no strides

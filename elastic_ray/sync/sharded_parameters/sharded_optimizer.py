@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
+from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.pending import Update, trained_digest
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
@@ -46,7 +47,12 @@ class ShardedOptimizer:
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         collectives: of the model.
+
+    Attributes:
+        takes_unread: states in a checkpoint are read row by row, as their ranks need them.
     """
+
+    takes_unread = True
 
     def __init__(
         self,
@@ -186,6 +192,7 @@ class ShardedOptimizer:
         group = self._run.group
         self._gathered = None
         everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
+        self._run.moment("rows")
         self._holder.arrange(group, everyone)
         self._pending, self._followed, self._begun = None, {}, True
         self._tell_of_layout()
@@ -259,7 +266,7 @@ class ShardedOptimizer:
         if self.divided:
             self._close()
 
-    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+    def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
 
         Raises:
@@ -331,7 +338,8 @@ class ShardedOptimizer:
         self._pending = None
         self._close()
         if whole:
-            self._open = True
+            # The whole of a model that was built without memory is for no rank to hold.
+            self._open = not self._holder.built_on_meta
             self._holder.take_states()
         elif tree.get("kept"):
             self._holder.take_kept(tree["kept"])

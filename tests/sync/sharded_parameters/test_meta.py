@@ -22,6 +22,13 @@ def test_a_model_without_memory_is_trained_as_one_in_memory_from_2_to_4_to_3_wor
     check(Case(meta=True), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4))], (1, 2))
 
 
+@pytest.mark.parametrize("joins", [(), (5,)])
+def test_a_first_group_that_breaks_while_rows_move_begins_again(joins: tuple[int, ...]) -> None:
+    """Each has made rows by then, which lie with no second worker."""
+    found = check(Case(meta=True), [Kill(0, 2, "rows", joins=joins)], (1, 2, 3, 4))
+    assert found.groups == [(1, 2, 3, 4), (1, 3, 4, *joins)]
+
+
 def test_what_the_optimizer_keeps_from_its_start_is_cut_to_rows() -> None:
     check(Case(meta=True, optimizer="adagrad"), [Kill(5, 2, "vote", joins=(4,))], (1, 2, 3))
 
