@@ -68,7 +68,8 @@ class ShardHolder:
 
     Attributes:
         params: of the model, in its order.
-        built_on_meta: whether the model was built without memory.
+        built_on_meta: whether the model was built without memory: by this rank, or, once a group was entered, by one of
+            its ranks.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ShardHolder:
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
         self._first: list[State] | None = None
-        self.built_on_meta = any(stands_in(each.param) for each in self.params)
+        self._meta_here = self.built_on_meta = any(stands_in(each.param) for each in self.params)
         if self.built_on_meta:
             self._first = [self._state_of(each) for each in self.params]
         else:
@@ -156,11 +157,14 @@ class ShardHolder:
         """
         communicator, shard_size = group.communicator, self._collectives.shard_size or 0
         own = sorted(to_code(shard) for shard in self._held.ids)
-        rows, seed = [own], torch.initial_seed()
+        rows, seed, self.built_on_meta = [own], torch.initial_seed(), self._meta_here
         # Also where a first group broke while rows moved: the second copies may not be there yet.
         nothing = self._first is not None and not begun
         if communicator.world_size > 1:
-            sizes = communicator.gather_ints([len(own), int(opened), int(nothing), seed >> 32, seed & _LOW, shard_size])
+            here = int(self._meta_here)
+            sizes = communicator.gather_ints(
+                [len(own), int(opened), int(nothing), seed >> 32, seed & _LOW, here, shard_size]
+            )
             most = max(size for size, *_ in sizes)
             _check_shard_sizes([size for *_, size in sizes])
             told = communicator.gather_ints([*own, *[0] * (most - len(own))])
@@ -168,13 +172,15 @@ class ShardHolder:
             opened = any(is_open for _, is_open, *_ in sizes)
             nothing = all(each[2] for each in sizes)
             seed = sizes[0][3] << 32 | sizes[0][4]
-        if nothing:  # nor does rank 0 gather the whole of what is made
+            self.built_on_meta = any(each[5] for each in sizes)
+        if nothing:
             self._begin(seed, group)
             return [{self._collectives.layout.owned_by(rank)} for rank in range(group.world_size)], False
         everyone = [{from_code(code) for code in row} for row in rows]
         if gone := lost(self._held.counts, everyone):
             raise StateLostError(self._lost_text(gone))
-        return everyone, opened
+        # A model that may be larger than any rank's memory is gathered only where all ranks ask for it.
+        return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: TileGroup, everyone: Sequence[set[ShardId]]) -> None:
         """Hold what this rank is to hold in a group.
