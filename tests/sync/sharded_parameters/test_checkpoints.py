@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ NAMES = [name for name, _ in Net().named_parameters()]
 
 
 def job(folder: Path, *, sharded: bool = True, meta: bool = False, **options: Any) -> Job:
-    make = (meta_net if meta else sharded_net) if sharded else Net
-    return Job(folder, strategy=None, optimizer="adamw", optimizers=OPTIMIZERS, make=make, data=data, **options)
+    options.setdefault("make", (meta_net if meta else sharded_net) if sharded else Net)
+    return Job(folder, strategy=None, optimizer="adamw", optimizers=OPTIMIZERS, data=data, **options)
 
 
 def test_all_ranks_rows_are_the_whole_of_one_step(tmp_path: Path) -> None:
@@ -133,3 +134,22 @@ def test_a_job_that_is_preempted_saves_its_rows(tmp_path: Path) -> None:
     assert not any(saving.problems.values())
     newest = saving.files()[0]
     assert (newest.parts, newest.steps) == (3, 8)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_workers_of_shard_groups_read_the_rows_of_their_place(tmp_path: Path, meta: bool) -> None:
+    make = functools.partial(meta_net if meta else sharded_net, shard_size=2)
+    saving = job(tmp_path / "run", at=(3,), make=make)
+    saving.run((1, 2, 3, 4))
+    (state,) = saving.files()
+    assert state.parts == 4
+    check(tmp_path, job(tmp_path / "second", states=saving.open(), make=make).run((1, 2, 3, 4)).results)
+
+
+def test_where_a_node_has_a_disk_of_its_own_rank_0_gathers_a_model_from_meta_and_saves_it(tmp_path: Path) -> None:
+    saving = job(tmp_path / "run", at=(3, 6), meta=True, elsewhere={"w3": tmp_path / "other"}, timeout_s=1.0)
+    found = saving.run((1, 2, 3))
+    assert any(kind == "storage" and "rank 0 gathers the whole" in text for kind, text, _ in found.told)
+    state = saving.files()[0]
+    assert state.parts == 0 and state.steps < 16
+    check(tmp_path, job(tmp_path / "second", states=saving.open(), meta=True).run((1, 2, 3, 4)).results)

@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.session.current import session_of_thread
+from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import Case, Net, check, data, meta_net, sharded_net
@@ -152,8 +154,17 @@ def test_no_worker_ever_holds_the_whole_model() -> None:
     assert min(_peaks("cpu", 1)) >= 1, "as is seen of a model that is built in memory"
 
 
-def _two_passes(meta: bool, behind: Callable[[Net, Any, int], Any]) -> Callable[[], Any]:
-    """A train function that calls something behind the first of two passes of each epoch; what it gave last."""
+Look = Callable[[Net, Any, int], Any]
+
+
+def _two_passes(meta: bool, behind: Look, *, first: Look = lambda model, optimizer, rank: None) -> Callable[[], Any]:
+    """A train function that calls something behind the first of two passes of each epoch; what it gave last.
+
+    Args:
+        meta: whether the model is built without memory.
+        behind: is called so; takes the model, what holds its shards, and this rank.
+        first: is called in the first step.
+    """
 
     def train() -> Any:
         model = meta_net() if meta else sharded_net()
@@ -163,6 +174,8 @@ def _two_passes(meta: bool, behind: Callable[[Net, Any, int], Any]) -> Callable[
         for _ in er.remaining_epochs_until(2):
             for number, loader in enumerate(loaders):
                 for x, y in loader:
+                    if er.get_context().get_global_step() == 0:
+                        first(model, wrapped._tiles, er.get_context().get_world_rank())
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(wrapped(x), y).backward()
                     optimizer.step()
@@ -229,17 +242,36 @@ def test_a_joiner_goes_by_the_place_where_all_have_asked(meta: bool) -> None:
     assert sorted(found.values()) == [(0, len(Net().state_dict())), (1, 1), (2, 1)]
 
 
-def test_ranks_of_which_one_was_built_in_memory_ask_all_the_same() -> None:
+def test_what_changes_rows_is_found_out_behind_a_pass_though_nothing_is_gathered() -> None:
+    def first(model: Net, optimizer: Any, rank: int) -> None:
+        if rank == 1:
+            model.last.weight.data.mul_(2.0)
+
+    train = _two_passes(True, lambda model, optimizer, rank: None, first=first)
+    with pytest.raises((ReplicasDifferError, CommunicationFailedError), match=r"rank 1 owns differ.*rank 0"):
+        run_job(train, first=(1, 2))
+
+
+@pytest.mark.parametrize(("script", "workers"), [([Change(3, (1, 2))], (1,)), ([], (1, 2))])
+def test_ranks_of_which_one_was_built_in_memory_ask_all_the_same(
+    script: list[Change], workers: tuple[int, ...]
+) -> None:
+    begun: list[bool] = []
+
+    def first(model: Net, optimizer: Any, rank: int) -> None:
+        begun.append(optimizer.settled)
+
     def behind(model: Net, optimizer: Any, rank: int) -> tuple[bool, int]:
         return optimizer.settled, len(model.state_dict())
 
     def train() -> Any:
         session = session_of_thread()
         assert session is not None
-        return _two_passes(session.worker != "w1", behind)()
+        return _two_passes(session.worker != "w1", behind, first=first)()
 
-    found = run_job(train, [Change(3, (1, 2))], first=(1,)).results
+    found = run_job(train, script, first=workers).results
     assert found == {1: (False, len(Net().state_dict())), 2: (False, 1)}
+    assert begun == [True] if len(workers) == 1 else [False, False], "one worker alone holds all"
 
 
 class _Bare(nn.Module):
