@@ -70,8 +70,7 @@ class ShardedOptimizer:
         self._last = Update()
         self._followed: Mapping[int, Tensor] = {}  # gradients of an update that is decided
         self._pending: PendingShards | None = None
-        # Whether rank 0 has all that there is to gather, as all ranks know.
-        self._open = not self._holder.built_on_meta
+        self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: Whole | None = None
         self._compared = False
         self._told = False
@@ -358,7 +357,7 @@ class ShardedOptimizer:
         self._pending = None
         self._close()
         if whole:
-            self._open = not self._holder.built_on_meta
+            self._open = True
             self._holder.take_states()
         elif tree.get("kept"):
             self._holder.take_kept(tree["kept"])

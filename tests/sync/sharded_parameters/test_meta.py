@@ -271,7 +271,7 @@ def test_ranks_of_which_one_was_built_in_memory_ask_all_the_same(
 
     found = run_job(train, script, first=workers).results
     assert found == {1: (False, len(Net().state_dict())), 2: (False, 1)}
-    assert begun == [True] if len(workers) == 1 else [False, False], "one worker alone holds all"
+    assert begun == ([True] if len(workers) == 1 else [False, False]), "one worker alone holds all"
 
 
 class _Bare(nn.Module):
