@@ -68,6 +68,8 @@ def _make(device: str) -> tuple[Any, Any, Any]:
 
 def train_and_save(folder: str) -> None:
     """On one rank: some steps, and a part of a checkpoint."""
+    import time
+
     import torch
 
     import elastic_ray as er
@@ -90,7 +92,7 @@ def train_and_save(folder: str) -> None:
             torch.nn.functional.cross_entropy(wrapped(x), y).backward()
             optimizer.step()
             while saver._busy() or saver._parts.makes_memory:
-                pass
+                time.sleep(0.01)
             if step == 12:
                 break
     saver.close()
