@@ -165,7 +165,7 @@ class LoaderPasses:
                 raise CommunicationFailedError(ledger.failure)
             if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
-                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), some_are_idle=step.leaves_ranks_idle)
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step)
         except CommunicationFailedError as error:
             if abandoned and not nested:
                 self._give_up(step, str(error))
@@ -268,9 +268,14 @@ class LoaderPasses:
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
-    def _vote(self, what: Announced, *, some_are_idle: bool = False) -> None:
-        added = self._parts.sums.take(self._parts.ledger.depth + 1)
-        self._progress.add_sums(self._parts.consensus.vote(what, added, some_are_idle=some_are_idle))
+    def _vote(self, what: Announced, step: LoaderStep | None = None) -> None:
+        parts = self._parts
+        added = parts.sums.take(parts.ledger.depth + 1)
+        if step is None or not step.leaves_ranks_idle:
+            self._progress.add_sums(parts.consensus.vote(what, added))
+            return
+        join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
+        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""

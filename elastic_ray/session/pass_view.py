@@ -117,7 +117,12 @@ class PassVotes(Protocol):
     """This rank's votes."""
 
     def vote(
-        self, what: Announced, added: Mapping[tuple[int, int], Mapping[str, float]], *, some_are_idle: bool = False
+        self,
+        what: Announced,
+        added: Mapping[tuple[int, int], Mapping[str, float]],
+        *,
+        some_are_idle: bool = False,
+        join: Callable[[Announced], None] | None = None,
     ) -> Iterable[tuple[tuple[int, int], str, float]]:
         """Agree, and add up what the ranks' accumulators were given; raises ``CommunicationFailedError``."""
 
@@ -164,6 +169,9 @@ class PassParts(Protocol):
 
     def after_step(self) -> None:
         """All ranks have committed a step that trained; raises CommunicationFailedError."""
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample: take part in what others do with a model; raises CommunicationFailedError."""
 
     def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""

@@ -22,6 +22,11 @@ _SHARD_SIZE = "elastic_ray_shard_size"
 SHARDED = Strategy(name="fully_shard")
 """What ``strategy`` of a sharded model is."""
 
+NO_STRATEGY = (
+    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
+    "kept together: leave strategy= and set_strategy() out, or do not shard the model"
+)
+
 
 def is_sharded_model(module: nn.Module) -> bool:
     """Whether some of a model's modules are sharded by torch's ``fully_shard``, ours or not."""

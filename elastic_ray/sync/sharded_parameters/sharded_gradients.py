@@ -22,18 +22,13 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, refuse_own
-from elastic_ray.sync.sharded_parameters.checks import SHARDED
+from elastic_ray.sync.sharded_parameters.checks import NO_STRATEGY, SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
+from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
-
-_NO_STRATEGY = (
-    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
-    "kept together: leave strategy= and set_strategy() out, or do not shard the model"
-)
 
 
 class ShardedGradients:
@@ -125,13 +120,18 @@ class ShardedGradients:
 
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """The model has returned this, also where user code has called it itself and not its wrapper."""
+        step = self._run.ledger.step
+        if not torch.is_grad_enabled() or (step is not None and step.leaves_ranks_idle):
+            reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
         if not torch.is_grad_enabled():
-            for unit in units_of(self._module):
-                unit.reshard()  # torch leaves the outermost module gathered for a backward pass
             return
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
                 each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample in a step: gather parameters with those that call the model."""
+        self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class ShardedGradients:
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(_NO_STRATEGY)
+        raise StrategyError(NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
         """Refuse: there is none.
@@ -347,7 +347,7 @@ class ShardedGradients:
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(_NO_STRATEGY)
+        raise StrategyError(NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,95 @@
+"""Evaluation over fewer samples than workers, of models that each rank holds: some ranks see no batch."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elastic_ray as er
+from tests.loop.changing import Kill, run_job
+from tests.loop.few_samples import FOUR, GROWS, KILLS, Stream, check, few, run
+
+
+@pytest.mark.parametrize("options", [{}, {"nested": True}, {"grad": True}], ids=str)
+def test_a_job_grows_beyond_the_samples_of_an_evaluation(options: dict[str, Any]) -> None:
+    found = run(GROWS, (1, 2), **options)
+    assert found.groups == [(1, 2), FOUR]
+    assert sorted(own.seen[-1] for own in found.results.values()) == [0, 1, 1, 1]
+    check(found, **options)
+
+
+def test_a_stream_of_fewer_samples_than_workers() -> None:
+    found = run(GROWS, (1, 2), loader=lambda: er.AdaptiveDataLoader(Stream(), batch_size=2))
+    assert sorted(own.seen[-1] for own in found.results.values()) == [0, 1, 1, 1]
+    check(found)
+
+
+@pytest.mark.parametrize("kill", KILLS, ids=str)
+def test_a_worker_is_lost_in_it(kill: Kill) -> None:
+    found = run([kill], FOUR)
+    assert {own.world for own in found.results.values()} == {3}
+    check(found)
+
+
+def test_a_dropped_rest_is_dropped_still() -> None:
+    found = run([], FOUR, loader=lambda: few(drop_last=True))
+    assert all(not any(own.seen) for own in found.results.values())
+
+
+def trains_on_few() -> None:
+    """A step that trains, with three samples."""
+    model = nn.Linear(13, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    for _ in er.remaining_epochs_until(1):
+        for x, _ in few():
+            wrapped(x).sum().backward()
+            optimizer.step()
+
+
+def trains_each_for_itself() -> None:
+    """The same, with models that are averaged behind steps."""
+    model = nn.Linear(13, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy="local_sgd")
+    for _ in er.remaining_epochs_until(1):
+        for x, _ in few():
+            wrapped(x).sum().backward()
+            optimizer.step()
+
+
+def nests() -> None:
+    """A loop that the rank without a sample would miss."""
+    for _ in er.remaining_epochs_until(1):
+        for _batch in few():
+            list(er.AdaptiveDataLoader(list(range(12)), batch_size=4))
+
+
+def adds_up() -> None:
+    """A collective of the user's."""
+    for _ in er.remaining_epochs_until(1):
+        for x, _ in few():
+            er.all_reduce(x.sum())
+
+
+@pytest.mark.parametrize("function", [trains_on_few, trains_each_for_itself, nests, adds_up])
+def test_what_takes_a_sample_on_each_rank_is_refused_on_all(function: Any) -> None:
+    errors: list[Any] = []
+
+    def run_it() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(str(error))
+            deadline = time.monotonic() + 10.0
+            while len(errors) < len(FOUR) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise
+
+    with pytest.raises(RuntimeError, match=r"samples for 3 of 4 workers.*use at most 3 workers here"):
+        run_job(run_it, [], first=FOUR)
+    assert len(errors) == len(FOUR) and len(set(errors)) == 1
