@@ -154,6 +154,7 @@ class LoaderPasses:
         """
         self.settle()
         parts, ledger = self._parts, self._parts.ledger
+        failure = ledger.failure  # of this step, not of one around it
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
@@ -161,8 +162,8 @@ class LoaderPasses:
         self._moment("edge")
         nested = ledger.step is not None
         try:
-            if ledger.failure is not None:
-                raise CommunicationFailedError(ledger.failure)
+            if failure is not None:
+                raise CommunicationFailedError(failure)
             if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step)
@@ -281,7 +282,7 @@ class LoaderPasses:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
         parts = self._parts
         parts.sums.undo_beyond(parts.ledger.depth)
-        lost = parts.ledger.undo(step)
+        lost = parts.ledger.undo(step, gradients_wait=parts.registry.gradients_wait)
         self._changes.regroup(cause)
         parts.ledger.resume(lost, cause)
 

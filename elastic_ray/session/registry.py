@@ -232,6 +232,11 @@ class Registry:
         return any(each.local for each in self._gradients)
 
     @property
+    def gradients_wait(self) -> bool:
+        """Whether some wait for an update."""
+        return any(each.is_open for each in self._gradients)
+
+    @property
     def drifts(self) -> bool:
         """Whether some models differ from rank to rank by design."""
         return any(each.drifts for each in self._gradients)

@@ -18,6 +18,10 @@ class GroupDependent(Protocol):
         """Whether they differ from rank to rank, so that a planned change had better wait."""
 
     @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for an update."""
+
+    @property
     def drifts(self) -> bool:
         """Whether models differ from rank to rank by design, until they are averaged."""
 

@@ -7,6 +7,7 @@ step without an exception in user code.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, refuse_own
-from elastic_ray.sync.sharded_parameters.checks import NO_STRATEGY, SHARDED
+from elastic_ray.sync.sharded_parameters.checks import CREATES_GRAPH, NO_STRATEGY, OF_ANOTHER_GROUP, SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
@@ -125,9 +126,10 @@ class ShardedGradients:
             reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
         if not torch.is_grad_enabled():
             return
+        on_gradient = functools.partial(self._on_gradient, generation=self._run.group.generation)
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def join(self, what: Announced) -> None:
         """This rank has no sample in a step: gather parameters with those that call the model."""
@@ -135,14 +137,12 @@ class ShardedGradients:
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _on_gradient(self, gradient: Tensor) -> None:
+    def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
         """A backward pass has reached the model's output."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a "
-                "gradient would be computed with. Train models with gradient penalties unsharded, as with "
-                'strategy="zero1"'
-            )
+            raise RuntimeError(CREATES_GRAPH)
+        if generation != self._run.group.generation:
+            raise RuntimeError(OF_ANOTHER_GROUP)
         self.entered()
 
     def entered(self) -> None:
