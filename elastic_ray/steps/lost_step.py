@@ -11,7 +11,7 @@ class LostStep:
 
     Attributes:
         nested: whether it lies within a step of another pass.
-        outer_lost: whether that one has failed as well, or its gradients wait for an update, which only its group knows.
+        outer_lost: whether that one has failed as well, or its gradients wait for an update: they may be gone.
         before: where the outermost pass is, and optimizers stepped in its step; a pass within it may be a step behind.
     """
 

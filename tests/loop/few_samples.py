@@ -37,7 +37,7 @@ class Evaluated:
     Args:
         model: makes the model.
         loader: makes the loader of the evaluation.
-        nested: evaluate in the middle of a training step as well.
+        nested: evaluate within a step of training as well, "before" the model is called or "after" that.
         grad: evaluate with gradients on.
         before: evaluate before anything is trained.
     """
@@ -47,7 +47,7 @@ class Evaluated:
         model: Callable[[], nn.Module],
         loader: Callable[[], er.AdaptiveDataLoader],
         *,
-        nested: bool = False,
+        nested: str = "",
         grad: bool = False,
         before: bool = False,
     ) -> None:
@@ -63,9 +63,12 @@ class Evaluated:
             if before:
                 self.evaluate()
             for x, y in train:
+                here = nested if er.get_context().get_global_step() % STEPS == 5 else ""
+                if here == "before":
+                    self.evaluate()
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(self.wrapped(x), y)
-                if nested and er.get_context().get_global_step() % STEPS == 5:
+                if here == "after":
                     self.evaluate()
                 loss.backward()
                 optimizer.step()

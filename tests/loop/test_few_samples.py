@@ -14,7 +14,7 @@ from tests.loop.changing import Kill, run_job
 from tests.loop.few_samples import FOUR, GROWS, KILLS, Stream, check, few, run
 
 
-@pytest.mark.parametrize("options", [{}, {"nested": True}, {"grad": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"nested": "before"}, {"nested": "after"}, {"grad": True}], ids=str)
 def test_a_job_grows_beyond_the_samples_of_an_evaluation(options: dict[str, Any]) -> None:
     found = run(GROWS, (1, 2), **options)
     assert found.groups == [(1, 2), FOUR]
@@ -33,6 +33,12 @@ def test_a_worker_is_lost_in_it(kill: Kill) -> None:
     found = run([kill], FOUR)
     assert {own.world for own in found.results.values()} == {3}
     check(found)
+
+
+def test_a_worker_is_lost_in_it_within_a_step_of_training() -> None:
+    found = run([Kill(5, 4, "edge")], FOUR, nested="before")
+    assert [len(group) for group in found.groups] == [4, 3, 3], "the step of training is drawn again"
+    check(found, nested="before")
 
 
 def test_a_dropped_rest_is_dropped_still() -> None:

@@ -18,10 +18,15 @@ from tests.sync.sharded_parameters.sharded import Net, data, sharded_net
 STEPS, EVALUATED = 8, 24
 
 
+def in_groups() -> Net:
+    """Sharded in groups of two."""
+    return sharded_net(shard_size=2)
+
+
 class Nested:
     """One worker's run: evaluates in the sixth step of each epoch, at a place of it."""
 
-    def __init__(self, model: Callable[[], nn.Module], place: str, strategy: str | None = None) -> None:
+    def __init__(self, model: Callable[[], Net], place: str, strategy: str | None = None) -> None:
         torch.manual_seed(0)
         self.model = model()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, eps=1e-2)
@@ -64,13 +69,14 @@ class Nested:
     [
         *((Net, None, place) for place in ("before", "backward", "update")),
         *((sharded_net, None, place) for place in ("before", "backward", "update")),
+        *((in_groups, None, place) for place in ("before", "backward")),
         (Net, "zero1", "backward"),
         (Net, "zero2", "backward"),
     ],
 )
 @pytest.mark.parametrize("lost", [1, 3])
 def test_a_worker_is_lost_in_an_evaluation_within_a_step(
-    model: Callable[[], nn.Module], strategy: str | None, place: str, lost: int
+    model: Callable[[], Net], strategy: str | None, place: str, lost: int
 ) -> None:
     (alone,) = run_job(lambda: Nested(Net, place), first=(1,)).results.values()
     script = [Kill(5, lost, "validation")]

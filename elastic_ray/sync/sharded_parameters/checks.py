@@ -23,8 +23,8 @@ SHARDED = Strategy(name="fully_shard")
 """What ``strategy`` of a sharded model is."""
 
 OF_ANOTHER_GROUP = (
-    "the group has changed since the sharded model was called, and what backward() needs of that call is gone: a worker "
-    "was lost in an evaluation between model(x) and backward(). Evaluate before the model is called, or after "
+    "the group has changed since the sharded model was called, and what backward() needs of that call is gone: a "
+    "worker was lost in an evaluation between model(x) and backward(). Evaluate before the model is called, or after "
     "optimizer.step()"
 )
 CREATES_GRAPH = (

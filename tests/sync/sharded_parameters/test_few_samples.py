@@ -24,7 +24,7 @@ def kept() -> nn.Module:
     return sharded_net(reshard_after_forward=False)
 
 
-@pytest.mark.parametrize("options", [{}, {"nested": True}, {"grad": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"nested": "before"}, {"nested": "after"}, {"grad": True}], ids=str)
 @pytest.mark.parametrize("model", [sharded_net, in_groups, kept])
 def test_a_job_grows_beyond_the_samples_of_an_evaluation(
     model: Callable[[], nn.Module], options: dict[str, Any]
@@ -48,6 +48,13 @@ def test_a_worker_is_lost_in_it(model: Callable[[], nn.Module], kill: Kill) -> N
     found = run([kill], FOUR, model)
     assert {own.world for own in found.results.values()} == {3}
     check(found)
+
+
+@pytest.mark.parametrize("kill", [Kill(5, 2, "forward"), Kill(5, 4, "edge")], ids=str)
+def test_a_worker_is_lost_in_it_within_a_step_of_training(kill: Kill) -> None:
+    found = run([kill], FOUR, sharded_net, nested="before")
+    assert [len(group) for group in found.groups] == [4, 3, 3], "the step of training is drawn again"
+    check(found, nested="before")
 
 
 def does(what: Callable[[Any, Any], Any], *, grad: bool = True) -> Callable[[], None]:
