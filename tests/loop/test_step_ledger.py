@@ -137,10 +137,9 @@ def test_a_pass_within_a_lost_step_goes_on_before_the_step_is_lost(ledger: StepL
     inner = begun(ledger, state)
     lost = ledger.undo(ledger.end())
     ledger.clear_failure()
-    state.progress.commit(
-        1
-    )  # another rank had committed the step of the inner pass: the outer one is lost all the same
+    state.progress.commit(1)  # as another rank had made the inner pass's step, which is not the one that is lost
     ledger.resume(lost, "gone")
+    assert ledger.failure == "gone"
     ledger.begin(step_of(inner.loader_pass))
     assert not ledger.failed
     ledger.fail("gone, too")
@@ -152,6 +151,16 @@ def test_a_pass_within_a_lost_step_goes_on_before_the_step_is_lost(ledger: StepL
     assert not ledger.failed
     ledger.commit(ledger.end(), 1, gain)
     assert ledger.failure == "gone, too" and not ledger.may_apply()
+
+
+def test_a_surrounding_step_that_another_rank_has_made_is_not_lost(ledger: StepLedger, state: State) -> None:
+    outer = begun(ledger, state)
+    begun(ledger, state)
+    lost = ledger.undo(ledger.end())
+    ledger.clear_failure()
+    outer.loader_pass.advance(8)
+    ledger.resume(lost, "gone")
+    assert not ledger.failed
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -51,9 +51,11 @@ def test_a_worker_is_lost_in_it(model: Callable[[], nn.Module], kill: Kill) -> N
 
 
 @pytest.mark.parametrize("kill", [Kill(5, 2, "forward"), Kill(5, 4, "edge")], ids=str)
-def test_a_worker_is_lost_in_it_within_a_step_of_training(kill: Kill) -> None:
-    found = run([kill], FOUR, sharded_net, nested="before")
-    assert [len(group) for group in found.groups] == [4, 3, 3], "the step of training is drawn again"
+@pytest.mark.parametrize("first", [FOUR, (*FOUR, 5)])
+def test_a_worker_is_lost_in_it_within_a_step_of_training(kill: Kill, first: tuple[int, ...]) -> None:
+    found = run([kill], first, sharded_net, nested="before")
+    world = len(first) - 1
+    assert [len(group) for group in found.groups] == [world + 1, world, world], "the step of training is drawn again"
     check(found, nested="before")
 
 
