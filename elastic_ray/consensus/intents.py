@@ -150,7 +150,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """What all ranks with samples do, where those without can take part: call a model, gather it, end the step.
+    """What all ranks with samples do, where those without can take part: call a model, gather or fetch, end the step.
 
     Args:
         codes: of what they have announced; those of ranks without samples name the end that they wait at.
@@ -165,6 +165,8 @@ def joined_by_idle(codes: Sequence[int]) -> Announced | None:
             joins = (found.index, found.detail) == (end.index, end.detail)
         case Intent.SHARDS:
             joins = found.detail == 0
+        case Intent.ROWS:
+            joins = found.detail % 4 == 1
         case _:
             joins = found.intent is Intent.GATHER
     return found if joins else None

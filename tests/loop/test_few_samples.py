@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import elastic_ray as er
+from elastic_ray.sync import ShardedEmbedding
 from tests.loop.changing import Kill, run_job
-from tests.loop.few_samples import FOUR, GROWS, KILLS, Stream, check, few, run
+from tests.loop.few_samples import FEW, FOUR, GROWS, KILLS, STEPS, Net, Stream, check, few, run
+from tests.loop.ranks import Ranks
 
 
 @pytest.mark.parametrize("options", [{}, {"nested": "before"}, {"nested": "after"}, {"grad": True}], ids=str)
@@ -26,6 +28,44 @@ def test_a_stream_of_fewer_samples_than_workers() -> None:
     found = run(GROWS, (1, 2), loader=lambda: er.AdaptiveDataLoader(Stream(), batch_size=2))
     assert sorted(own.seen[-1] for own in found.results.values()) == [0, 1, 1, 1]
     check(found)
+
+
+def counts(_: int) -> dict[str, float]:
+    """What three samples add up to, where the group does not change."""
+    total = er.Accumulator()
+    for _epoch in er.remaining_epochs_until(1):
+        for x, _y in few():
+            total["samples"] += len(x)
+    return dict(total)
+
+
+def test_a_group_that_cannot_change(ranks: Ranks) -> None:
+    assert ranks.run(counts, 0, world=4) == [{"samples": FEW}] * 4
+
+
+class WithTable(Net):
+    """A model some of whose rows live with owners."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = ShardedEmbedding(7, 3, optimizer="sgd", seed=5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.table((10 * x[:, 0]).long().abs() % 7)
+
+
+@pytest.mark.parametrize("nested", ["", "before"])
+def test_those_without_a_sample_fetch_no_rows_with_the_others(nested: str) -> None:
+    found = run(GROWS, (1, 2), WithTable, nested=nested)
+    assert sorted(own.seen[-1] for own in found.results.values()) == [0, 1, 1, 1]
+    check(found, model=WithTable, nested=nested)
+
+
+@pytest.mark.parametrize("kill", [Kill(STEPS, 1, "forward"), Kill(STEPS, 4, "edge")], ids=str)
+def test_a_worker_is_lost_while_rows_are_fetched(kill: Kill) -> None:
+    found = run([kill], FOUR, WithTable)
+    assert {own.world for own in found.results.values()} == {3}
+    check(found, model=WithTable)
 
 
 @pytest.mark.parametrize("kill", KILLS, ids=str)

@@ -297,7 +297,8 @@ class GradientEngine:
         return bool(self._sharded)
 
     def join(self, what: Announced) -> None:
-        """Nothing is announced of a model that each rank holds."""
+        """This rank has no sample: fetch no rows of a table with those that do."""
+        self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
         """Where models differ from rank to rank: make them one. Rank 0 holds the whole state of the optimizer."""
