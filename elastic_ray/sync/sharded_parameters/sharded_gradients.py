@@ -119,6 +119,8 @@ class ShardedGradients:
             self._task = -1
             to_sharded(self._module)
 
+    # Else what it looks at here, as the group, has torch compile the model anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """The model has returned this, also where user code has called it itself and not its wrapper."""
         step = self._run.ledger.step
