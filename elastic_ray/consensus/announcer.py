@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, disagreement, layouts_differ
+from elastic_ray.consensus.intents import (
+    Announced,
+    Intent,
+    RanksDisagreeError,
+    disagreement,
+    joined_by_idle,
+    layouts_differ,
+)
 
 # Values that ride along, added up over the ranks; parts of the control sums have room of their own behind them.
 PAYLOAD_SIZE = 32
@@ -113,6 +120,11 @@ class Announcer:
     def done(self) -> None:
         """The collectives that were announced are all on their way."""
         self._open = None
+
+    @property
+    def joined_by_idle(self) -> Announced | None:
+        """What ranks with samples have announced last, and those without take part in."""
+        return joined_by_idle([int(code) for code in self._values[: self._world]])
 
     @property
     def fingerprints(self) -> list[int]:
@@ -224,13 +236,14 @@ class Announcer:
         """Whether all ranks have announced the same phase.
 
         Raises:
-            RanksDisagreeError: they have, but not the same in it.
+            RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]
         if (phases != self._phase).any():
             return False
-        if (codes != codes[0]).any() or (loader_steps != loader_steps[0]).any():
+        differ = (codes != codes[0]).any() and self.joined_by_idle is None
+        if differ or (loader_steps != loader_steps[0]).any():
             self._refuse([int(code) for code in codes], [int(steps) for steps in loader_steps])
         return True
 

@@ -234,8 +234,26 @@ class RankConsensus:
             self._reads_differ = True
             self._warn(_READS_DIFFER)
 
+    def _follow(self, end: Announced, join: Callable[[Announced], None]) -> None:
+        """Take part in what ranks with samples do, until all have come to the end of the step; see :meth:`vote`."""
+        while True:
+            self.announce(Announced(Intent.IDLE, end.index, end.detail))
+            self.agreed()
+            does = self.announcer.joined_by_idle
+            assert does is not None, "else it is refused"
+            if does.intent is not Intent.EDGE:
+                join(does)
+            self.announcer.done()
+            if does.intent is Intent.EDGE:
+                return
+
     def vote(
-        self, what: Announced, added: Sums, *, some_are_idle: bool = False
+        self,
+        what: Announced,
+        added: Sums,
+        *,
+        some_are_idle: bool = False,
+        join: Callable[[Announced], None] | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
@@ -243,6 +261,7 @@ class RankConsensus:
             what: where this rank is.
             added: what it has added, by accumulator and name.
             some_are_idle: ranks without samples cannot know the names of what the others have added to.
+            join: of a rank without samples: takes part in what the others have announced.
 
         Returns:
             Accumulator, name and sum over the ranks, in the same order everywhere.
@@ -254,7 +273,10 @@ class RankConsensus:
         """
         communicator = self._communicator()
         if some_are_idle:
-            self.agree_on(what)
+            if join is None:
+                self.agree_on(what)
+            else:
+                self._follow(what, join)
             added = with_names_of_first_rank(communicator, added)
         commits = what.intent is Intent.EDGE and what.index == 1
         own = self._part_values(communicator.rank) if commits else []

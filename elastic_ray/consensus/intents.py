@@ -30,6 +30,8 @@ class Intent(enum.IntEnum):
     UPDATE = 8
     STATE = 9
     SHARDS = 10
+    IDLE = 11
+    GATHER = 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,6 +98,10 @@ class Announced:
                 return (
                     f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks{with_which}"
                 )
+            case Intent.IDLE:
+                return "has no sample in it, and waits at its end"
+            case Intent.GATHER:
+                return f"gathers part {self.detail} of model {self.index}, whose parameters lie with several ranks"
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"
@@ -118,6 +124,8 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
         what = str(known or Announced.from_code(code)) if code else "has announced nothing"
         doing.setdefault(f"{what} after {steps} steps" if several else what, []).append(rank)
     told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
+    if idle := sum(code & 15 == Intent.IDLE for code in codes):
+        return _needs_samples(min(loader_steps), len(codes) - idle, len(codes), told)
     if layouts_differ(codes):
         told += (
             ". Layouts differ with the strategy, which every rank must set alike, in the same step, "
@@ -129,6 +137,39 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
         "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
         "Accumulator's sums or get_context().get_global_step(), not from a rank's own samples, rank, clock or count"
     )
+
+
+def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
+    """Text of the error of ranks that do in a step what takes all, where only the first ``have`` have samples."""
+    return (
+        f"step {step} (steps of all loaders counted) has samples for {have} of {world_size} workers, and these do what "
+        f"takes all of them: {told}. In such a step models may be called, and Accumulators added to. To train, to loop "
+        "over another loader and for collectives of the loop's own every worker needs a sample: use at most "
+        f"{have} worker{'s' if have > 1 else ''} here, more samples, or drop_last=True"
+    )
+
+
+def joined_by_idle(codes: Sequence[int]) -> Announced | None:
+    """What all ranks with samples do, where those without can take part: call a model, gather or fetch, end the step.
+
+    Args:
+        codes: of what they have announced; those of ranks without samples name the end that they wait at.
+    """
+    told = {Announced.from_code(code) for code in codes if code}
+    ends = {each for each in told if each.intent is Intent.IDLE}
+    if len(ends) != 1 or len(told) != 2 or 0 in codes:
+        return None
+    (end,), (found,) = ends, told - ends
+    match found.intent:
+        case Intent.EDGE:
+            joins = (found.index, found.detail) == (end.index, end.detail)
+        case Intent.SHARDS:
+            joins = found.detail == 0
+        case Intent.ROWS:
+            joins = found.detail % 4 == 1
+        case _:
+            joins = found.intent is Intent.GATHER
+    return found if joins else None
 
 
 def layouts_differ(codes: Sequence[int]) -> bool:

@@ -42,7 +42,7 @@ class StepSplit:
         self._slices: dict[int, list[slice]] = {}
 
     def count(self, position: int, total: int) -> int:
-        """Samples of the step at ``position``; 0 at the end."""
+        """Samples of the step at ``position``; 0 at the end. Where they are fewer than the ranks, some have none."""
         return step_size(
             position=position,
             total=total,
@@ -60,7 +60,7 @@ class StepSplit:
         return self._sizes[count]
 
     def slices(self, count: int) -> list[slice]:
-        """This rank's part of the step in each micro-step."""
+        """This rank's part of the step in each micro-step; empty where it has no sample."""
         if count not in self._slices:
             self._slices[count] = rank_slices(
                 count,
@@ -79,7 +79,7 @@ class StepBatches:
     Attributes:
         total: samples of the pass, as far as they are known.
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass.
-        fetches: a function for each of this rank's micro-batches.
+        fetches: a function for each of this rank's micro-batches; none where it has no sample.
         sample_tag: of a sample that all ranks have read for it; 0 where each reads its own only.
     """
 
@@ -217,8 +217,7 @@ class MapBatches:
         count = cut.count(position, total)
         if not count:
             return StepBatches(total=total)
-        sizes = cut.sizes(count)
-        return StepBatches(total=total, sizes=sizes, fetches=[self.fetch] * len(sizes[0]))
+        return StepBatches(total=total, sizes=cut.sizes(count), fetches=[self.fetch] * len(cut.slices(count)))
 
     def fetch(self) -> Any:
         """This rank's next batch."""

@@ -273,7 +273,7 @@ class StreamSharder(Generic[Item]):
         """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
 
         Raises:
-            ValueError: bad input, an empty stream, or fewer items left than ranks.
+            ValueError: bad input, or an empty stream.
         """
         self._read_ahead(batch_size + 2 * world_size)
         known = self._position + len(self._ahead)

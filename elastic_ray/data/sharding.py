@@ -55,7 +55,7 @@ def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:
 
 
 def step_size(*, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
-    """Size of the next global batch, so that every rank has at least one sample in every step.
+    """Size of the next global batch, so that every rank has at least one sample in every step that can give it one.
 
     Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l <
     2 world_size, this step takes ``batch_size - (2 world_size - l)``, so that each of several ranks has two samples
@@ -64,6 +64,9 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
     where even that leaves it fewer than `world_size`, it takes the leftover along: ``batch_size + l``, at most one
     sample more per rank.
     With `drop_last` a tail shorter than `batch_size` is dropped (0), and no step is ever adapted.
+    Where fewer samples are left than there are ranks, as in an evaluation over few, the step takes all of them: the
+    first ranks have one each, the others none (see :func:`split`). A job that asks `can_switch` before a planned change
+    comes to such a step only in a pass over fewer samples than ranks: a failure only makes the group smaller.
 
     Args:
         position: samples of the epoch's order used so far, 0..total.
@@ -73,11 +76,10 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
         drop_last: drop a tail shorter than `batch_size`.
 
     Returns:
-        0, or a size in world_size..batch_size + world_size - 1.
+        0, or a size in world_size..batch_size + world_size - 1, or what is left where that is less than `world_size`.
 
     Raises:
-        ValueError: bad input, or fewer samples are left than there are ranks. The latter never happens to a
-            job that asks `can_switch` before a planned change: a failure only makes the group smaller.
+        ValueError: bad input.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -85,6 +87,8 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
     [8, 6, 4]
     >>> [step_size(position=p, total=28, batch_size=24, world_size=4) for p in (0, 20)]
     [20, 8]
+    >>> [step_size(position=p, total=3, batch_size=8, world_size=4) for p in (0, 3)]
+    [3, 0]
     """
     remaining = _remaining(position=position, total=total, world_size=world_size)
     _check_count("batch_size", batch_size, at_least=1)
@@ -95,11 +99,6 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
         )
     if remaining == 0 or (drop_last and remaining < batch_size):
         return 0
-    if remaining < world_size:
-        raise ValueError(
-            f"{remaining} of {total} samples are left for {world_size} workers, so some would have none; "
-            f"use at most {remaining} workers here or drop_last=True"
-        )
     if drop_last and remaining > batch_size:
         return batch_size
     return _size_before_leftover(remaining, batch_size, world_size)
@@ -134,17 +133,15 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:
     """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be empty.
 
     Returns:
-        min(micro_steps, floor(count / world_size)), which is at least 1 and the same on every rank.
+        min(micro_steps, floor(count / world_size)), and at least 1; the same on every rank.
 
     Raises:
-        ValueError: bad input, or count < world_size.
+        ValueError: bad input.
     """
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
-    _check_count("count", count, at_least=0)
-    if count < world_size:
-        raise ValueError(f"count must be at least the world size {world_size}, one sample a worker, but got {count}")
-    return min(micro_steps, count // world_size)
+    _check_count("count", count, at_least=1)
+    return max(1, min(micro_steps, count // world_size))
 
 
 def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None) -> Indices:
@@ -153,19 +150,22 @@ def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares |
     Returns:
         Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
         `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
-        ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`.
+        ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less
+        than `world_size` the first ranks take 1 each, and the others 0, whatever the shares.
 
     Raises:
-        ValueError: bad input, count < world_size, or shares of another number of ranks.
+        ValueError: bad input, or shares of another number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
+    >>> split(3, world_size=4).tolist()
+    [[1], [1], [1], [0]]
     """
     steps = micro_steps_for(count, world_size=world_size, micro_steps=micro_steps)
-    if shares is None:
-        counts = _even(np.array([count], dtype=np.int64), world_size)[0]
-    elif len(shares.weights) != world_size:
+    if shares is not None and len(shares.weights) != world_size:
         raise ValueError(f"shares must have a weight for each of {world_size} ranks, but got {shares.weights}")
+    if shares is None or count < world_size:
+        counts = _even(np.array([count], dtype=np.int64), world_size)[0]
     else:
         counts = np.array(by_weight(count, shares, steps), dtype=np.int64)
     return _even(counts, steps)
@@ -174,12 +174,12 @@ def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares |
 def rank_slices(
     count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None
 ) -> list[slice]:
-    """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count.
+    """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count; none without one.
 
     A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
 
     Raises:
-        ValueError: bad input, rank outside 0..world_size-1, or count < world_size.
+        ValueError: bad input, or rank outside 0..world_size-1.
     """
     sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares)
     _check_count("rank", rank, at_least=0)
@@ -187,7 +187,7 @@ def rank_slices(
         raise ValueError(f"rank must be in 0..{world_size - 1} for world size {world_size}, but got {rank}")
     start = int(sizes[:rank].sum())
     edges = [start, *(start + int(edge) for edge in np.cumsum(sizes[rank]))]
-    return [slice(first, last) for first, last in itertools.pairwise(edges)]
+    return [slice(first, last) for first, last in itertools.pairwise(edges) if first < last]
 
 
 def rank_indices(step_indices: Indices, *, rank: int, world_size: int, micro_steps: int = 1) -> list[Indices]:
@@ -196,7 +196,7 @@ def rank_indices(step_indices: Indices, *, rank: int, world_size: int, micro_ste
     Over all ranks and micro-steps the pieces are disjoint and together `step_indices`, in their order.
 
     Raises:
-        ValueError: bad input, rank outside 0..world_size-1, or fewer indices than ranks.
+        ValueError: bad input, or rank outside 0..world_size-1.
     """
     if step_indices.ndim != 1:
         raise ValueError(f"step_indices must have one dimension, but got shape {step_indices.shape}")

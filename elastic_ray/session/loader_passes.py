@@ -154,6 +154,7 @@ class LoaderPasses:
         """
         self.settle()
         parts, ledger = self._parts, self._parts.ledger
+        failure = ledger.failure  # of this step, not of one around it
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
@@ -161,11 +162,11 @@ class LoaderPasses:
         self._moment("edge")
         nested = ledger.step is not None
         try:
-            if ledger.failure is not None:
-                raise CommunicationFailedError(ledger.failure)
+            if failure is not None:
+                raise CommunicationFailedError(failure)
             if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
-                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), some_are_idle=step.leaves_ranks_idle)
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step)
         except CommunicationFailedError as error:
             if abandoned and not nested:
                 self._give_up(step, str(error))
@@ -268,15 +269,20 @@ class LoaderPasses:
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
-    def _vote(self, what: Announced, *, some_are_idle: bool = False) -> None:
-        added = self._parts.sums.take(self._parts.ledger.depth + 1)
-        self._progress.add_sums(self._parts.consensus.vote(what, added, some_are_idle=some_are_idle))
+    def _vote(self, what: Announced, step: LoaderStep | None = None) -> None:
+        parts = self._parts
+        added = parts.sums.take(parts.ledger.depth + 1)
+        if step is None or not step.leaves_ranks_idle:
+            self._progress.add_sums(parts.consensus.vote(what, added))
+            return
+        join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
+        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
         parts = self._parts
         parts.sums.undo_beyond(parts.ledger.depth)
-        lost = parts.ledger.undo(step)
+        lost = parts.ledger.undo(step, gradients_wait=parts.registry.gradients_wait)
         self._changes.regroup(cause)
         parts.ledger.resume(lost, cause)
 

@@ -9,7 +9,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.steps.ledger import LostStep
+from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.step import LoaderStep
 
 
@@ -84,7 +84,7 @@ class PassLedger(Protocol):
     def commit(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> bool:
         """Count a step that has ended; returns whether it trained."""
 
-    def undo(self, step: LoaderStep) -> LostStep:
+    def undo(self, step: LoaderStep, *, gradients_wait: bool = False) -> LostStep:
         """A step that has ended was lost: take back what user code moved on in it."""
 
     def resume(self, lost: LostStep, cause: str) -> None:
@@ -117,7 +117,12 @@ class PassVotes(Protocol):
     """This rank's votes."""
 
     def vote(
-        self, what: Announced, added: Mapping[tuple[int, int], Mapping[str, float]], *, some_are_idle: bool = False
+        self,
+        what: Announced,
+        added: Mapping[tuple[int, int], Mapping[str, float]],
+        *,
+        some_are_idle: bool = False,
+        join: Callable[[Announced], None] | None = None,
     ) -> Iterable[tuple[tuple[int, int], str, float]]:
         """Agree, and add up what the ranks' accumulators were given; raises ``CommunicationFailedError``."""
 
@@ -159,11 +164,18 @@ class PassParts(Protocol):
     def sync_buffers(self, communicator: Communicator) -> None:
         """Make all buffers equal on all ranks."""
 
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether gradients of a model wait for an update."""
+
     def drift_layout(self, *, trained: bool) -> int:
         """What the ranks must have in common to average them after a step."""
 
     def after_step(self) -> None:
         """All ranks have committed a step that trained; raises CommunicationFailedError."""
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample: take part in what others do with a model; raises CommunicationFailedError."""
 
     def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""

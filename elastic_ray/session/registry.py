@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.batch.scaling_rules import step_gain
+from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.state.group_dependent import GroupDependent
@@ -231,6 +232,11 @@ class Registry:
         return any(each.local for each in self._gradients)
 
     @property
+    def gradients_wait(self) -> bool:
+        """Whether some wait for an update."""
+        return any(each.is_open for each in self._gradients)
+
+    @property
     def drifts(self) -> bool:
         """Whether some models differ from rank to rank by design."""
         return any(each.drifts for each in self._gradients)
@@ -268,6 +274,14 @@ class Registry:
         for each in self._gradients:
             shared = not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample in a step: take part in what others have announced of a model.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        self._gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
+    from elastic_ray.consensus.intents import Announced
 
 
 class GroupDependent(Protocol):
@@ -15,6 +16,10 @@ class GroupDependent(Protocol):
     @property
     def local(self) -> bool:
         """Whether they differ from rank to rank, so that a planned change had better wait."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for an update."""
 
     @property
     def drifts(self) -> bool:
@@ -49,6 +54,13 @@ class GroupDependent(Protocol):
         Args:
             agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
                 otherwise, while the gradients of this one are added up.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample in a step: take part in what others have announced of the model.
 
         Raises:
             CommunicationFailedError: the group broke.

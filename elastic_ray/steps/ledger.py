@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.replay import Replay
 from elastic_ray.steps.step import LoaderStep
 
@@ -28,21 +28,6 @@ class RecoverableState(Protocol):
 
     def roll_back(self) -> None:
         """It was lost."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LostStep:
-    """A step that was taken back, as far as it matters once a group has been found to go on with.
-
-    Attributes:
-        nested: whether it lies within a step of another pass.
-        outer_lost: whether that one had failed as well.
-        before: committed steps, and optimizers stepped in the one in progress.
-    """
-
-    nested: bool
-    outer_lost: bool
-    before: tuple[int, int]
 
 
 class StepLedger:
@@ -70,6 +55,10 @@ class StepLedger:
         self._abandoned = 0
         self._samples_left = 0
         self._failure: str | None = None
+        self._around: tuple[str | None, int] = (
+            None,
+            0,
+        )  # why so many outer steps are lost, while a pass within them goes on
         self._reduced = False
         self._trains = False
         self._updates_asked = 0
@@ -214,10 +203,11 @@ class StepLedger:
     def begin(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
         if self.step is not None:
+            self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self.step)
         else:
             self._updates_asked = 0
-            self._failure = None
+            self.clear_failure()
             self._reduced = self._trains = False
             if self._recoverable:
                 self._state.snapshot()
@@ -284,19 +274,32 @@ class StepLedger:
         self._samples_left = step.samples_left
         return trained
 
-    def undo(self, step: LoaderStep) -> LostStep:
-        """A step that has ended was lost: take back what user code moved on in it. :meth:`resume` follows."""
-        nested, outer_lost = self.step is not None, self._failure is not None
+    def undo(self, step: LoaderStep, *, gradients_wait: bool = False) -> LostStep:
+        """A step that has ended was lost: take back what user code moved on in it. :meth:`resume` follows.
+
+        Args:
+            step: it.
+            gradients_wait: gradients of the step around it wait for an update.
+        """
+        nested, outer_lost = self.step is not None, gradients_wait or self._around[1] > 0
         if not nested:
             self._state.roll_back()
             self._forget_nested(step)
-        return LostStep(nested, outer_lost, (self._progress.loader_steps, self._progress.optimizers_stepped))
+        return LostStep(nested, outer_lost, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
-        """A group was found after :meth:`undo`; if no rank finished the surrounding step, that is drawn again, too."""
+        """A group was found after :meth:`undo`; if no rank finished the surrounding step, that is drawn again, too.
+
+        The pass within it goes on first, so that user code has its result: only then is the failure in force.
+        """
         outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
-        if lost.nested and outer_lost and lost.before == (self.loader_steps, self._progress.optimizers_stepped):
-            self._failure = cause
+        if lost.nested and outer_lost and lost.before == self._place:
+            self._around = cause, self.depth
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        step = self.outermost
+        return step.loader_pass.position if step is not None else 0, self._progress.optimizers_stepped
 
     def _forget_nested(self, step: LoaderStep) -> None:
         self._progress.forget_passes(step.ordinal)
@@ -327,17 +330,18 @@ class StepLedger:
 
     def clear_failure(self) -> None:
         """A group was entered: what failed in another one is over."""
-        self._failure = None
+        self._failure, self._around = None, (None, 0)
 
     @property
     def failed(self) -> bool:
         """Whether the step in progress is lost and will be drawn again."""
-        return self._failure is not None
+        return self.failure is not None
 
     @property
     def failure(self) -> str | None:
         """Why it is lost; None where it is not."""
-        return self._failure
+        cause, steps = self._around
+        return self._failure if self._failure is not None or self.depth > steps else cause
 
     def may_apply(self) -> bool:
         """Whether the optimizer step that user code asks for is to be applied now.
@@ -349,7 +353,7 @@ class StepLedger:
         step = self.outermost
         if step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
-        if self._failure is not None or not step.is_last_micro:
+        if self.failed or not step.is_last_micro:
             return False
         self._updates_asked += 1
         if self._updates_asked <= self._progress.optimizers_stepped:

@@ -84,7 +84,7 @@ class LoaderStep:
         ordinal: how many loader passes of the epoch had begun when the step did.
         can_switch: whether a group of a given size may begin after the step.
         leads: the loader leads the job: its steps are the training's.
-        whole: each rank takes one whole batch, for evaluation; some may have none.
+        whole: each rank takes one whole batch, for evaluation; in a pass's last step some may have none.
         micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
         own_counts, counts: what the loop weighs micro-batches by, see ``StepView``.
@@ -173,8 +173,12 @@ class LoaderStep:
 
     @property
     def leaves_ranks_idle(self) -> bool:
-        """Whether some ranks have no samples in this step."""
-        return self.whole and not self.sizes[-1][0]
+        """Whether some ranks have no samples in this step: the last ones."""
+        return not self.sizes[-1][0]
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether a rank has none."""
+        return not self.sizes[rank][0]
 
     @property
     def is_last_micro(self) -> bool:

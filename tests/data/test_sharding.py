@@ -17,6 +17,7 @@ from elastic_ray.data.sharding import (
     split,
     step_size,
 )
+from elastic_ray.data.shares import Shares
 
 worlds = st.integers(1, 8)
 attempts = st.lists(st.tuples(worlds, st.integers(0, 40), st.integers(1, 5), st.booleans()), min_size=1, max_size=60)
@@ -96,17 +97,25 @@ def test_step_sizes(total: int, batch: int, world: int, drop_last: bool, sizes: 
 
 @given(count=st.integers(1, 500), world=worlds, micro_steps=st.integers(1, 9))
 def test_split_is_even(count: int, world: int, micro_steps: int) -> None:
-    if count < world:
-        with pytest.raises(ValueError, match="at least the world size"):
-            split(count, world_size=world, micro_steps=micro_steps)
-        return
     sizes = split(count, world_size=world, micro_steps=micro_steps)
+    slices = [rank_slices(count, rank=rank, world_size=world, micro_steps=micro_steps) for rank in range(world)]
+    assert [index for own in slices for piece in own for index in range(count)[piece]] == list(range(count))
+    if count < world:
+        assert sizes.tolist() == [[1]] * count + [[0]] * (world - count) and slices[count:] == [[]] * (world - count)
+        return
     assert sizes.shape == (world, micro_steps_for(count, world_size=world, micro_steps=micro_steps))
     assert sizes.sum() == count
     assert sizes.min() >= 1
     assert sizes.max() - sizes.min() <= 1
     assert np.ptp(sizes.sum(axis=1)) <= 1
     assert (sizes.shape[1] == micro_steps) == (count >= world * micro_steps)
+
+
+def test_a_rest_of_fewer_samples_than_ranks_is_taken_whole_or_dropped() -> None:
+    assert step_size(position=8, total=10, batch_size=4, world_size=3) == 2
+    assert step_size(position=8, total=10, batch_size=4, world_size=3, drop_last=True) == 0
+    shares = Shares(weights=(1.0, 3.0, 2.0), least=1, most=None)
+    assert split(2, world_size=3, micro_steps=4, shares=shares).tolist() == [[1], [1], [0]]
 
 
 def test_slices_of_a_rank_are_contiguous() -> None:
@@ -134,11 +143,7 @@ def test_progress_moves_on_and_compares() -> None:
         (lambda: DataPosition(position=1.5), TypeError, "position must be an integer, but got 1.5 of type float"),
         (lambda: step_size(position=11, total=10, batch_size=4, world_size=2), ValueError, "0..10"),
         (lambda: step_size(position=0, total=10, batch_size=1, world_size=2), ValueError, "fewer workers"),
-        (
-            lambda: step_size(position=8, total=10, batch_size=4, world_size=3),
-            ValueError,
-            "at most 2 workers",
-        ),
+        (lambda: split(0, world_size=2), ValueError, "count must be at least 1"),
         (lambda: step_size(position=0, total=10, batch_size=True, world_size=1), TypeError, "batch_size"),
         (lambda: can_switch(position=0, total=10, world_size=0), ValueError, "world_size must be at least 1"),
         (lambda: split(4, world_size=2, micro_steps=0), ValueError, "micro_steps must be at least 1"),

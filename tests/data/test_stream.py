@@ -126,5 +126,13 @@ def test_what_cannot_work_says_why() -> None:
         StreamSharder([], seed=0).next_step(batch_size=4, world_size=1, rank=0)
     with pytest.raises(ValueError, match="ended after 3 of the 7 items"):
         StreamSharder([1, 2, 3], seed=0, position=7)
-    with pytest.raises(ValueError, match="at most 3 workers"):
-        StreamSharder([1, 2, 3], seed=0).next_step(batch_size=4, world_size=4, rank=0)
+
+
+def test_fewer_items_than_ranks_go_to_the_first_one_each() -> None:
+    drawn = [StreamSharder([1, 2, 3], seed=0).next_step(batch_size=4, world_size=4, rank=rank) for rank in range(4)]
+    assert [(step.items, step.count) for step in drawn if step is not None] == [
+        ([[1]], 3),
+        ([[2]], 3),
+        ([[3]], 3),
+        ([], 3),
+    ]

@@ -84,7 +84,8 @@ class _Link:
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         self._job.is_ready(self._worker)
 
-    def failed(self, generation: int, cause: str) -> None: ...
+    def failed(self, generation: int, cause: str) -> None:
+        self._job.failed(self._worker, generation)
 
     def switched(self, generation: int, pause: Pause) -> None: ...
 
@@ -130,6 +131,7 @@ class _Job:
         self._generation = 0
         self._reached: set[tuple[int, str, int]] = set()
         self._announced: dict[int, int] = {}  # generation that a step's change leads to
+        self._failed: set[tuple[int, int]] = set()  # worker and generation
         self.members: tuple[int, ...] = ()
         self.outcome = Outcome()
 
@@ -184,6 +186,13 @@ class _Job:
 
     def is_ready(self, worker: int) -> None:
         self._ready[worker].set()
+
+    def failed(self, worker: int, generation: int) -> None:
+        """Once all members want another group and none of them is dead, announce one of all, as the controller does."""
+        with self._lock:
+            self._failed.add((worker, generation))
+            if generation == self._generation and all((each, generation) in self._failed for each in self.members):
+                self.announce(self.members, void=True)
 
     def announce(self, workers: tuple[int, ...], *, void: bool = False) -> int:
         """Tell everybody of the next group."""

@@ -132,6 +132,51 @@ def test_a_surrounding_step_is_lost_too_unless_its_gradients_are_there(
     assert ledger.failure == (None if reduced else "gone")
 
 
+def test_a_pass_within_a_lost_step_goes_on_before_the_step_is_lost(ledger: StepLedger, state: State) -> None:
+    begun(ledger, state)
+    inner = begun(ledger, state)
+    lost = ledger.undo(ledger.end())
+    ledger.clear_failure()
+    state.progress.commit(1)  # as another rank had made the inner pass's step, which is not the one that is lost
+    ledger.resume(lost, "gone")
+    assert ledger.failure == "gone"
+    ledger.begin(step_of(inner.loader_pass))
+    assert not ledger.failed
+    ledger.fail("gone, too")
+    assert ledger.failure == "gone, too"
+    again = ledger.undo(ledger.end())
+    ledger.clear_failure()
+    ledger.resume(again, "gone, too")
+    ledger.begin(step_of(inner.loader_pass))
+    assert not ledger.failed
+    ledger.commit(ledger.end(), 1, gain)
+    assert ledger.failure == "gone, too" and not ledger.may_apply()
+
+
+def test_a_surrounding_step_that_another_rank_has_made_is_not_lost(ledger: StepLedger, state: State) -> None:
+    outer = begun(ledger, state)
+    begun(ledger, state)
+    lost = ledger.undo(ledger.end())
+    ledger.clear_failure()
+    outer.loader_pass.advance(8)
+    ledger.resume(lost, "gone")
+    assert not ledger.failed
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_reduced_gradients_that_wait_for_an_update_are_lost_with_their_group(
+    ledger: StepLedger, state: State, waits: bool
+) -> None:
+    begun(ledger, state)
+    ledger.mark_reduced()
+    begun(ledger, state)
+    ledger.fail("gone")
+    lost = ledger.undo(ledger.end(), gradients_wait=waits)
+    ledger.clear_failure()
+    ledger.resume(lost, "gone")
+    assert ledger.failed is waits
+
+
 def test_who_joins_within_an_epoch_replays_it_without_effects(ledger: StepLedger, state: State) -> None:
     state.progress.begin_pass(0)
     state.progress.begin_pass(1)

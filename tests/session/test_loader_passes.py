@@ -71,6 +71,7 @@ class Parts:
     """A group, models and buffers."""
 
     generation, buffer_layout = 3, 7
+    gradients_wait = False
     communicator: Any = "the group"
 
     def __init__(self) -> None:

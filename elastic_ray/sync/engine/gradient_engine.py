@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ray.communication.communicator import Communicator
+from elastic_ray.consensus.intents import Announced
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
@@ -294,6 +295,10 @@ class GradientEngine:
     def tabled(self) -> bool:
         """Whether the model has sharded tables."""
         return bool(self._sharded)
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample: fetch no rows of a table with those that do."""
+        self._sharded.join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
         """Where models differ from rank to rank: make them one. Rank 0 holds the whole state of the optimizer."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.consensus.intents import Announced
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.plan import SyncPlan
@@ -128,6 +129,9 @@ class ShardedTables(Protocol):
 
     def __bool__(self) -> bool:
         """Whether there are any."""
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample, and others have announced that they fetch rows."""
 
     def exchange(self) -> None:
         """Other gradients of a backward pass are reduced: have all owners receive those of rows."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 from elastic_ray.sync.sharded.rules import RowRule, rule_of
@@ -57,6 +58,14 @@ class ModelTables:
                 f"{type(self._optimizer).__name__} has {len(groups)}"
             )
         return rule
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample, and others have announced that they fetch rows of a table.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
         """Gradients of a backward pass that has ended to the owners, then a vote: all have received theirs.

@@ -46,6 +46,10 @@ class TableStep(StepView, Protocol):
     def whole(self) -> bool:
         """Each rank takes one whole batch, and some may have none."""
 
+    @property
+    def leaves_ranks_idle(self) -> bool:
+        """Whether some ranks have no sample in it."""
+
 
 class TableLedger(Protocol):
     """Which step this rank is in."""

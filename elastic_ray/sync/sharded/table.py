@@ -167,8 +167,11 @@ class ShardedTable:
             return self._nothing[1].new_zeros(len(ids), self._shape.width)
 
     def _announced(self, what: int) -> Announced:
-        model, table = self._number
-        return Announced(Intent.ROWS, model, table * 4 + what)
+        return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
+
+    def join(self) -> None:
+        """Others fetch rows, and this rank none."""
+        self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
         """Raise RuntimeError where ranks could not meet."""

@@ -22,6 +22,20 @@ _SHARD_SIZE = "elastic_ray_shard_size"
 SHARDED = Strategy(name="fully_shard")
 """What ``strategy`` of a sharded model is."""
 
+OF_ANOTHER_GROUP = (
+    "the group has changed since the sharded model was called, and what backward() needs of that call is gone: a "
+    "worker was lost in an evaluation between model(x) and backward(). Evaluate before the model is called, or after "
+    "optimizer.step()"
+)
+CREATES_GRAPH = (
+    "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a gradient "
+    'would be computed with. Train models with gradient penalties unsharded, as with strategy="zero1"'
+)
+NO_STRATEGY = (
+    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
+    "kept together: leave strategy= and set_strategy() out, or do not shard the model"
+)
+
 
 def is_sharded_model(module: nn.Module) -> bool:
     """Whether some of a model's modules are sharded by torch's ``fully_shard``, ours or not."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
@@ -72,6 +73,8 @@ class ShardCollectives:
         self._entered: Callable[[], None] = lambda: None
         self._scattered: Callable[[int, Tensor], None] | None = None
         self._sequence = _Sequence()
+        self._unit = -1  # number of the sharded module that is gathered
+        self._joins = False  # this rank has no sample, and all know what comes next
         self.own_is_finite = True
         self.weight = 1.0
 
@@ -99,7 +102,35 @@ class ShardCollectives:
             CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         self._run.consensus.agree_on(what)
-        self._sequence.begin(what.code)
+        if not self._some_are_idle:
+            self._sequence.begin(what.code)
+
+    @property
+    def _some_are_idle(self) -> bool:
+        """Whether some ranks have no sample in the step in progress, and know of it only what is announced."""
+        step = self._run.ledger.step
+        return step is not None and step.leaves_ranks_idle
+
+    def join(self, units: Sequence[FSDPModule], what: Announced) -> None:
+        """On a rank without a sample: have torch gather what others gather, and let it go again.
+
+        Args:
+            units: the model's sharded modules.
+            what: the others have announced: a call of the model, or that one of them is gathered.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        if what.intent is not Intent.GATHER:
+            for each in units:  # as the others do behind the call; one with gradients may have left them gathered
+                each.reshard()
+            return
+        unit, self._joins = units[what.detail], True
+        try:
+            unit.unshard()
+        finally:
+            self._joins = False
+            unit.reshard()
 
     def comes_next(self, what: str) -> None:
         """What is to come is this on all ranks, as they have agreed, or agree now; ``reductions_started`` ends it.
@@ -108,6 +139,10 @@ class ShardCollectives:
             CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
+        if self._some_are_idle and self._unit >= 0:
+            consensus.announce(Announced(Intent.GATHER, self._number, self._unit))
+            consensus.agreed()
+            return
         announced = Announced(Intent.SHARDS, self._number, code << 2 | _REDUCES)
         if consensus.announce_reductions(announced, known=self._sequence.knows(code)):
             consensus.agreed()
@@ -134,8 +169,10 @@ class ShardCollectives:
             unit: number of the sharded module whose parameters they are; -1 for none.
         """
         self._entered()
-        output, tensor = output.detach(), tensor.detach()
-        if not self._gathered(f"gather {unit} {_like(tensor)}", output, tensor, self.peers):
+        output, tensor, self._unit = output.detach(), tensor.detach(), unit
+        found = self._gathered(f"gather {unit} {_like(tensor)}", output, tensor, self.peers)
+        self._unit = -1
+        if not found:
             # A step that is lost goes on with numbers of the right size, which zeros would not always be.
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
@@ -282,6 +319,9 @@ class ShardCollectives:
             CommunicationFailedError: the group broke outside of steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
+        if self._joins:
+            consensus.wait(start())
+            return True
         if ledger.failed or ledger.replaying:
             return False
         try:

@@ -214,6 +214,12 @@ def to_sharded(module: nn.Module) -> None:
                 _put(field._unsharded_param, grad=None)
 
 
+def reshard(module: nn.Module) -> None:
+    """Let gathered parameters go, as torch does behind a call of each sharded module."""
+    for unit in units_of(module):
+        unit.reshard()
+
+
 def is_backward_over(module: nn.Module) -> bool:
     """Whether torch is through with a backward pass, whose last reductions it makes at the very end."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))

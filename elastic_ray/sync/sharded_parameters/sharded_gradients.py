@@ -7,6 +7,7 @@ step without an exception in user code.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,18 +23,13 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, refuse_own
-from elastic_ray.sync.sharded_parameters.checks import SHARDED
+from elastic_ray.sync.sharded_parameters.checks import CREATES_GRAPH, NO_STRATEGY, OF_ANOTHER_GROUP, SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, to_sharded, units_of
+from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
-
-_NO_STRATEGY = (
-    "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
-    "kept together: leave strategy= and set_strategy() out, or do not shard the model"
-)
 
 
 class ShardedGradients:
@@ -123,26 +119,32 @@ class ShardedGradients:
             self._task = -1
             to_sharded(self._module)
 
+    # Else what it looks at here, as the group, has torch compile the model anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
         """The model has returned this, also where user code has called it itself and not its wrapper."""
+        step = self._run.ledger.step
+        if not torch.is_grad_enabled() or (step is not None and step.leaves_ranks_idle):
+            reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
         if not torch.is_grad_enabled():
-            for unit in units_of(self._module):
-                unit.reshard()  # torch leaves the outermost module gathered for a backward pass
             return
+        on_gradient = functools.partial(self._on_gradient, generation=self._run.group.generation)
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample in a step: gather parameters with those that call the model."""
+        self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _on_gradient(self, gradient: Tensor) -> None:
+    def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
         """A backward pass has reached the model's output."""
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a "
-                "gradient would be computed with. Train models with gradient penalties unsharded, as with "
-                'strategy="zero1"'
-            )
+            raise RuntimeError(CREATES_GRAPH)
+        if generation != self._run.group.generation:
+            raise RuntimeError(OF_ANOTHER_GROUP)
         self.entered()
 
     def entered(self) -> None:
@@ -339,7 +341,7 @@ class ShardedGradients:
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(_NO_STRATEGY)
+        raise StrategyError(NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
         """Refuse: there is none.
@@ -347,7 +349,7 @@ class ShardedGradients:
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(_NO_STRATEGY)
+        raise StrategyError(NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
