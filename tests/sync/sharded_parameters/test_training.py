@@ -45,6 +45,12 @@ def test_other_loops_are_as_with_a_whole_model(case: Case) -> None:
     check(case, [Change(4, (1, 2, 3)), Kill(9, 2, "backward")], (1, 2))
 
 
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+def test_four_ranks_accumulate_as_one(sharded: bool) -> None:
+    """12 samples are 3 for each of 4 ranks, 2 and then 1: no batch is larger than the largest that is allowed."""
+    check(Case(optimizer="sgd", micro=2, sharded=sharded), [], (1, 2, 3, 4))
+
+
 def test_a_worker_alone_accumulates_as_with_a_whole_model() -> None:
     """By SGD: optimizers of Adam's kind do not tell whether a micro-batch weighs once or twice."""
     check(Case(optimizer="sgd", micro=3, clip=False), [], (1,))
