@@ -106,8 +106,7 @@ def measured(steps: Callable[[torch.device], Iterator[None]], device: torch.devi
 
 @pytest.mark.benchmark
 def test_a_step_beside_ddp(device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    # DDP last: torch forgets the groups of sharded models with its own.
-    sides = {"replicated": replicated, "fully_shard": sharded, "DDP": ddp}
+    sides = {"DDP": ddp, "replicated": replicated, "fully_shard": sharded}
     found = {name: measured(steps, device) for name, steps in sides.items()}
     base_s, base_mib = found["DDP"]
     with capsys.disabled():

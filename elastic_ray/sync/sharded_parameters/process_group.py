@@ -16,7 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -183,4 +187,9 @@ def mesh_of_one(device_type: str) -> DeviceMesh:
     with _MAKING:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])
-        return _ALONE[device_type]
+        found = _ALONE[device_type]
+        try:
+            _resolve_process_group(ALONE[0])  # type: ignore[arg-type]
+        except RuntimeError:  # user code has called destroy_process_group(), which forgets those of everybody
+            _register_process_group(ALONE[0], found._pg_registry[ALONE[0]])  # type: ignore[arg-type]
+        return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import elastic_ray as er
@@ -50,6 +51,13 @@ def test_other_loops_are_as_with_a_whole_model(case: Case) -> None:
 def test_four_ranks_accumulate_as_one(sharded: bool) -> None:
     """12 samples are 3 for each of 4 ranks, 2 and then 1: no batch is larger than the largest that is allowed."""
     check(Case(optimizer="sgd", micro=2, sharded=sharded), [], (1, 2, 3, 4))
+
+
+def test_a_model_is_sharded_after_user_code_has_destroyed_torchs_groups() -> None:
+    sharded_net()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+    assert len(list(sharded_net().parameters())) == len(list(Net().parameters()))
 
 
 def test_a_worker_alone_accumulates_as_with_a_whole_model() -> None:
