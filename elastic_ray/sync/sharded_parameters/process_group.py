@@ -11,6 +11,7 @@ import itertools
 import math
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -129,11 +130,20 @@ def make_mesh(
     """
     name = name or f"{_NAME}{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
-    group = ShardProcessGroup(rank, world_size, collectives)
-    _register_process_group(name, group)  # type: ignore[arg-type]
+    group = _registered(name, lambda: ShardProcessGroup(rank, world_size, collectives))
     for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):
         setattr(mesh, field, value)
     return mesh
+
+
+def _registered(name: str, make: Callable[[], Any]) -> Any:
+    """The group that torch knows by this name; if none, what ``make`` gives. Meshes of one on two devices share it."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        group = make()
+        _register_process_group(name, group)  # type: ignore[arg-type]
+        return group
 
 
 def forget_mesh(mesh: DeviceMesh) -> None:
@@ -188,8 +198,6 @@ def mesh_of_one(device_type: str) -> DeviceMesh:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])
         found = _ALONE[device_type]
-        try:
-            _resolve_process_group(ALONE[0])  # type: ignore[arg-type]
-        except RuntimeError:  # user code has called destroy_process_group(), which forgets those of everybody
-            _register_process_group(ALONE[0], found._pg_registry[ALONE[0]])  # type: ignore[arg-type]
+        # User code may have called destroy_process_group(), which forgets those of everybody.
+        _registered(ALONE[0], lambda: found._pg_registry[ALONE[0]])
         return found

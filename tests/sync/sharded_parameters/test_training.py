@@ -18,7 +18,7 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
-from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup
+from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup, mesh_of_one
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
 
@@ -58,6 +58,13 @@ def test_a_model_is_sharded_after_user_code_has_destroyed_torchs_groups() -> Non
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     dist.destroy_process_group()
     assert len(list(sharded_net().parameters())) == len(list(Net().parameters()))
+
+
+def test_models_on_two_devices_are_sharded_in_one_process() -> None:
+    """A GPU's and the CPU's; here no memory's in the place of the GPU's."""
+    first, second = mesh_of_one("cpu"), mesh_of_one("meta")
+    assert first.get_group().name() == second.get_group().name() and first.device_type != second.device_type
+    assert first.mesh_dim_names == second.mesh_dim_names
 
 
 def test_a_worker_alone_accumulates_as_with_a_whole_model() -> None:
