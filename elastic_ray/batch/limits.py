@@ -78,6 +78,16 @@ class BatchLimits:
         """Whether there is no other global batch than M0, though it may be divided otherwise."""
         return self.max_batch_size in (None, self.init_batch_size)
 
+    def size_of(self, cut: BatchChoice, replicas: int) -> int:
+        """Global batch of a cut on R workers [samples]: R m (s + 1), or the largest that is allowed where that is less.
+
+        Some micro-steps then have fewer samples than m, but no worker has fewer than its least.
+        """
+        size = cut.batch_size(replicas)
+        if self.max_batch_size is None:
+            return size
+        return min(size, max(self.max_batch_size, replicas * self.lower * (cut.accum_steps + 1)))
+
     @property
     def lower(self) -> int:
         """Least samples per worker and micro-step."""
@@ -144,14 +154,18 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """The cut of a global batch over R workers that comes nearest to it and that ``limits`` allow."""
+    """The cut of a global batch over R workers that comes nearest to it and that ``limits`` allow.
+
+    Where there is one size only, the cut holds it, and :meth:`BatchLimits.size_of` is that size on any number of
+    workers.
+    """
     return split(
         batch_size,
         replicas,
         lower=limits.lower,
         upper=limits.upper,
         accumulation=limits.gradient_accumulation,
-        limit=limits.max_batch_size,
+        limit=None if limits.one_size else limits.max_batch_size,
     )
 
 

@@ -284,10 +284,10 @@ class BatchTuner:
             current: the cut in use; None before the first.
             current_replicas: workers it is in use on, where that is not ``replicas`` (at a resize).
         """
-        now = current.batch_size(current_replicas or replicas) if current else 0
+        now = self.limits.size_of(current, current_replicas or replicas) if current else 0
         keep = self._keep(replicas, current, now)
         choice, reason = self._choose(nodes, replicas, keep, now)
-        model, batch_size = self.model, choice.batch_size(replicas)
+        model, batch_size = self.model, self.limits.size_of(choice, replicas)
         goodput = None
         if model is not None:
             goodput = float(model.goodput(nodes, replicas, choice.atomic_bsz, choice.accum_steps))
@@ -303,8 +303,10 @@ class BatchTuner:
         """The best batch within reach where it beats the hysteresis, else ``keep``; and why."""
         if self.limits.fixed:
             return keep, f"the batch is fixed at {self.limits.init_batch_size}: {_cut(keep, replicas)}"
-        model, limit, stays = self.model, self._limit(now), f"the batch stays {keep.batch_size(replicas)}"
+        model, limit, stays = self.model, self._limit(now), f"the batch stays {self.limits.size_of(keep, replicas)}"
         forced = self._forced(keep, replicas, now)
+        if self.limits.one_size:
+            return keep, forced or f"{stays}: it may not be another"
         if model is None:
             missing = "noise scale" if self._noise is None else "throughput model"
             return keep, forced or f"{stays}: no {missing} yet"
@@ -331,9 +333,9 @@ class BatchTuner:
         if self.limits.fixed:
             # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
             return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
-        if current is not None and current.batch_size(replicas) == now and self._allows(current, now):
+        one_size, limit = self.limits.one_size, self.limits.max_batch_size
+        if current is not None and not one_size and current.batch_size(replicas) == now and self._allows(current, now):
             return current
-        limit = self.limits.max_batch_size
         wanted = max(now, self.limits.init_batch_size)
         return split(
             wanted if limit is None else min(wanted, limit),
@@ -341,7 +343,7 @@ class BatchTuner:
             lower=self.limits.lower,
             upper=self._upper,
             accumulation=self.limits.gradient_accumulation,
-            limit=limit,
+            limit=None if one_size else limit,
         )
 
     def _allows(self, cut: BatchChoice, batch_size: int) -> bool:
@@ -365,7 +367,7 @@ class BatchTuner:
 
     def _forced(self, keep: BatchChoice, replicas: int, now: int) -> str | None:
         """Why the batch must be another although nothing is gained by it; None where it need not."""
-        batch_size = keep.batch_size(replicas)
+        batch_size = self.limits.size_of(keep, replicas)
         wanted = max(now, self.limits.init_batch_size)
         if batch_size == wanted:
             return None

@@ -7,6 +7,7 @@ one forms in the background while the present one trains, and a broken one can b
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import threading
 import time
@@ -23,6 +24,7 @@ from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.kept_groups import keep_group
 from elastic_ray.communication.socket_filter import refuse_connections
+from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from elastic_ray.monitoring.traffic import Traffic
 
 _BRIEFLY = timedelta(milliseconds=100)
@@ -38,6 +40,9 @@ class CommunicationFailedError(Exception):
 
 class Communicator:
     """The collectives of one generation, for CPU tensors over gloo and for CUDA tensors over NCCL.
+
+    NCCL refuses two ranks on one GPU. Where ranks share one, as threads of a test and parts of a GPU do, CUDA tensors
+    go over gloo as well, by way of the CPU's memory.
 
     Gradients have a group of their own, the gradient group: connections that nothing else uses. Ranks that disagree, of
     which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
@@ -55,7 +60,7 @@ class Communicator:
         timeout_s: longest wait of one collective for a slow peer.
         form_timeout_s: longest wait for all ranks to come and connect.
         host: address of this machine that its peers can reach.
-        cuda: also form an NCCL group.
+        cuda: also form an NCCL group, if each rank has a GPU of its own; the same on all ranks.
         secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
             who can reach it. Empty where the ranks share none.
 
@@ -99,7 +104,7 @@ class Communicator:
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         others = set(Connections.of_process())
         try:
-            nonces = _meet(named, rank, world_size)
+            nonces, apart = _meet(named, rank, world_size, _gpu() if cuda else "")
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
@@ -112,7 +117,7 @@ class Communicator:
                 store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
-            if cuda:
+            if cuda and apart:
                 self._nccl = _form_nccl(named, rank, world_size, timeout_s)
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
@@ -215,10 +220,14 @@ class Communicator:
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
         """Start sending ``tensor`` to one rank; for :meth:`wait_all`."""
         self.traffic.add("send", tensor.nbytes)
+        if self._is_staged(tensor):
+            return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         """Start receiving into ``tensor`` from one rank; for :meth:`wait_all`."""
+        if self._is_staged(tensor):
+            return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
@@ -343,18 +352,27 @@ class Communicator:
             raise CommunicationFailedError(str(error).split("\n", 1)[0]) from error
 
     def _backend(self, tensor: torch.Tensor) -> Any:
-        return self._nccl if tensor.is_cuda else self._gloo
+        return self._nccl if tensor.is_cuda and self._nccl is not None else self._gloo
+
+    def _is_staged(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda and self._nccl is None
 
 
-def _meet(store: Any, rank: int, world_size: int) -> list[bytes]:
-    """Wait until all have come, before any of them listens; returns a fresh number of each.
+def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes], bool]:
+    """Wait until all have come, before any of them listens; returns a fresh number of each, and whether GPUs differ.
 
     So a rank listens for the moment only in which its peers connect, and not while it waits for one that is late.
     """
-    store.set(f"here/{rank}", secrets.token_hex(16))
+    store.set(f"here/{rank}", f"{secrets.token_hex(16)} {gpu}")
     keys = [f"here/{peer}" for peer in range(world_size)]
     store.wait(keys)
-    return [bytes(store.get(key)) for key in keys]
+    nonces = [bytes(store.get(key)) for key in keys]
+    return nonces, len({nonce.partition(b" ")[2] for nonce in nonces}) == world_size
+
+
+def _gpu() -> str:
+    """What tells this process's GPU from all others."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float) -> Any:
@@ -367,7 +385,10 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
 
 
 def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """An NCCL backend whose communicator can be aborted (non-blocking, no watchdog that kills the process)."""
+    """An NCCL backend whose communicator can be aborted."""
+    # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)

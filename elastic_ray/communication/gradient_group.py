@@ -18,7 +18,7 @@ class GradientGroup:
         rank: of this process.
         world_size: number of ranks.
         gloo: backend for CPU tensors.
-        nccl: backend for CUDA tensors.
+        nccl: backend for CUDA tensors; None where gloo carries them, too.
         guard: carries an operation out unless the generation was called off, and turns errors into
             ``CommunicationFailedError``.
         traffic: counts what is handed to them.
@@ -88,4 +88,5 @@ class GradientGroup:
         return self._guard(lambda: backend.broadcast([tensor], options))
 
     def _of(self, tensor: torch.Tensor) -> Any:
-        return self._nccl() if tensor.is_cuda else self._gloo()
+        nccl = self._nccl() if tensor.is_cuda else None
+        return self._gloo() if nccl is None else nccl

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
-from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
@@ -225,13 +225,7 @@ class AdaptiveDataLoader(ResumableLoader):
             return BatchChoice(atomic_bsz=limits.init_batch_size)
         if self._leads and session.shape is not None:
             return session.shape
-        return split(
-            limits.init_batch_size,
-            session.world_size,
-            lower=limits.lower,
-            upper=limits.upper,
-            accumulation=limits.gradient_accumulation,
-        )
+        return cut_within(limits, limits.init_batch_size, session.world_size)
 
     @property
     def current_local_bsz(self) -> int:
@@ -246,7 +240,8 @@ class AdaptiveDataLoader(ResumableLoader):
     @property
     def current_batch_size(self) -> int:
         """Global batch size now [samples]."""
-        return self._limits.init_batch_size if self._limits.fixed else self.shape.batch_size(self._session.world_size)
+        limits = self._limits
+        return limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
 
     def __len__(self) -> int:
         """Steps of a whole pass at the present batch size; with whole batches this rank's share of them.

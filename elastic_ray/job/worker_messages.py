@@ -142,12 +142,14 @@ class WorkerMessages:
 
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
         """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
+        need = self._spec.scheduling.memory
+        advice = "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
         try:
             reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
         except BatchDoesNotFitError as error:
-            self._job.finish(JobPhase.FAILED, error=error)
+            self._job.finish(JobPhase.FAILED, error=BatchDoesNotFitError(f"{error}{advice}"))
             return
-        self._events.note(EventKind.OUT_OF_MEMORY, reason)
+        self._events.note(EventKind.OUT_OF_MEMORY, reason + advice)
         self.torn = not message.has_state
         self._group.take(message)
         self.torn = False

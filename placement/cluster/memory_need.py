@@ -75,6 +75,16 @@ class MemoryNeed:
         need = bytes_text(self.need_bytes(workers))
         return f"a worker needs {need} in a group of {workers} and has {bytes_text(self.available_bytes)}"
 
+    def after_failure(self, workers: int) -> str:
+        """What it says of these numbers that a worker ran out of memory in a group of so many, as a clause."""
+        if workers < self.least_workers:
+            return f"{self.shortage(workers)}, by SchedulingConfig(memory=...)"
+        need, has = bytes_text(self.need_bytes(workers)), bytes_text(self.available_bytes)
+        return (
+            f"SchedulingConfig(memory=...) says that a worker needs {need} in a group of {workers}, and has {has}: it "
+            "needs more; with a larger replicated_bytes, the other_bytes of sharded_memory(), the job gets more workers"
+        )
+
     def __str__(self) -> str:
         return f"<from {self.least_workers} on>"
 

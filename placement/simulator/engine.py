@@ -168,7 +168,7 @@ class _Simulation:
                 statistical=self.statistical,
                 spot=self.spot_use,
                 mixed_gpu_types=self.mixed_gpu_types,
-                sizes=self.sizes,
+                sizes=self.sizes if self.requested or spec.sizes.free else spec.sizes,
             )
             jobs.append(job)
         return jobs

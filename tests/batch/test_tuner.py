@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.batch.limits import split
+from elastic_ray.batch.limits import cut_within, split
 from elastic_ray.batch.tuner import (
     HYSTERESIS,
     BatchChoice,
@@ -294,6 +294,39 @@ def test_decisions_keep_the_limits_settle_and_have_a_reason(
     # Asked again without news, the decision stands unless the step count lets the batch grow on.
     if not measured:
         assert tuner.decide(1, replicas, cut).choice == cut
+
+
+@given(
+    size=st.integers(1, 300),
+    largest=st.none() | st.integers(1, 64),
+    replicas=st.integers(1, 16),
+    current=st.none() | st.builds(choice, st.integers(1, 600), st.integers(0, 3)),
+)
+def test_a_batch_of_one_size_has_it_on_any_number_of_workers(
+    size: int, largest: int | None, replicas: int, current: BatchChoice | None
+) -> None:
+    limits = BatchLimits(
+        init_batch_size=size, max_batch_size=size, local_bsz_bounds=(None, largest), gradient_accumulation=True
+    )
+    tuner = tuner_at(current or choice(size), limits=limits)
+    decision = tuner.decide(1, replicas, current)
+    cut = decision.choice
+    assert decision.batch_size == limits.size_of(cut, replicas) == max(size, replicas * (cut.accum_steps + 1))
+    assert largest is None or cut.atomic_bsz <= largest
+    assert cut == cut_within(limits, size, replicas), "as the loader cuts it that nobody tells"
+    again = tuner.decide(1, replicas, cut)
+    assert not again.changed and again.reason.startswith("the batch stays")
+
+
+def test_what_a_cut_makes_is_within_the_limits() -> None:
+    def limits(largest: int, least: int) -> BatchLimits:
+        return BatchLimits(
+            init_batch_size=12, max_batch_size=largest, local_bsz_bounds=(least, 4), gradient_accumulation=True
+        )
+
+    assert limits(12, 1).size_of(choice(2, 1), 4) == 12, "some take 2 samples and then 1"
+    assert limits(14, 1).size_of(choice(2, 1), 3) == 12
+    assert limits(12, 4).size_of(choice(4), 4) == 16, "each worker takes its least"
 
 
 def test_split_prefers_few_large_micro_steps() -> None:

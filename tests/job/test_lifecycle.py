@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,20 @@ def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
     assert "bound" in event.reason
     assert len(account.final) == 1
     assert handle.result().metrics["samples"] == 192
+
+
+@pytest.mark.slow
+def test_out_of_memory_at_the_least_size_that_fits_says_what_was_declared(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = Faults().out_of_memory(rank=0, step=5, moment="forward")
+    adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
+    need = er.MemoryNeed(available_bytes=6 << 30, sharded_bytes=10 << 30, copies=1)  # from 2 workers on
+    config = er.SchedulingConfig(memory=need)
+    handle, account = run(tmp_path, workers=2, faults=faults, adapt=adapt, epochs=6, scheduling=config)
+    event = next(event for event in handle.events() if event.kind is EventKind.OUT_OF_MEMORY)
+    assert re.search(r"bound.*; SchedulingConfig.*needs 5.00 GiB in a group of 2, and has 6.00 GiB: it", event.reason)
+    assert len(account.final) == 1 and handle.result().metrics["samples"] == 192
+    ends = [event.to_workers for event in handle.events() if event.kind is EventKind.WARNING]
+    assert ends == [1], "the other worker goes on alone until the one that failed is back"
 
 
 @pytest.mark.parametrize(

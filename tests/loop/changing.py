@@ -117,9 +117,14 @@ class _Script:
 
 class _Job:
     def __init__(
-        self, train: Callable[[], Any], script: Sequence[Change | Kill | Hold], controller: LocalController
+        self,
+        train: Callable[[], Any],
+        script: Sequence[Change | Kill | Hold],
+        controller: LocalController,
+        options: Mapping[str, Any],
     ) -> None:
         self._train, self._controller = train, controller
+        self._options = {"form_s": _WAIT_S, "timeout_s": _WAIT_S, **options}
         self._kills = [each for each in script if isinstance(each, Kill)]
         self._holds = {(each.worker, each.step, each.moment) for each in script if isinstance(each, Hold)}
         self._changes = {each.step: each.workers for each in script if isinstance(each, Change)}
@@ -153,9 +158,7 @@ class _Job:
         self._ready[worker] = threading.Event()
 
         def form(spec: GenerationSpec, rank: int) -> Communicator:
-            return member(
-                self._controller, rank, spec.world_size, generation=spec.generation, form_s=_WAIT_S, timeout_s=_WAIT_S
-            )
+            return member(self._controller, rank, spec.world_size, generation=spec.generation, **self._options)
 
         membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: None)
         session = Session(f"w{worker}", membership, _Link(self, worker), faults=_Script(self, worker))  # type: ignore[arg-type]
@@ -247,8 +250,15 @@ def _wait(until: Callable[[], bool]) -> None:
 
 
 def run_job(
-    train: Callable[[], Any], script: Sequence[Change | Kill | Hold] = (), *, first: Sequence[int] = (1,)
+    train: Callable[[], Any],
+    script: Sequence[Change | Kill | Hold] = (),
+    *,
+    first: Sequence[int] = (1,),
+    **options: Any,
 ) -> Outcome:
-    """Run a train function in a thread for each worker, while the script says which workers there are."""
+    """Run a train function in a thread for each worker, while the script says which workers there are.
+
+    ``options`` are those of their communicators.
+    """
     with local_controller() as controller:
-        return _Job(train, script, controller).run(first)
+        return _Job(train, script, controller, options).run(first)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from elastic_ray.membership.instructions import AllLost, Announce, Release, Withdraw
+from elastic_ray.events import EventKind
+from elastic_ray.membership.instructions import AllLost, Announce, Note, Release, Withdraw
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import (
     Rerun,
     StepFailed,
 )
+from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.sizes import AllowedSizes
 from tests.membership.driver import CONFIG, ended, growing, members_of, only, plan_in, running
 
 
@@ -48,6 +53,22 @@ def test_several_members_out_of_memory_begin_again_together() -> None:
     assert not ended(driver.tell(Rerun(worker="w3")))
     driver.ready("w1", "w2", has_state=True)
     assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w2", "w3"]
+
+
+def test_at_the_least_size_that_fits_the_others_go_on_told_until_the_member_is_back() -> None:
+    need = MemoryNeed(available_bytes=50, sharded_bytes=100)  # from 4 workers on
+    driver = running(4, config=dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=need), min_workers=4))
+    out = driver.tell(Rerun(worker="w2"))
+    assert members_of(plan_in(out)) == ["w1", "w3", "w4"], "they hold its rows, which an end would lose"
+    (told,) = [note for note in only(Note, out) if note.kind is EventKind.WARNING]
+    assert told.reason.startswith("3 workers go on, fewer than the 4 that the job's memory asks for")
+    driver.switched(2, "w1", "w3", "w4")
+    out = driver.tell(Rerun(worker="w3"))
+    (told,) = [note for note in only(Note, out) if note.kind is EventKind.WARNING]
+    assert told.reason.startswith("2 workers go on") and "needs 100 B in a group of 2 and has 50 B" in told.reason
+    driver.switched(3, "w1", "w4")
+    driver.ready("w2", has_state=True)
+    assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w4", "w2", "w3"], "in one change"
 
 
 def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:

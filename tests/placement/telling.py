@@ -63,6 +63,7 @@ def tell(
             gpus_per_node={node.gpu_type: int(node.total["GPU"]) for node in cluster.nodes},
             sigma=disturbances.noise,
             declared=float(application.epochs),
+            sizes=spec.sizes,
         )
         jobs.append(job)
     world = World(jobs, Cluster(), policy, config, knowledge)

@@ -8,14 +8,20 @@ here, and goes on as a collective of the present generation, or as none in a ste
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._C._distributed_c10d import (
+    _register_process_group,
+    _resolve_process_group,
+    _unregister_process_group,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -124,11 +130,20 @@ def make_mesh(
     """
     name = name or f"{_NAME}{next(_NUMBERS)}"
     mesh = DeviceMesh(device_type, torch.arange(world_size), mesh_dim_names=(name,), _init_backend=False, _rank=rank)
-    group = ShardProcessGroup(rank, world_size, collectives)
-    _register_process_group(name, group)  # type: ignore[arg-type]
+    group = _registered(name, lambda: ShardProcessGroup(rank, world_size, collectives))
     for field, value in (("_dim_group_names", [name]), ("_pg_registry", {name: group})):
         setattr(mesh, field, value)
     return mesh
+
+
+def _registered(name: str, make: Callable[[], Any]) -> Any:
+    """The group that torch knows by this name; if none, what ``make`` gives. Meshes of one on two devices share it."""
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError:
+        group = make()
+        _register_process_group(name, group)  # type: ignore[arg-type]
+        return group
 
 
 def forget_mesh(mesh: DeviceMesh) -> None:
@@ -145,13 +160,36 @@ def _number(call: Any, arguments: Any, options: Any) -> Any:
     return (tensor._local_tensor if alike or not ours else tensor.full_tensor()).item()
 
 
+def _norms(call: Any, arguments: Any, options: Any) -> Any:
+    """Norms of sharded tensors, or of one: what torch makes of it, also where this rank has no rows of some.
+
+    The largest and the smallest element of nothing are errors of torch. Here nothing is what changes neither.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(call, arguments, options)
+    dispatcher.sharding_propagator.propagate(info)
+    order = float(arguments[1]) if len(arguments) > 1 else 2.0
+    of_all = call is torch.ops.aten._foreach_norm.Scalar or (len(arguments) < 3 or arguments[2] is None)
+    if math.isinf(order) and of_all:
+        neutral = 0.0 if order > 0 else math.inf
+        info.local_args = tuple(
+            each.new_full((1,) * max(1, each.dim()), neutral) if isinstance(each, Tensor) and not each.numel() else each
+            for each in info.local_args
+        )
+    found = dispatcher._dispatch_get_local_results_slow_path(call, arguments, info)
+    return dispatcher.wrap(found, info.output_sharding.output_spec)
+
+
 def make_numbers_whole() -> None:
     """Have ``item()``, ``float()`` and ``bool()`` of a sharded tensor give the number that it is.
 
-    Torch gives this rank's part of it: of ``p.grad.norm()`` that of the rank's own rows, another one on each rank.
+    Torch gives this rank's part of it: of ``p.grad.norm()`` that of the rank's own rows, another one on each rank. And
+    have norms of any order know of ranks without rows.
     """
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher._custom_op_handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._local_scalar_dense.default, _number)
+    handlers.setdefault(torch.ops.aten._foreach_norm.Scalar, _norms)
+    handlers.setdefault(torch.ops.aten.linalg_vector_norm.default, _norms)
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
@@ -159,4 +197,7 @@ def mesh_of_one(device_type: str) -> DeviceMesh:
     with _MAKING:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])
-        return _ALONE[device_type]
+        found = _ALONE[device_type]
+        # User code may have called destroy_process_group(), which forgets those of everybody.
+        _registered(ALONE[0], lambda: found._pg_registry[ALONE[0]])
+        return found

@@ -90,6 +90,7 @@ class RecordedWorkload:
                 application=job.application,
                 num_replicas=job.view.max_workers,
                 batch_size=self.applications[job.application].init_batch_size,
+                sizes=job.view.sizes,
             )
             for job in self.jobs
         )

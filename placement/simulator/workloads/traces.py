@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from placement.checks import check_number
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.errors import InputError
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
@@ -24,6 +25,7 @@ class TraceJob:
         application: name of the profile.
         num_replicas: GPUs that the user asked for; only rigid schedulers use it.
         batch_size: global batch that the user asked for [samples]; only rigid schedulers use it.
+        sizes: numbers of workers that it can train with; with any, those of the simulation. Not for rigid schedulers.
     """
 
     name: str
@@ -31,6 +33,7 @@ class TraceJob:
     application: str
     num_replicas: int
     batch_size: int
+    sizes: AllowedSizes = ANY_SIZE
 
     def __post_init__(self) -> None:
         if not self.name:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from pathlib import Path
@@ -14,7 +15,9 @@ from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.recording import Life, read_recording, replay
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
+from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
 from placement.goodput.model import NoiseScale
@@ -105,6 +108,24 @@ def test_the_simulator_predicts_the_average_from_what_the_jobs_had_measured(poli
     _, ends = recorded(policy)
     true_s = sum(ends[each.name] - each.time_s for each in TRACE) / len(TRACE)
     assert again(life, policy).avg_jct_s == pytest.approx(true_s, rel=0.05)
+
+
+def test_the_sizes_that_a_recorded_job_can_train_with_are_those_of_the_simulated_one() -> None:
+    """And what its memory allows: from 4 workers on."""
+    need = MemoryNeed(available_bytes=50, sharded_bytes=100)
+    own = {"a": AllowedSizes(multiple_of=2), "b": AllowedSizes(sizes=(1, 3)), "d": AllowedSizes(memory=need)}
+    trace = tuple(dataclasses.replace(each, sizes=own.get(each.name, ANY_SIZE)) for each in TRACE)
+    lengths = Lengths(epochs=EPOCHS)
+    core = tell(trace, APPLICATIONS, "t4:2x3", make_policy("goodput"), AllocatorConfig(), rules=RULES, lengths=lengths)
+    (life,) = read_recording(core.lines)
+    work = recorded_workload(life)
+    assert {each.name: each.sizes for each in work.trace} == {each.name: each.sizes for each in trace}
+    had = collections.defaultdict[str, set[int]](set)
+    for placed in again(life, "goodput").placed:
+        had[placed.job].add(sum(placed.nodes.values()))
+    for job, sizes in own.items():
+        assert had[job] - {0} and all(map(sizes.allow, had[job] - {0})), (job, had)
+    assert any(size % 2 for job in ("c", "e") for size in had[job]), "the others have any"
 
 
 @pytest.mark.parametrize("policy", ["goodput", "fair_share"])

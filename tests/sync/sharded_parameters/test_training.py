@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextvars
 import copy
 import gc
+import math
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
-from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup
+from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup, mesh_of_one
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
 
@@ -45,9 +47,59 @@ def test_other_loops_are_as_with_a_whole_model(case: Case) -> None:
     check(case, [Change(4, (1, 2, 3)), Kill(9, 2, "backward")], (1, 2))
 
 
+@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
+def test_four_ranks_accumulate_as_one(sharded: bool) -> None:
+    """12 samples are 3 for each of 4 ranks, 2 and then 1: no batch is larger than the largest that is allowed."""
+    check(Case(optimizer="sgd", micro=2, sharded=sharded), [], (1, 2, 3, 4))
+
+
+def test_a_model_is_sharded_after_user_code_has_destroyed_torchs_groups() -> None:
+    sharded_net()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+    assert len(list(sharded_net().parameters())) == len(list(Net().parameters()))
+
+
+def test_models_on_two_devices_are_sharded_in_one_process() -> None:
+    """A GPU's and the CPU's; here no memory's in the place of the GPU's."""
+    first, second = mesh_of_one("cpu"), mesh_of_one("meta")
+    assert first.get_group().name() == second.get_group().name() and first.device_type != second.device_type
+    assert first.mesh_dim_names == second.mesh_dim_names
+
+
 def test_a_worker_alone_accumulates_as_with_a_whole_model() -> None:
     """By SGD: optimizers of Adam's kind do not tell whether a micro-batch weighs once or twice."""
     check(Case(optimizer="sgd", micro=3, clip=False), [], (1,))
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("order", [math.inf, -math.inf, 1.0, 2.0, 3.0])
+def test_norms_of_any_order_are_those_of_the_whole(order: float, foreach: bool | None) -> None:
+    """Some parameters have fewer rows than there are workers."""
+
+    def trained(sharded: bool) -> list[float]:
+        model = sharded_net() if sharded else Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        found = list[float]()
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(data(), batch_size=24, seed=3):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(wrapped(x), y).backward()
+                found.append(float(model.last.bias.grad.norm(order)))
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=order, foreach=foreach)
+                found.append(float(norm))
+                by_row = torch.linalg.vector_norm(model.first.weight.grad, order, dim=1)
+                found.append(float(by_row.sum()))
+                optimizer.step()
+        return found
+
+    wanted = run_job(lambda: trained(False)).results[1]
+    found = run_job(lambda: trained(True), first=(1, 2, 3, 4, 5)).results
+    assert len(found) == 5 and all(own == pytest.approx(wanted, rel=1e-4, abs=1e-6) for own in found.values()), (
+        found,
+        wanted,
+    )
 
 
 def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named() -> None:

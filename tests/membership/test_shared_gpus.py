@@ -1,0 +1,52 @@
+"""What takes NCCL's place where ranks share a GPU. tests/gpu shows it on one."""
+
+from __future__ import annotations
+
+import concurrent.futures
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator, _meet
+from elastic_ray.communication.staged_transfers import receive_staged, send_staged
+from tests.membership.groups import on_ranks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "apart"), [(("a", "b", "c"), True), (("a", "b", "a"), False), (("a", "a", "a"), False)]
+)
+def test_all_ranks_know_whether_two_of_them_share_a_gpu(gpus: tuple[str, ...], apart: bool) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda rank: _meet(store, rank, 3, gpus[rank]), range(3)))
+    assert [each for _, each in found] == [apart] * 3
+    assert len(set(found[0][0])) == 3 and all(nonces == found[0][0] for nonces, _ in found)
+
+
+def test_what_is_sent_is_that_of_the_moment_and_what_comes_is_in_its_place_after_the_wait() -> None:
+    def work(communicator: Communicator) -> list[float]:
+        peer = 1 - communicator.rank
+        mine, theirs = torch.full((3,), float(communicator.rank)), torch.full((3,), -1.0)
+        works = [
+            send_staged(communicator._gloo, mine, peer, 5),
+            receive_staged(communicator._gloo, theirs, peer, 5),
+        ]
+        mine.fill_(9.0)
+        assert theirs.tolist() == [-1.0] * 3
+        communicator.wait_all(works)
+        found: list[float] = theirs.tolist()
+        return found
+
+    assert on_ranks(2, work) == [[1.0] * 3, [0.0] * 3]
+
+
+def test_a_peer_that_is_gone_is_a_failure_as_without_a_gpu() -> None:
+    def work(communicator: Communicator) -> None:
+        if communicator.rank == 1:
+            communicator.close()
+            return
+        communicator.wait_all([receive_staged(communicator._gloo, torch.zeros(3), 1, 5)])
+
+    failed, left = on_ranks(2, work, timeout_s=5.0)
+    assert isinstance(failed, CommunicationFailedError) and left is None
