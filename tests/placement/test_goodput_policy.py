@@ -137,6 +137,22 @@ def test_a_long_job_grows_onto_gpus_that_no_other_job_can_use_where_that_pays_fo
     assert sizes([long, *full, wanted], nodes) | {"long": 1, "new": 3} == sizes([long, *full, wanted], nodes)
 
 
+def test_a_job_takes_scattered_idle_gpus_where_whole_nodes_would_move_others() -> None:
+    nodes = parse_cluster("aws:3x4")
+    long = gpu_view("long", allocation={"aws-000": 2, "aws-001": 4}, growth_limit=8, progress=length(3000))
+    small = [
+        gpu_view(job, allocation={node: 2}, max_workers=2, progress=length(3), submitted_s=1.0)
+        for job, node in (("a", "aws-000"), ("b", "aws-002"))
+    ]
+    views = [dataclasses.replace(each, resize_cost_s=40.0, restarts=9) for each in (long, *small)]
+    targets = GoodputPolicy().decide(views, nodes, 100.0)
+    assert {job: dict(target.nodes or {}) for job, target in targets.items()} == {
+        "long": {"aws-000": 2, "aws-001": 4, "aws-002": 2},
+        "a": {"aws-000": 2},
+        "b": {"aws-002": 2},
+    }
+
+
 def test_a_late_job_is_no_longer_put_off() -> None:
     views = [gpu_view("short", progress=length(3)), gpu_view("long", progress=length(300))]
     soon = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1.0)

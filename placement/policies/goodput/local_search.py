@@ -13,7 +13,7 @@ from placement.cluster.packing import pack
 from placement.goodput.table import Ints
 from placement.policies.goodput.admission import admit_into
 from placement.policies.goodput.dual_prices import Options, fill, solve
-from placement.policies.goodput.node_assignment import assign_nodes
+from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place
 from placement.policies.goodput.speed_value import SpeedValue, worth_of
 from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement
 
@@ -71,7 +71,8 @@ def improve(
     Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
     taken if its worth, with every change discounted for its cost, exceeds that of staying. If neither does, what is
     idle is given to jobs for which it pays by their own weight, without the charge for their pause: nobody else wants
-    these GPUs, and those of a long job would else idle for as long as short ones come and go. Since discounts vanish
+    these GPUs, and they would else idle beside a long job for as long as short ones come and go. Where moving others
+    for that is not worth it, the job takes scattered room. Since discounts vanish
     once a change is made, each step raises the worth of staying, and repeating them comes to an end.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
@@ -98,8 +99,9 @@ def improve(
     if better is None and stay is not None and _some_idle(alternatives.options, stay):
         utility = utility.where_gpus_idle()
         alternatives = _alternatives(instance, utility, present, valid, floors)
-        filled = alternatives.placements_of(fill(alternatives.options, stay))
-        better = _best(instance, utility, present, [filled], valid, may_wait)
+        picks = fill(alternatives.options, stay)
+        filled = [alternatives.placements_of(picks, moving=moving) for moving in (True, False)]
+        better = _best(instance, utility, present, filled, valid, may_wait)
     return better, waiting
 
 
@@ -164,8 +166,14 @@ class _Alternatives:
     workers: Ints
     regular: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-    def placements_of(self, picks: Ints) -> list[Placement]:
-        """Placements of all jobs for these options; those not admitted get none."""
+    def placements_of(self, picks: Ints, *, moving: bool = True) -> list[Placement]:
+        """Placements of all jobs for these options; those not admitted get none.
+
+        Args:
+            picks: the option of each admitted job.
+            moving: whether jobs may be moved for others; if not, those that grow take scattered room, where the workers
+                of all jobs are alike.
+        """
         every = np.arange(len(picks))
         counts, pools = self.workers[every, picks], self.options.pool_of[every, picks]
         wanted: list[dict[int, int]] = [{} for _ in self.instance.pools]
@@ -176,7 +184,8 @@ class _Alternatives:
         placements = [UNPLACED] * len(self.present)
         for m, sizes in enumerate(wanted):
             here = [self.present[j].place if self.present[j].pool == m else {} for j in sizes]
-            places = assign_nodes(self.instance.slots(min(sizes), m), list(sizes.values()), here) if sizes else []
+            assign = assign_nodes if moving else grow_in_place
+            places = assign(self.instance.slots(min(sizes), m), list(sizes.values()), here) if sizes else []
             for j, place in zip(sizes, places, strict=True):
                 placements[j] = Placement(pool=m, place=dict(sorted(place.items())))
         return placements
