@@ -69,11 +69,11 @@ def improve(
     """A better allocation, None if there is none, and why jobs wait that do.
 
     Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
-    taken if its worth, with every change discounted for its cost, exceeds that of staying. If neither does, and there is one GPU type, what is
-    idle is given to jobs for which it pays by their own weight, without the charge for their pause: nobody else wants
-    these GPUs, and they would else idle beside a long job for as long as short ones come and go. Where moving others
-    for that is not worth it, the job takes scattered room. Since discounts vanish
-    once a change is made, each step raises the worth of staying, and repeating them comes to an end.
+    taken if its worth, with every change discounted for its cost, exceeds that of staying. If neither does, and there
+    is one GPU type, what is idle is given to jobs for which it pays by their own weight, without the charge for their
+    pause: nobody else wants these GPUs, and they would else idle beside a long job for as long as short ones come and
+    go. Where moving others for that is not worth it, the job takes scattered room. Since discounts vanish once a change
+    is made, each step raises the worth of staying, and repeating them comes to an end.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     rounded = [round(each, 9) for each in score.tolist()]
