@@ -6,6 +6,9 @@ declared epochs; declared epochs and shared knowledge (jobs of one application s
 rules against ``sia`` and ``pollux`` in the same simulator, homogeneous and heterogeneous; ``live`` the same traces
 under our own rules against ``sia`` with its restart charges.
 
+Of the families under Sia's rules, the traces 1 and 2 of each folder are there to choose parameters on; 3 and 4 are
+looked at once, at the end. Which of them were chosen on before was not written down.
+
 Claims hold for the mean over all traces of a family in ``$ELASTIC_RAY_DATA`` (the folder with ``workloads`` and
 ``profiles``); differences under 5 % on one trace mean nothing. A full run takes hours on one core: choose families.
 """

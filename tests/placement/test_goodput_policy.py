@@ -119,6 +119,40 @@ def test_what_a_pause_takes_counts_more_than_the_rank_of_a_long_job() -> None:
     assert lost[:, 0].tolist() == pytest.approx([0.5 * 2.0, 0.8 * 2.0])  # half of the horizon is lost, a speed of 2
 
 
+@pytest.mark.parametrize(("pause_s", "workers"), [(150.0, 2), (250.0, 1)])
+def test_a_long_job_grows_onto_gpus_that_no_other_job_can_use_where_that_pays_for_itself(
+    pause_s: float, workers: int
+) -> None:
+    """Its pause, charged as if others wanted its GPUs, would outweigh what it gains for as long as short jobs run."""
+    nodes = parse_cluster("aws:2x4")
+    full = [
+        gpu_view(f"short{i}", allocation={"aws-001": 1}, max_workers=1, progress=length(3), submitted_s=1.0)
+        for i in range(4)
+    ]
+    long = gpu_view(
+        "long", allocation={"aws-000": 1}, growth_limit=2, progress=length(3000), resize_cost_s=pause_s, restarts=9
+    )
+    assert sizes([long, *full], nodes)["long"] == workers
+    wanted = dataclasses.replace(full[0], job="new", allocation={}, max_workers=3)
+    assert sizes([long, *full, wanted], nodes) | {"long": 1, "new": 3} == sizes([long, *full, wanted], nodes)
+
+
+def test_a_job_takes_scattered_idle_gpus_where_whole_nodes_would_move_others() -> None:
+    nodes = parse_cluster("aws:3x4")
+    long = gpu_view("long", allocation={"aws-000": 2, "aws-001": 4}, growth_limit=8, progress=length(3000))
+    small = [
+        gpu_view(job, allocation={node: 2}, max_workers=2, progress=length(3), submitted_s=1.0)
+        for job, node in (("a", "aws-000"), ("b", "aws-002"))
+    ]
+    views = [dataclasses.replace(each, resize_cost_s=40.0, restarts=9) for each in (long, *small)]
+    targets = GoodputPolicy().decide(views, nodes, 100.0)
+    assert {job: dict(target.nodes or {}) for job, target in targets.items()} == {
+        "long": {"aws-000": 2, "aws-001": 4, "aws-002": 2},
+        "a": {"aws-000": 2},
+        "b": {"aws-002": 2},
+    }
+
+
 def test_a_late_job_is_no_longer_put_off() -> None:
     views = [gpu_view("short", progress=length(3)), gpu_view("long", progress=length(300))]
     soon = GoodputPolicy().decide(views, parse_cluster("aws:4x4"), 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.policies.goodput.node_assignment import assign_nodes
+from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place
 
 
 @st.composite
@@ -74,3 +74,11 @@ def test_a_shrinking_job_keeps_its_fullest_nodes() -> None:
 def test_small_jobs_make_room_for_a_whole_node() -> None:
     places = assign_nodes(np.array([4, 4]), [1, 1, 4], [{0: 1}, {1: 1}, {}])
     assert len(places[2]) == 1
+
+
+def test_growth_in_place_moves_nobody_and_takes_its_own_nodes_first() -> None:
+    slots = np.array([4, 4, 4, 4])
+    present = [{0: 2, 1: 4}, {2: 2}, {3: 3}]
+    assert grow_in_place(slots, [9, 2, 3], present) == [{0: 4, 1: 4, 2: 1}, {2: 2}, {3: 3}]
+    assert grow_in_place(slots, [99, 1, 3], present) == [{0: 4, 1: 4, 2: 2, 3: 1}, {2: 2}, {3: 3}]
+    assert grow_in_place(slots, [6, 3, 3, 2], [*present, {}]) == [{0: 2, 1: 4}, {2: 3}, {3: 3}, {0: 2}]

@@ -13,7 +13,7 @@ from placement.cluster.packing import pack
 from placement.goodput.table import Ints
 from placement.policies.goodput.admission import admit_into
 from placement.policies.goodput.dual_prices import Options, fill, solve
-from placement.policies.goodput.node_assignment import assign_nodes
+from placement.policies.goodput.node_assignment import assign_nodes, grow_in_place
 from placement.policies.goodput.speed_value import SpeedValue, worth_of
 from placement.policies.goodput.tables import UNPLACED, OptionTable, Placement
 
@@ -69,8 +69,11 @@ def improve(
     """A better allocation, None if there is none, and why jobs wait that do.
 
     Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
-    taken if its worth, with every change discounted for its cost, exceeds that of staying. Since discounts vanish
-    once a change is made, each step raises the worth, and repeating them comes to an end.
+    taken if its worth, with every change discounted for its cost, exceeds that of staying. If neither does, and there
+    is one GPU type, what is idle is given to jobs for which it pays by their own weight, without the charge for their
+    pause: nobody else wants these GPUs, and they would else idle beside a long job for as long as short ones come and
+    go. Where moving others for that is not worth it, the job takes scattered room. Since discounts vanish once a change
+    is made, each step raises the worth of staying, and repeating them comes to an end.
     """
     score = utility.weight * np.where([bool(here.place) for here in present], _RUNNING, 1.0)
     rounded = [round(each, 9) for each in score.tolist()]
@@ -89,12 +92,48 @@ def improve(
     valid = [ok and obeys for ok, obeys in zip(valid, obeyed, strict=True)]
     alternatives = _alternatives(instance, utility, present, valid, floors)
     candidates = [alternatives.placements_of(picks) for picks in _anew(alternatives)]
-    runs = {j for j, here in enumerate(present) if here.place}
-    if runs and all(valid[j] and j in floors for j in runs) and all(may_wait[j] for j in floors if j not in runs):
-        stay = np.where(
-            [bool(present[j].place) for j in alternatives.jobs], len(instance.sizes) + 1, alternatives.options.base
-        )
+    stay = _staying(alternatives, valid, may_wait)
+    if stay is not None:
         candidates.append(alternatives.placements_of(fill(alternatives.options, stay)))
+    better = _best(instance, utility, present, candidates, valid, may_wait)
+    # With several types it saved GPU-hours, but jobs took longer on the one trace that it was tried on.
+    one_type = len(instance.pools) == 1
+    if better is None and stay is not None and one_type and _some_idle(alternatives.options, stay):
+        utility = utility.where_gpus_idle()
+        alternatives = _alternatives(instance, utility, present, valid, floors)
+        picks = fill(alternatives.options, stay)
+        filled = [alternatives.placements_of(picks, moving=moving) for moving in (True, False)]
+        better = _best(instance, utility, present, filled, valid, may_wait)
+    return better, waiting
+
+
+def _staying(alternatives: _Alternatives, valid: Sequence[bool], may_wait: Sequence[bool]) -> Ints | None:
+    """The option of each admitted job to stay as it is; None where a job cannot, must start, or none runs."""
+    present, floors = alternatives.present, alternatives.floors
+    runs = {j for j, here in enumerate(present) if here.place}
+    if not runs or not all(valid[j] and j in floors for j in runs):
+        return None
+    if not all(may_wait[j] for j in floors if j not in runs):
+        return None
+    last = len(alternatives.instance.sizes) + 1
+    stay: Ints = np.where([j in runs for j in alternatives.jobs], last, alternatives.options.base)
+    return stay
+
+
+def _some_idle(options: Options, picks: Ints) -> bool:
+    """Whether these options leave anything of any type."""
+    return bool((options.capacities - options.used(picks) > _ROUNDING).any())
+
+
+def _best(
+    instance: OptionTable,
+    utility: SpeedValue,
+    present: Sequence[Placement],
+    candidates: Sequence[list[Placement]],
+    valid: Sequence[bool],
+    may_wait: Sequence[bool],
+) -> list[Placement] | None:
+    """The candidate of the largest worth; None if staying is worth as much."""
     now = worth_of(instance, utility, present, present, valid, may_wait)
     everyone = [True] * len(present)
     ranked = [
@@ -102,7 +141,7 @@ def improve(
     ]
     worth, best = max(ranked, key=lambda item: item[0])
     better = worth[0] > now[0] or (worth[0] == now[0] and worth[1] > now[1] + _ROUNDING)
-    return (best if better else None), waiting
+    return best if better else None
 
 
 def _may_wait(instance: OptionTable, utility: SpeedValue, present: Sequence[Placement]) -> list[bool]:
@@ -129,8 +168,14 @@ class _Alternatives:
     workers: Ints
     regular: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-    def placements_of(self, picks: Ints) -> list[Placement]:
-        """Placements of all jobs for these options; those not admitted get none."""
+    def placements_of(self, picks: Ints, *, moving: bool = True) -> list[Placement]:
+        """Placements of all jobs for these options; those not admitted get none.
+
+        Args:
+            picks: the option of each admitted job.
+            moving: whether jobs may be moved for others; if not, those that grow take scattered room, where the workers
+                of all jobs are alike.
+        """
         every = np.arange(len(picks))
         counts, pools = self.workers[every, picks], self.options.pool_of[every, picks]
         wanted: list[dict[int, int]] = [{} for _ in self.instance.pools]
@@ -141,7 +186,8 @@ class _Alternatives:
         placements = [UNPLACED] * len(self.present)
         for m, sizes in enumerate(wanted):
             here = [self.present[j].place if self.present[j].pool == m else {} for j in sizes]
-            places = assign_nodes(self.instance.slots(min(sizes), m), list(sizes.values()), here) if sizes else []
+            assign = assign_nodes if moving else grow_in_place
+            places = assign(self.instance.slots(min(sizes), m), list(sizes.values()), here) if sizes else []
             for j, place in zip(sizes, places, strict=True):
                 placements[j] = Placement(pool=m, place=dict(sorted(place.items())))
         return placements

@@ -51,6 +51,37 @@ def assign_nodes(
     return [dict(assignment.occupied.place(j)) for j in range(len(sizes))]
 
 
+def grow_in_place(
+    slots: NDArray[np.int64], sizes: Sequence[int], present: Sequence[WorkersByIndex]
+) -> list[dict[int, int]]:
+    """Where each job's workers go if those of all jobs stay: who lacks some gets them on its own nodes first.
+
+    Args:
+        slots: workers that each node can hold.
+        sizes: workers of each job; one that is to have fewer than it has keeps what it has.
+        present: where each job's workers are now; they fit together.
+
+    Returns:
+        Workers by node index, one a job; fewer than its size where no room is left.
+    """
+    free = slots.copy()
+    places = [dict(here) for here in present]
+    for here in present:
+        for i, workers in here.items():
+            free[i] -= workers
+    for place, size in zip(places, sizes, strict=True):
+        missing = size - sum(place.values())
+        own = set(place)
+        for i in sorted(np.flatnonzero(free > 0).tolist(), key=lambda i: (i not in own, -int(free[i]), i)):
+            more = min(missing, int(free[i]))
+            if more <= 0:
+                break
+            place[i] = place.get(i, 0) + more
+            free[i] -= more
+            missing -= more
+    return places
+
+
 def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
     """The fullest nodes of a place, up to so many workers; one node that holds them all is best."""
     if size == sum(here.values()):

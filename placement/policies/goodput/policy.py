@@ -38,7 +38,8 @@ class GoodputPolicy:
     * discount = H' / (H' + d) for anything but staying as it is, d = ``resize_cost_s`` and H' = min(horizon,
       remaining time); another 1 / (1 + hysteresis) for taking workers away or moving. What it takes is charged at a
       weight of ``charge`` at least: while a job pauses its GPUs serve nobody, whosever they are, and a long job would
-      else pause for every short one that comes and goes.
+      else pause for every short one that comes and goes. Where there is one GPU type, those that are idle in the
+      outcome are given without that charge, to jobs that gain by them more than the pause costs and ``hysteresis``.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
       ``fair_power`` unless the lengths of all jobs are known. Then p = ``power``, and on a crowded cluster (more than
       ``crowd`` jobs for each worker that fits) the larger the crowd, the more, up to 1: the nearer each job is to one

@@ -24,6 +24,7 @@ class SpeedValue:
         power: exponent p of phi.
         horizon_s: time within which a change must pay back, per job [s].
         hysteresis: relative gain that is worth taking a worker away for.
+        growth_hysteresis: relative gain that is worth giving a running job more workers for.
         charge: least weight of what a change costs.
         crowded: whether long jobs may wait although their minimum fits, so that short ones run.
     """
@@ -36,6 +37,11 @@ class SpeedValue:
     hysteresis: float
     charge: float
     crowded: bool
+    growth_hysteresis: float = 0.0
+
+    def where_gpus_idle(self) -> SpeedValue:
+        """The same for GPUs that nobody else has a use for: a job's pause counts for the job alone, and must pay."""
+        return dataclasses.replace(self, charge=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
         """The same for some of the jobs."""
@@ -51,7 +57,7 @@ class SpeedValue:
             same: where it would stay just as it is: no discount.
         """
         part = discount(speed, self.left_s, self.cost_s, self.horizon_s)
-        part = np.where(fewer, part / (1.0 + self.hysteresis), part)
+        part = part / (1.0 + np.where(fewer, self.hysteresis, self.growth_hysteresis))
         worth = concave_value(speed, self.power)
         lost = worth - concave_value(speed * np.where(same, 1.0, part), self.power)
         weight = self.weight[:, np.newaxis]
