@@ -65,20 +65,23 @@ class HeldShards:
         """Hold these, and no others."""
         self.shards = dict(shards)
 
-    def take(self, move: Sequence[tuple[Piece, Rows]], shard: ShardId, place: Callable[[Piece], Tensor]) -> Shard:
-        """A shard made of what is held and of what was received.
+    def take(
+        self,
+        move: Sequence[tuple[Piece, Rows]],
+        shard: ShardId,
+        place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
+    ) -> Shard:
+        """A shard made of what is held and of what was received; it may share memory with both (:func:`apart`).
 
         Args:
             move: rows that were received.
             shard: which shard.
-            place: gives memory for rows of a parameter.
+            place: puts rows of a parameter where they are to be; by default they stay where they are.
         """
         made = Shard()
         for piece in pieces_of(self.counts, shard):
-            parts = self._parts(piece, [each for each in move if each[0].param == piece.param])
-            rows = {key: _own(value) for key, value in joined(parts).items()}
-            view = place(piece)
-            view.copy_(rows.pop(_VALUE))
+            rows = joined(self._parts(piece, [each for each in move if each[0].param == piece.param]))
+            view = place(piece, rows.pop(_VALUE))
             made.put(piece.param, Parameter(view, requires_grad=False), rows)
         return made
 
@@ -140,7 +143,21 @@ def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows
     return found
 
 
-def _own(value: Any) -> Any:
+def apart(shard: Shard, *, values: bool) -> Shard:
+    """The same, in memory that nothing else lies in.
+
+    Args:
+        shard: it.
+        values: whether rows of parameters are taken out of larger ones as well, not only the optimizer's states.
+    """
+    made = Shard()
+    for place, view in shard.views.items():
+        own = Parameter(owned(view.detach()), requires_grad=False) if values else view
+        made.put(place, own, {key: owned(value) for key, value in shard.states[view].items()})
+    return made
+
+
+def owned(value: Any) -> Any:
     """A tensor that keeps no larger one in memory."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()

@@ -30,11 +30,14 @@ from elastic_ray.sync.sharded_parameters.held_shards import (
     Rows,
     Shard,
     Written,
+    apart,
     carry_out,
+    owned,
     written_rows,
 )
 from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
 from elastic_ray.sync.sharded_parameters.row_layout import (
+    Layout,
     Piece,
     RowMove,
     ShardId,
@@ -42,6 +45,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     hand_over,
     layout_of,
     lost,
+    meanwhile,
     moves,
     pieces_of,
     rows_of,
@@ -75,6 +79,7 @@ class ShardHolder:
         self.params: list[ShardedParam] = params_of(module)
         self._held = HeldShards([each.shape for each in self.params])
         self._layout, self._rank = layout_of(1), 0  # that shards were moved for
+        self._target, self._shares_memory = self._layout, False
         self._mesh: Any = None
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
@@ -98,7 +103,7 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """The shards of the present layout: this rank's own first, then the one that it follows, if any."""
+        """The shards of the present layout: this rank's own first, then those that it follows."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
@@ -173,48 +178,82 @@ class ShardHolder:
         return everyone, opened
 
     def arrange(self, group: TileGroup, everyone: Sequence[set[ShardId]]) -> None:
-        """Hold what this rank is to hold in a group.
+        """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
 
         Args:
             group: it.
             everyone: the shards of each of its ranks.
         """
-        held, layout = self._held, self._collectives.layout
-        widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
-        sent = moves(held.counts, everyone, layout, widths)
-        received = carry_out(group.communicator, sent, held.give) if sent else []
+        held, target = self._held, self._collectives.layout
+        layout = meanwhile(held.counts, everyone, target)
+        received = self._received(group, everyone, layout)
         mine = layout.held_by(group.rank)
-        memory = self._memory(mine[0])
-        made = {mine[0]: held.take(received, mine[0], lambda piece: memory[piece.param][1])}
-        made |= {each: held.take(received, each, self._place) for each in mine[1:]}
+        memory = dict[int, tuple[Tensor, Tensor]]()
+
+        def put(piece: Piece, value: Tensor) -> Tensor:
+            memory[piece.param] = self._memory(piece.param, mine[0], value)
+            return memory[piece.param][1]
+
+        made = {mine[0]: held.take(received, mine[0], put)}
+        made |= {each: held.take(received, each) for each in mine[1:]}
         # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
         held.keep(held.shards | made)
         if group.world_size > 1:
             group.communicator.gather_ints([1])
         held.keep(made)
         self._layout, self._rank = layout, group.rank
+        self._collectives.layout, self._target, self._shares_memory = layout, target, True
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
         device = self.params[0].local.device.type
         self._mesh = make_mesh(device, mine[0].index, layout.parts, self._collectives)
-        adopt(self._module, self._mesh, [(param, *memory[place]) for place, param in enumerate(self.params)])
+        shards = [
+            (param, *(memory.get(place) or self._memory(place, mine[0], None)))
+            for place, param in enumerate(self.params)
+        ]
+        adopt(self._module, self._mesh, shards)
         if before is not None:
             forget_mesh(before)
         self._first = None
 
-    def _memory(self, own: ShardId) -> list[tuple[Tensor, Tensor]]:
-        """For the rows that this rank owns: the model's."""
-        found = []
-        for count, param in zip(self._held.counts, self.params, strict=True):
-            start, stop = rows_of(count, own)
-            _, chunk = rows_of(count, ShardId(own.world, 0))
-            found.append(padded(param, stop - start, chunk))
-        return found
+    def _received(self, group: TileGroup, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
+        """What this rank lacks of a layout; all ranks send."""
+        widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
+        sent = moves(self._held.counts, everyone, layout, widths)
+        return carry_out(group.communicator, sent, self._held.give) if sent else []
 
-    def _place(self, piece: Piece) -> Tensor:
-        """Memory for rows that this rank follows."""
-        param = self.params[piece.param]
-        return param.local.new_empty((piece.stop - piece.start, *param.shape[1:]))
+    def _memory(self, place: int, own: ShardId, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The model's memory for rows that this rank owns of a parameter, and these in it."""
+        _, chunk = rows_of(self._held.counts[place], ShardId(own.world, 0))
+        if value is not None and len(value) == chunk and value.is_contiguous() and owned(value) is value:
+            return value, value  # as it came from another rank
+        memory, rows = padded(self.params[place], 0 if value is None else len(value), chunk)
+        if value is not None:
+            rows.copy_(value)
+        return memory, rows
+
+    @property
+    def settles(self) -> bool:
+        """Whether what this rank holds is not yet what, or as, it is to be in the present group; equal on all ranks."""
+        return self._shares_memory
+
+    def settle(self, group: TileGroup) -> None:
+        """Have those follow that are to, and free the memory of what is held no more; all ranks call it.
+
+        Args:
+            group: the present one.
+        """
+        held, target = self._held, self._target
+        mine = target.held_by(group.rank)
+        if self._layout != target:
+            everyone = [set(self._layout.held_by(rank)) for rank in range(group.world_size)]
+            received = self._received(group, everyone, target)
+            made = {each: held.shards.get(each) or held.take(received, each) for each in mine}
+            held.keep(held.shards | made)
+            group.communicator.gather_ints([1], with_gradients=True)  # as above
+            self._layout = self._collectives.layout = target
+        held.keep({each: apart(held.shards[each], values=each != mine[0]) for each in mine})
+        self._shares_memory = False
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
         """A sentence: how many rows, and with which workers they were."""
@@ -230,7 +269,7 @@ class ShardHolder:
 
     def hand_over(self, group: TileGroup, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
-        counts, layout = self._held.counts, self._collectives.layout
+        counts, layout = self._held.counts, self._layout
         given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
         sent = [
             RowMove(source, destination, piece)
@@ -240,7 +279,7 @@ class ShardHolder:
         received = carry_out(group.communicator, sent, self._held.give) if sent else []
         for shard, _, destination in given:
             if destination == group.rank:
-                self._held.shards[shard] = self._held.take(received, shard, self._place)
+                self._held.shards[shard] = self._held.take(received, shard)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 

@@ -47,6 +47,20 @@ def test_a_loss_while_rows_move_is_made_good() -> None:
     check(Case(), [Change(4, (1, 2, 3, 4)), Kill(5, 3, "receiving")], (1, 2))
 
 
+@pytest.mark.parametrize(
+    "worker", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("moment", ["vote", "restore"])
+def test_a_loss_before_second_copies_are_where_they_are_to_be_is_made_good(worker: int, moment: str) -> None:
+    """Of two workers that keep what they have until the first update of four, and of two that have one copy only."""
+    found = check(Case(), [Change(3, (1, 2, 3, 4)), Kill(4, worker, moment, joins=(5,))], (1, 2))
+    assert found.groups == [(1, 2), (1, 2, 3, 4), tuple(sorted({1, 2, 3, 4, 5} - {worker}))]
+
+
+def test_workers_leave_before_second_copies_are_where_they_are_to_be() -> None:
+    check(Case(), [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Change(5, (3, 4, 5))], (1, 2))
+
+
 @pytest.mark.parametrize("lost", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_loss_while_another_leaves_is_made_good(lost: int) -> None:
     """The leaver, and the one that follows it or that it follows."""
