@@ -131,7 +131,7 @@ class ShardedOptimizer:
         if layout.follower_of(0) is None:  # the other owners have the same
             return []
         trained = [place for place, each in enumerate(self.params) if each.param.grad is not None]
-        received = [
+        received: list[Grads] = [
             {
                 place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
                 for place in trained

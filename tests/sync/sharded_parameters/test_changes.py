@@ -7,11 +7,20 @@ import pytest
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from tests.loop.changing import Change, Hold, Kill
-from tests.sync.sharded_parameters.sharded import Case, check, run
+from tests.sync.sharded_parameters.sharded import STEPS, Case, Net, check, run
 
 
 def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4)), Change(11, (3,))], (1, 2))
+
+
+def test_the_first_update_frees_what_is_no_more_held() -> None:
+    """Of two workers, that held everything, two hold more than others until then."""
+    found = check(Case(), [Change(3, (1, 2, 3, 4))], (1, 2))
+    moments = 2 * sum(p.numel() for p in Net().parameters())
+    for own in found.results.values():
+        assert max(own.held[-STEPS + 6 :]) <= moments * 2 / 4 * 1.35, "two shards of four"
+        assert own.rank > 1 or max(own.held) >= moments
 
 
 MOMENTS = ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"]
