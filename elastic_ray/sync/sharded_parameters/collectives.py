@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.sync.sharded_parameters.row_layout import layout_of
+from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 
 _REDUCES = 1  # what is announced; see Intent.SHARDS
@@ -91,6 +91,10 @@ class ShardCollectives:
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
+
+    def follow_in(self, layout: Layout) -> None:
+        """Ranks follow each other as in this layout from now on; owners are the same."""
+        self.layout = layout
 
     def begin(self, what: Announced) -> None:
         """Begin a pass with all other ranks.

@@ -202,7 +202,8 @@ class ShardHolder:
             group.communicator.gather_ints([1])
         held.keep(made)
         self._layout, self._rank = layout, group.rank
-        self._collectives.layout, self._target, self._shares_memory = layout, target, True
+        self._collectives.follow_in(layout)
+        self._target, self._shares_memory = target, True
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
         device = self.params[0].local.device.type
@@ -251,7 +252,8 @@ class ShardHolder:
             made = {each: held.shards.get(each) or held.take(received, each) for each in mine}
             held.keep(held.shards | made)
             group.communicator.gather_ints([1], with_gradients=True)  # as above
-            self._layout = self._collectives.layout = target
+            self._layout = target
+            self._collectives.follow_in(target)
         held.keep({each: apart(held.shards[each], values=each != mine[0]) for each in mine})
         self._shares_memory = False
 
