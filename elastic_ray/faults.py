@@ -19,6 +19,7 @@ MOMENTS = (
     "vote",  # a vote is on its way: on an update of optimizer state in tiles, or of rows that owners have gradients for
     "optimizer_step",  # agreed, about to apply
     "publish",  # owners have updated tiles, parameters are about to be sent to all
+    "rows",  # a group begins: rows of a sharded model are about to move
     "restore",  # after a change of the group, behind an update: more tiles are about to move to their new owners
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed

@@ -89,7 +89,7 @@ class Announced:
                 does = (
                     "calls",
                     "gathers or reduces another part of",
-                    "asks for the whole state of",
+                    "asks for the whole state (call state_dict() on all ranks; the first one gets it) of",
                     "steps the optimizer of",
                 )
                 with_which = f" (those with a gradient: {self.detail >> 2:08x})" if self.detail % 4 == 3 else ""

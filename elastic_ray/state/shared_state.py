@@ -26,6 +26,7 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
+from elastic_ray.state.unread import TakesUnread, read_all
 
 _OF_EVERY_RUN = {"run", "shape"}
 _SAME_STATES = "train_loop_per_worker must register the same state on every worker before its first epoch"
@@ -191,6 +192,7 @@ class SharedState:
         Raises:
             RuntimeError: this rank registered something that the captured states do not hold, or one of its states
                 cannot be restored; the message names it.
+            CorruptStateError: the checkpoint that they are of cannot be read any more.
         """
         missing = self._states.keys() - trees.keys()
         if missing:
@@ -199,8 +201,10 @@ class SharedState:
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
+                late = isinstance(state, TakesUnread) and state.takes_unread
+                tree = trees[key] if late else read_all(trees[key])
                 with _named(key, "take over what another worker, or a checkpoint, has told of it"):
-                    state.restore(trees[key])
+                    state.restore(tree)
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.

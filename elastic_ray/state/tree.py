@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -139,14 +139,14 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     return visit(tree, ()), tensors
 
 
-def unpack(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of :func:`pack`.
+def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
+    """The inverse of :func:`pack`; what stands in for dense tensors stands in for them there as well.
 
     Raises:
         RuntimeError: tensors make no sparse tensor that the skeleton tells of.
     """
 
-    def leaf(index: TensorIndex | SparseIndex) -> torch.Tensor:
+    def leaf(index: TensorIndex | SparseIndex) -> Any:
         if isinstance(index, TensorIndex):
             return tensors[index.index]
         parts = tensors[index.indices.index], tensors[index.values.index]
@@ -165,7 +165,7 @@ def hollow(tree: Any) -> Any:
     return _with_leaves(pack(tree)[0], lambda index: torch.empty(0))
 
 
-def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], torch.Tensor]) -> Any:
+def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], Any]) -> Any:
     if isinstance(skeleton, (TensorIndex, SparseIndex)):
         return leaf(skeleton)
     if isinstance(skeleton, dict):

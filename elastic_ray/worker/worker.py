@@ -15,7 +15,7 @@ import torch
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.checkpoints.object_store import fetched_checkpoint
-from elastic_ray.checkpoints.sharded.reading import read_checkpoint
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
@@ -184,6 +184,7 @@ class Worker:
             for _ in range(_RERUNS):
                 saved = SavedState(states=kept, path=source) if kept is not None else None
                 session = self._session(assignment, link, progress, saved, checkpoint)
+                kept = saved = None  # the session's alone, which lets go of it once it is taken over
                 outcome = self._run_once(assignment, session, link)
                 if isinstance(outcome, RunEnd):
                     return outcome
@@ -195,7 +196,7 @@ class Worker:
         unusable = ""
         for state in assignment.states:
             try:
-                kept = read_checkpoint(link.storage, state)
+                kept = open_checkpoint(link.storage, state)
             except CorruptStateError as error:
                 logger.warning("job %s: an automatic checkpoint is not used: %s", assignment.job, error)
                 unusable += f"; not from a later one, for {error}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
-from tests.job import tiled
+from tests.job import sharded_rows, tiled
 from tests.job.jobs import kinds, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8, resources={"slot": 3}), pytest.mark.timeout(1000)]
@@ -35,6 +35,7 @@ def start(
     name: str = "tiled",
     workers: int = 3,
     strategy: str = "zero1",
+    train: Callable[[dict[str, Any]], None] = tiled.train,
     epochs: int = 5,
     interval_s: float = 0.05,
     faults: Faults | None = None,
@@ -44,7 +45,7 @@ def start(
     **config: Any,
 ) -> er.JobHandle:
     return er.ElasticTrainer(
-        tiled.train,
+        train,
         train_loop_config={"strategy": strategy, "optimizer": "adamw", "epochs": epochs, **config},
         scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker=bundle or {"CPU": 1}),
         run_config=ray.train.RunConfig(
@@ -80,6 +81,19 @@ def test_all_members_lost_go_on_from_the_parts_of_all(ray_cluster: Any, tmp_path
     wanted = undisturbed(tmp_path)
     assert found["weights"] == wanted["weights"] and found["moments"] == wanted["moments"]
     assert state_files(RunStorage(str(tmp_path / "runs" / "tiled"))) == (), "a finished job needs none"
+
+
+@pytest.mark.slow
+def test_all_members_lost_each_of_the_next_reads_its_rows(ray_cluster: Any, tmp_path: Path) -> None:
+    faults = Faults()
+    for rank in range(3):
+        faults = faults.kill(rank=rank, step=25, moment="forward")
+    handle = start(tmp_path, train=sharded_rows.train, faults=faults, max_failures=1, pause_s=0.08)
+    found = handle.result(timeout=600).metrics
+    assert EventKind.RESTART in kinds(handle) and 4 <= resumed_at(handle) <= 25
+    wanted = start(tmp_path, name="undisturbed", train=sharded_rows.train, pause_s=0.0).result(timeout=600).metrics
+    assert found is not None and wanted is not None and found["epoch"] == wanted["epoch"] == 4
+    assert found["sums"] == pytest.approx(wanted["sums"], rel=1e-4)
 
 
 @pytest.mark.slow

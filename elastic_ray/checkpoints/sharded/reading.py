@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import math
 import posixpath
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile
-from elastic_ray.checkpoints.checked_files import CHUNK_BYTES
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.checkpoints.sharded.manifest import MANIFEST, Manifest, ManifestError, part_name
+from elastic_ray.checkpoints.sharded.manifest import MANIFEST, Manifest, ManifestError, StoredTensor, part_name
+from elastic_ray.checkpoints.sharded.part_file import PartFile
 from elastic_ray.state.codec import dtype_of
 from elastic_ray.state.tree import unpack
+from elastic_ray.state.unread import UnreadTensor, is_of_rows
 
 _LARGEST_MANIFEST_BYTES = 1 << 28
+_LEAST_BYTES = 1 << 16
 _PAUSES_S = (0.2, 1.0, 3.0)
+
+_Found = TypeVar("_Found")
+_IsPutOff: TypeAlias = Callable[[Mapping[str, Any], StoredTensor], bool]
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +39,57 @@ def read_checkpoint(storage: RunStorage, state: StateFile) -> dict[str, Any]:
     Raises:
         CorruptStateError: it is not what was written, or cannot be read, also after a while.
     """
+    return _read(storage, state, lambda tree, tensor: False)
+
+
+def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int = _LEAST_BYTES) -> dict[str, Any]:
+    """The same, with `UnreadTensor` in the place of tensors of which each rank is to read its rows, of sharded models.
+
+    All parts are read through and compared with their checksums; they must stay until the rows are read.
+
+    Args:
+        storage: the run.
+        state: the checkpoint.
+        least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
+
+    Raises:
+        CorruptStateError: as of :func:`read_checkpoint`.
+    """
+
+    def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
+        return is_of_rows(tree, tensor.path) and math.prod(tensor.shape) * _itemsize(tensor) >= least_bytes
+
+    return _read(storage, state, is_put_off)
+
+
+def _read(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
+    """Of either kind; raises CorruptStateError."""
     if not state.parts:
         return read_state(storage, state)
     try:
-        for pause_s in _PAUSES_S:
-            try:
-                return _read_parts(storage, state)
-            except (FileNotFoundError, IsADirectoryError):
-                raise
-            except OSError as error:  # a bad moment must not cost the progress since the state before this one
-                logger.warning("%s cannot be read, trying again in %g s: %s", state.path, pause_s, error)
-                time.sleep(pause_s)
-        return _read_parts(storage, state)
-    except OSError as error:
-        raise CorruptStateError(f"{state.path} cannot be read: {error}") from error
+        return _patiently(state.path, lambda: _read_parts(storage, state, is_put_off))
     except ManifestError as error:
         raise CorruptStateError(f"{state.path} is no state of ours: {error}") from error
+
+
+def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
+    """Read, also where storage has a bad moment, which must not cost the progress since the state before this one.
+
+    Raises:
+        CorruptStateError: it cannot be read.
+    """
+    try:
+        for pause_s in _PAUSES_S:
+            try:
+                return read()
+            except (FileNotFoundError, IsADirectoryError):
+                raise
+            except OSError as error:
+                logger.warning("%s cannot be read, trying again in %g s: %s", path, pause_s, error)
+                time.sleep(pause_s)
+        return read()
+    except OSError as error:
+        raise CorruptStateError(f"{path} cannot be read: {error}") from error
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
@@ -73,67 +115,57 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     return manifest
 
 
-def _read_parts(storage: RunStorage, state: StateFile) -> dict[str, Any]:
+def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
     """As :func:`read_checkpoint`; raises also ManifestError and OSError."""
     manifest = read_manifest(storage, state)
+    files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
     for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them
         path = posixpath.join(state.path, part_name(rank))
         if (there := _size(storage, path)) != size:
             raise CorruptStateError(f"{path} has {there} bytes, but {size} were written")
-    tensors = [
-        torch.empty(math.prod(each.shape) * dtype_of(each.dtype).itemsize, dtype=torch.uint8)
-        for each in manifest.tensors
-    ]
+    found: list[Tensor | UnreadTensor] = []
     pieces: dict[int, list[tuple[int, memoryview]]] = {}
-    for each, content in zip(manifest.tensors, tensors, strict=True):
-        view, itemsize = content.numpy().data, dtype_of(each.dtype).itemsize
+    for each in manifest.tensors:
+        if is_put_off(manifest.tree, each):
+            elements = functools.partial(_elements, state.path, files, each)
+            found.append(UnreadTensor(shape=each.shape, dtype=dtype_of(each.dtype), elements=elements))
+            continue
+        content = torch.empty(math.prod(each.shape) * _itemsize(each), dtype=torch.uint8)
+        found.append(content.view(dtype_of(each.dtype)).reshape(each.shape))
+        view = content.numpy().data
         for rank, piece in each.pieces:
-            begin = piece.start * itemsize
+            begin = piece.start * _itemsize(each)
             pieces.setdefault(rank, []).append((piece.offset, view[begin : begin + piece.nbytes]))
     for rank, (sha256, _) in enumerate(manifest.files):
-        path = posixpath.join(state.path, part_name(rank))
-        if _scatter(storage, path, pieces.get(rank, [])) != sha256:
+        if files[rank].scatter(pieces.get(rank, [])) != sha256:
+            path = posixpath.join(state.path, part_name(rank))
             raise CorruptStateError(f"{path} has another checksum than what was written")
-    whole = [
-        content.view(dtype_of(each.dtype)).reshape(each.shape)
-        for each, content in zip(manifest.tensors, tensors, strict=True)
-    ]
     try:
-        found: dict[str, Any] = unpack(manifest.tree, whole)
+        states: dict[str, Any] = unpack(manifest.tree, found)
     except (RuntimeError, TypeError, IndexError) as error:
         raise ManifestError(f"its tensors are none: {error}") from error
-    return found
+    return states
 
 
-def _scatter(storage: RunStorage, path: str, pieces: list[tuple[int, memoryview]]) -> str:
-    """Read a file once, and put pieces of it where they belong; returns its checksum.
+def _elements(path: str, files: Sequence[PartFile], tensor: StoredTensor, start: int, stop: int) -> Tensor:
+    """Consecutive elements of a tensor, from the parts that have them; see `UnreadTensor`."""
+    itemsize = _itemsize(tensor)
+    content = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+    view = content.numpy().data
 
-    Args:
-        storage: the run.
-        path: of the file.
-        pieces: where the bytes of each begin in the file, and where they go.
-    """
-    digest, at = hashlib.sha256(), 0
-    waiting = sorted(pieces, key=lambda piece: piece[0])
-    for chunk in _chunks(storage, path):
-        digest.update(chunk)
-        end, left = at + len(chunk), []
-        for number, (offset, target) in enumerate(waiting):
-            if offset >= end:
-                left += waiting[number:]
-                break
-            first, last = max(offset, at), min(offset + len(target), end)
-            target[first - offset : last - offset] = chunk[first - at : last - at]
-            if offset + len(target) > end:
-                left.append((offset, target))
-        waiting, at = left, end
-    return digest.hexdigest()
+    def read() -> None:
+        for rank, piece in tensor.pieces:
+            first, last = max(start, piece.start), min(stop, piece.start + piece.length)
+            if first < last:
+                offset = piece.offset + (first - piece.start) * itemsize
+                files[rank].read(offset, view[(first - start) * itemsize : (last - start) * itemsize])
+
+    _patiently(path, read)
+    return content.view(dtype_of(tensor.dtype))
 
 
-def _chunks(storage: RunStorage, path: str) -> Iterator[memoryview]:
-    with storage.filesystem.open_input_stream(path) as raw:
-        while chunk := raw.read(CHUNK_BYTES):
-            yield memoryview(chunk)
+def _itemsize(tensor: StoredTensor) -> int:
+    return dtype_of(tensor.dtype).itemsize
 
 
 def _size(storage: RunStorage, path: str) -> int:

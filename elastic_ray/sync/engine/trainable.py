@@ -112,6 +112,10 @@ class DividedStates(Protocol):
     """States of parameters of which each rank holds a part."""
 
     @property
+    def takes_unread(self) -> bool:
+        """Whether whole states that are restored may have `UnreadTensor` in them."""
+
+    @property
     def tiled(self) -> Sequence[torch.nn.Parameter]:
         """These parameters."""
 
@@ -157,6 +161,11 @@ class TrainedState(OptimizerState):
         self._rebuild = rebuild
         self._carried = carried
         self._divided = divided
+
+    @property
+    def takes_unread(self) -> bool:
+        """Whether :meth:`restore` takes trees with `UnreadTensor` in them."""
+        return self._divided.takes_unread
 
     def capture(self) -> Any:
         captured = {**super().capture(), "trainable": self._trainable.capture(), "carried": self._carried.capture()}

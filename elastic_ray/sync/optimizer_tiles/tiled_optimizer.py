@@ -46,7 +46,10 @@ class TiledOptimizer:
 
     Attributes:
         denominators: the optimizer as statistics see it.
+        takes_unread: no: whole states are divided once all ranks have told what they hold.
     """
+
+    takes_unread = False
 
     def __init__(self, run: TileRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number

@@ -13,11 +13,17 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.tree import receive_state, send_state
+from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import peers
 from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of, rows_of
 
-_VALUE = ""  # stands for the rows themselves among what an optimizer keeps
+VALUE = ""
+"""Stands for the rows themselves among what an optimizer keeps."""
+
+WHOLE = ShardId(1, 0)
+"""The shard that has all rows."""
 
 Rows = dict[str, Any]
 """Some rows of a parameter, and what the optimizer keeps of them, by name; tensors of the rows' shape are rows, too."""
@@ -46,7 +52,7 @@ class Shard:
     def rows(self, param: int) -> Rows:
         """All rows of a parameter that it has."""
         view = self.views[param]
-        return {_VALUE: view.detach(), **self.states[view]}
+        return {VALUE: view.detach(), **self.states[view]}
 
 
 class HeldShards:
@@ -54,16 +60,26 @@ class HeldShards:
 
     Args:
         shapes: of the whole parameters.
+
+    Attributes:
+        unread: by parameter, all rows in a checkpoint that this rank goes on from, which are read when they are given
+            away or taken; nothing without one.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.shapes = shapes
         self.counts = [shape[0] for shape in shapes]
         self.shards: dict[ShardId, Shard] = {}
+        self.unread: dict[int, Rows] = {}
 
-    def keep(self, shards: Mapping[ShardId, Shard]) -> None:
+    def keep(self, shards: Mapping[ShardId, Shard], unread: Mapping[int, Rows] | None = None) -> None:
         """Hold these, and no others."""
-        self.shards = dict(shards)
+        self.shards, self.unread = dict(shards), dict(unread or {})
+
+    @property
+    def ids(self) -> set[ShardId]:
+        """Those that this rank can give."""
+        return {*self.shards, WHOLE} if self.unread else set(self.shards)
 
     def take(
         self,
@@ -81,7 +97,7 @@ class HeldShards:
         made = Shard()
         for piece in pieces_of(self.counts, shard):
             rows = joined(self._parts(piece, [each for each in move if each[0].param == piece.param]))
-            view = place(piece, rows.pop(_VALUE))
+            view = place(piece, rows.pop(VALUE))
             made.put(piece.param, Parameter(view, requires_grad=False), rows)
         return made
 
@@ -92,6 +108,8 @@ class HeldShards:
         at = piece.start
         while at < piece.stop:
             have = [each for each in sources if each[0].start <= at < each[0].stop]
+            if not have and piece.param in self.unread:
+                have = [(Piece(piece.param, 0, self.counts[piece.param]), self.unread[piece.param])]
             if not have:
                 raise AssertionError(f"row {at} of parameter {piece.param} is neither held nor was it received")
             source, rows = max(have, key=lambda each: each[0].stop)
@@ -114,23 +132,29 @@ class HeldShards:
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
-        return rows.pop(_VALUE), rows
+        return rows.pop(VALUE), rows
 
 
 def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
-    """A part of some rows; it shares memory with them."""
+    """A part of some rows; it shares memory with them, or is read."""
     first, count = piece.start - source.start, piece.stop - piece.start
-    like = rows[_VALUE].shape
+    like = rows[VALUE].shape
     return {
-        key: value.narrow(0, first, count) if isinstance(value, Tensor) and value.shape == like else value
+        key: _narrowed(value, first, count)
+        if isinstance(value, Tensor | UnreadTensor) and value.shape == like
+        else value
         for key, value in rows.items()
     }
+
+
+def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
+    return value.rows(first, first + count) if isinstance(value, UnreadTensor) else value.narrow(0, first, count)
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
     """Rows that follow each other, as one; of one part alone as they are, unless they are to be ``copies``."""
     (_, first), *_ = parts
-    like = first[_VALUE].shape
+    like = first[VALUE].shape
     found: Rows = {}
     for key, value in first.items():
         if not isinstance(value, Tensor):
@@ -207,7 +231,7 @@ def _checked(
     """What a peer has sent, if it is what was agreed on."""
     found = [(piece, trees.get(_name(piece))) for piece in wanted]
     for piece, rows in found:
-        value = rows.get(_VALUE) if isinstance(rows, dict) else None
+        value = rows.get(VALUE) if isinstance(rows, dict) else None
         if not isinstance(value, Tensor) or value.shape[:1] != (piece.stop - piece.start,):
             communicator.mark_broken()
             raise CommunicationFailedError(f"rank {peer} sent other rows than was agreed on")
@@ -235,7 +259,7 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
         first, _ = rows_of(shape[0], shard)
         start = (first + begin) * math.prod(shape[1:])
         rows = cut(own.rows(place), Piece(place, 0, len(view)), Piece(place, begin, stop))
-        value = rows.pop(_VALUE)
+        value = rows.pop(VALUE)
         states = {key: _piece(each, value, shape, start) for key, each in rows.items()}
         found[place] = Pieces(shape, view.dtype, ((start, value),)), states
     return found
@@ -247,3 +271,23 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
     if value.shape == rows.shape:
         return Pieces(shape, value.dtype, ((start, value.detach()),))
     return Pieces(tuple(value.shape), value.dtype, ((0, value.detach()),) if start == 0 else ())
+
+
+def placed(value: Any, param: ShardedParam) -> Any:
+    """A value of a parameter's state in a checkpoint, whose rows are to be where the parameter is."""
+    if isinstance(value, Tensor | UnreadTensor) and tuple(value.shape) == param.shape:
+        return value.to(param.local.device)
+    return value.read() if isinstance(value, UnreadTensor) else value
+
+
+def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
+    """A parameter's state cut to some of its rows, in memory of its own."""
+    state = {key: value.read() if isinstance(value, UnreadTensor) else value for key, value in state.items()}
+    return {
+        key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
+            memory_format=torch.contiguous_format  # stand-ins have no strides
+        )
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }

@@ -19,9 +19,12 @@ class ShardedModelState:
     Args:
         module: the model.
         optimizer: its parameters.
+
+    Attributes:
+        takes_unread: parameters in a checkpoint are read row by row, as their ranks need them.
     """
 
-    in_place = False
+    in_place, takes_unread = False, True
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._module, self._optimizer = module, optimizer

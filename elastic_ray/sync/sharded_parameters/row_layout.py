@@ -220,6 +220,16 @@ def _followers(layout: Layout) -> tuple[int, ...]:
     return tuple(layout.holders(index)[1] for index in range(layout.parts))
 
 
+def check_shard_sizes(sizes: Sequence[int]) -> None:
+    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
+    other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"shard_size must be the same on all workers, but is {sizes[0] or None} on rank 0 and "
+            f"{sizes[other] or None} on rank {other}"
+        )
+
+
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
     """By parameter, the ranges of rows that some shards hold together; in order, apart from each other."""
     found: list[list[tuple[int, int]]] = []

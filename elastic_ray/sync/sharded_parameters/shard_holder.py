@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.state.replicas import sum_of_bits
+from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import State
@@ -21,18 +22,21 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     NO_MEMORY_YET,
     ShardedParam,
     adopt,
-    padded,
+    memory_for,
     params_of,
     stands_in,
 )
 from elastic_ray.sync.sharded_parameters.held_shards import (
+    VALUE,
+    WHOLE,
     HeldShards,
     Rows,
     Shard,
     Written,
     apart,
     carry_out,
-    owned,
+    placed,
+    rows_of_state,
     written_rows,
 )
 from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
@@ -41,6 +45,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     Piece,
     RowMove,
     ShardId,
+    check_shard_sizes,
     from_code,
     hand_over,
     layout_of,
@@ -55,7 +60,6 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
 Whole = dict[int, tuple[Tensor, State]]
 """Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""
 
-_WHOLE = ShardId(1, 0)
 _LOW = (1 << 32) - 1
 
 
@@ -70,6 +74,8 @@ class ShardHolder:
 
     Attributes:
         params: of the model, in its order.
+        built_on_meta: whether the model was built without memory: by this rank, or, once a group was entered, by one of
+            its ranks.
     """
 
     def __init__(
@@ -84,7 +90,8 @@ class ShardHolder:
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
         self._first: list[State] | None = None
-        if any(stands_in(each.param) for each in self.params):
+        self._meta_here = self.built_on_meta = any(stands_in(each.param) for each in self.params)
+        if self.built_on_meta:
             self._first = [self._state_of(each) for each in self.params]
         else:
             self._hold_whole()
@@ -94,7 +101,7 @@ class ShardHolder:
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
-        self._held.keep({_WHOLE: shard})
+        self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
         """What the optimizer has of a whole parameter; it has it no more."""
@@ -116,7 +123,7 @@ class ShardHolder:
     @property
     def holds(self) -> bool:
         """Whether anything is held."""
-        return bool(self._held.shards)
+        return bool(self._held.ids)
 
     def drop(self) -> None:
         """Nothing is held, and others hold what counts."""
@@ -138,7 +145,7 @@ class ShardHolder:
             start, stop = rows_of(self._held.counts[place], own)
             if start < stop:
                 rows = Parameter(value[start:stop].clone(), requires_grad=False)
-                shard.put(place, rows, _rows_of_state(states[place], self.params[place].shape, start, stop))
+                shard.put(place, rows, rows_of_state(states[place], self.params[place].shape, start, stop))
 
         initialise(self._module, self.params, seed, keep)
         self._held.keep({own: shard})
@@ -156,26 +163,31 @@ class ShardHolder:
             ValueError: ranks have sharded the model with different ``shard_size``; raised on every rank.
         """
         communicator, shard_size = group.communicator, self._collectives.shard_size or 0
-        own = sorted(to_code(shard) for shard in self._held.shards)
-        rows, seed = [own], torch.initial_seed()
+        own = sorted(to_code(shard) for shard in self._held.ids)
+        rows, seed, self.built_on_meta = [own], torch.initial_seed(), self._meta_here
         # Also where a first group broke while rows moved: the second copies may not be there yet.
         nothing = self._first is not None and not begun
         if communicator.world_size > 1:
-            sizes = communicator.gather_ints([len(own), int(opened), int(nothing), seed >> 32, seed & _LOW, shard_size])
+            here = int(self._meta_here)
+            sizes = communicator.gather_ints(
+                [len(own), int(opened), int(nothing), seed >> 32, seed & _LOW, here, shard_size]
+            )
             most = max(size for size, *_ in sizes)
-            _check_shard_sizes([size for *_, size in sizes])
+            check_shard_sizes([size for *_, size in sizes])
             told = communicator.gather_ints([*own, *[0] * (most - len(own))])
             rows = [row[:size] for row, (size, *_) in zip(told, sizes, strict=True)]
             opened = any(is_open for _, is_open, *_ in sizes)
             nothing = all(each[2] for each in sizes)
             seed = sizes[0][3] << 32 | sizes[0][4]
-        if nothing:  # nor does rank 0 gather the whole of what is made
+            self.built_on_meta = any(each[5] for each in sizes)
+        if nothing:
             self._begin(seed, group)
             return [{self._collectives.layout.owned_by(rank)} for rank in range(group.world_size)], False
         everyone = [{from_code(code) for code in row} for row in rows]
         if gone := lost(self._held.counts, everyone):
             raise StateLostError(self._lost_text(gone))
-        return everyone, opened
+        # A model that may be larger than any rank's memory is gathered only where all ranks ask for it.
+        return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: TileGroup, everyone: Sequence[set[ShardId]]) -> None:
         """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
@@ -197,7 +209,7 @@ class ShardHolder:
         made = {mine[0]: held.take(received, mine[0], put)}
         made |= {each: held.take(received, each) for each in mine[1:]}
         # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
-        held.keep(held.shards | made)
+        held.keep(held.shards | made, held.unread)
         if group.world_size > 1:
             group.communicator.gather_ints([1])
         held.keep(made)
@@ -226,12 +238,7 @@ class ShardHolder:
     def _memory(self, place: int, own: ShardId, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """The model's memory for rows that this rank owns of a parameter, and these in it."""
         _, chunk = rows_of(self._held.counts[place], ShardId(own.world, 0))
-        if value is not None and len(value) == chunk and value.is_contiguous() and owned(value) is value:
-            return value, value  # as it came from another rank
-        memory, rows = padded(self.params[place], 0 if value is None else len(value), chunk)
-        if value is not None:
-            rows.copy_(value)
-        return memory, rows
+        return memory_for(self.params[place], value, chunk)
 
     @property
     def settles(self) -> bool:
@@ -342,25 +349,35 @@ class ShardHolder:
         self.check_memory()
         for place, each in enumerate(self.params):
             state = self._state_of(each)
+            if place in self._held.unread:
+                states = {key: placed(value, each) for key, value in state.items()}
+                self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **states}
             for shard, held in self._held.shards.items():
                 if place in held.views:
                     start, stop = rows_of(self._held.counts[place], shard)
-                    held.put(place, held.views[place], _rows_of_state(state, each.shape, start, stop))
+                    held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
-    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+    def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters; states follow by :meth:`take_states`.
+
+        Where some are not read, no rows are held: those that this rank is to hold are read once that is known.
 
         Raises:
             RuntimeError: a parameter has another shape.
         """
-        shard = Shard()
+        shard, unread = Shard(), dict[int, Rows]()
+        late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)
         for place, each in enumerate(self.params):
-            there = tuple(values[each.name].shape)
+            value = values[each.name]
+            there = tuple(value.shape)
             if there != each.shape:
                 raise RuntimeError(f"parameter {each.name!r} is {each.shape} here and {there} there")
-            value = values[each.name].to(each.local.device, each.local.dtype, copy=True)
+            if late or isinstance(value, UnreadTensor):
+                unread[place] = {VALUE: value.to(each.local.device, each.local.dtype)}
+                continue
+            value = value.to(each.local.device, each.local.dtype, copy=True)
             shard.put(place, Parameter(value, requires_grad=False), {})
-        self._held.keep({_WHOLE: shard})
+        self._held.keep({} if late else {WHOLE: shard}, unread)
         self._first = None
 
     def to_keep(self) -> dict[str, Any]:
@@ -381,25 +398,3 @@ class ShardHolder:
             shards[from_code(int(code))] = shard
         self._held.keep(shards)
         self._first = None
-
-
-def _check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
-    other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"shard_size must be the same on all workers, but is {sizes[0] or None} on rank 0 and "
-            f"{sizes[other] or None} on rank {other}"
-        )
-
-
-def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
-    """A parameter's state cut to some of its rows, in memory of its own."""
-    return {
-        key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
-            memory_format=torch.contiguous_format  # stand-ins have no strides
-        )
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }

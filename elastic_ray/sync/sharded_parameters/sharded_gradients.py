@@ -373,12 +373,12 @@ class ShardedGradients:
         """All ranks have committed a step that trained."""
 
     def collapse(self, *, gather: bool = True) -> None:
-        """The end of a pass: rank 0 holds the whole model, and the whole state of the optimizer."""
+        """The end of a pass: rank 0 holds the whole model and the whole state of the optimizer, unless all must ask."""
         if gather:
-            self._optimizer.gather()
+            self._optimizer.end_pass()
 
     def prepare_to_save(self) -> None:
-        """Likewise."""
+        """Rank 0 holds them until the next update."""
         self._optimizer.gather()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:

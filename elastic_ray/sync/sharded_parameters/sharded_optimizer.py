@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
+from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.pending import Update, trained_digest
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
@@ -51,7 +52,12 @@ class ShardedOptimizer:
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         collectives: of the model.
+
+    Attributes:
+        takes_unread: states in a checkpoint are read row by row, as their ranks need them.
     """
+
+    takes_unread = True
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class ShardedOptimizer:
         self._pending: PendingShards | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: Whole | None = None
+        self._compared = False
         self._told = False
 
     @property
@@ -123,7 +130,7 @@ class ShardedOptimizer:
 
     def _close(self) -> None:
         """Rank 0 has the whole state no more."""
-        self._open, self._gathered = False, None
+        self._open, self._gathered, self._compared = False, None, False
 
     def _grads_of_followed(self) -> list[Grads]:
         """The gradients that others have for shards that this rank follows, in return for its own to its follower."""
@@ -205,8 +212,9 @@ class ShardedOptimizer:
             StateLostError: no rank holds some rows; raised on every rank.
         """
         group = self._run.group
-        self._gathered = None
+        self._gathered, self._compared = None, False
         everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
+        self._run.moment("rows")
         self._holder.arrange(group, everyone)
         self._pending, self._followed, self._begun = None, [], True
         self._tell_of_layout()
@@ -233,25 +241,42 @@ class ShardedOptimizer:
         """Whether this rank can save the whole model."""
         return not self.divided or self._gathered is not None
 
-    def gather(self) -> None:
-        """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
+    def end_pass(self) -> None:
+        """A pass has ended on all ranks: compare the holders of each shard, and have rank 0 hold the whole.
 
-        At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
-        The holders of each shard are compared by the way.
+        So code that saves a checkpoint behind a loop may do so on rank 0 alone. A model that was built on the meta
+        device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
 
         Raises:
             ReplicasDifferError: they differ; raised on every rank.
         """
+        if self._holder.built_on_meta:
+            self._compare()
+        else:
+            self.gather()
+
+    def gather(self) -> None:
+        """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
+
+        Raises:
+            ReplicasDifferError: holders of a shard differ; raised on every rank.
+        """
+        self._compare()
         if self.divided and not self._open:
-            self._holder.compare(self._run.group.communicator)
             self._gathered = self._holder.collect(self._run.group)
         self._open = True
 
+    def _compare(self) -> None:
+        """The holders of each shard, once after each update; raises ReplicasDifferError."""
+        if self.divided and not (self._open or self._compared):
+            self._holder.compare(self._run.group.communicator)
+            self._compared = True
+
     def _whole(self) -> Whole | None:
-        """The whole where this rank is to have it; all ranks call it between an update and the end of a pass."""
+        """The whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
         if not self.divided:
             return self._holder.whole()
-        if not self._open:
+        if not self._open and not self._run.ledger.replaying:  # others have done what a joiner only goes by
             self._run.consensus.agree_on(Announced(Intent.SHARDS, self._number, _STATE))
             self.gather()
         return self._gathered
@@ -260,7 +285,8 @@ class ShardedOptimizer:
         """The optimizer's states by parameter, on rank 0, and none on the others.
 
         Raises:
-            RanksDisagreeError: another rank does not call it, between an update and the end of a pass.
+            RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a model
+                that was built on the meta device, anywhere.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
@@ -280,7 +306,7 @@ class ShardedOptimizer:
         if self.divided:
             self._close()
 
-    def take_whole(self, values: Mapping[str, Tensor]) -> None:
+    def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
 
         Raises:

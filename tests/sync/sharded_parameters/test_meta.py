@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import RanksDisagreeError
+from elastic_ray.session.current import session_of_thread
+from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
 from tests.loop.changing import Change, Kill, run_job
-from tests.sync.sharded_parameters.sharded import Case, Net, check, meta_net
+from tests.sync.sharded_parameters.sharded import Case, Net, check, data, meta_net, sharded_net
 
 
 def test_a_model_without_memory_is_trained_as_one_in_memory_from_2_to_4_to_3_workers() -> None:
     check(Case(meta=True), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4))], (1, 2))
+
+
+@pytest.mark.parametrize("joins", [(), (5,)])
+def test_a_first_group_that_breaks_while_rows_move_begins_again(joins: tuple[int, ...]) -> None:
+    """Each has made rows by then, which lie with no second worker."""
+    found = check(Case(meta=True), [Kill(0, 2, "rows", joins=joins)], (1, 2, 3, 4))
+    assert found.groups == [(1, 2, 3, 4), (1, 3, 4, *joins)]
 
 
 def test_what_the_optimizer_keeps_from_its_start_is_cut_to_rows() -> None:
@@ -140,6 +152,126 @@ def test_no_worker_ever_holds_the_whole_model() -> None:
     assert begun < 0.6, "two shards, each twice while it moves, and one layer"
     assert stepped < 1, "and the gathered layers, and gradients"
     assert min(_peaks("cpu", 1)) >= 1, "as is seen of a model that is built in memory"
+
+
+Look = Callable[[Net, Any, int], Any]
+
+
+def _two_passes(meta: bool, behind: Look, *, first: Look = lambda model, optimizer, rank: None) -> Callable[[], Any]:
+    """A train function that calls something behind the first of two passes of each epoch; what it gave last.
+
+    Args:
+        meta: whether the model is built without memory.
+        behind: is called so; takes the model, what holds its shards, and this rank.
+        first: is called in the first step.
+    """
+
+    def train() -> Any:
+        model = meta_net() if meta else sharded_net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        loaders = [er.AdaptiveDataLoader(data(), batch_size=12, seed=seed) for seed in (3, 4)]
+        for _ in er.remaining_epochs_until(2):
+            for number, loader in enumerate(loaders):
+                for x, y in loader:
+                    if er.get_context().get_global_step() == 0:
+                        first(model, wrapped._tiles, er.get_context().get_world_rank())
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(wrapped(x), y).backward()
+                    optimizer.step()
+                if number == 0:
+                    found = behind(model, wrapped._tiles, er.get_context().get_world_rank())
+        return found
+
+    return train
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_rank_0_has_the_whole_behind_a_pass_unless_all_must_ask(meta: bool) -> None:
+    def behind(model: Net, optimizer: Any, rank: int) -> tuple[bool, bool, int]:
+        at_once = optimizer.settled
+        kept = model.state_dict() if meta or rank == 0 else {}
+        return at_once, optimizer.settled, len(kept)
+
+    found = run_job(_two_passes(meta, behind), first=(1, 2, 3)).results
+    whole, buffers = len(Net().state_dict()), 1
+    others = (False, False, buffers if meta else 0)
+    assert found == {1: (not meta, True, whole), 2: others, 3: others}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("what", ["model", "optimizer"])
+def test_one_rank_that_asks_alone_behind_a_pass_is_an_error_on_all(rank: int, what: str) -> None:
+    told: dict[int, str] = {}
+
+    def behind(model: Net, optimizer: Any, own: int) -> None:
+        if own == rank:
+            try:
+                model.state_dict() if what == "model" else optimizer.whole_states()
+            except RanksDisagreeError as error:
+                told[own] = str(error)
+                raise
+
+    train = _two_passes(True, behind)
+
+    def watched() -> None:
+        try:
+            train()
+        except RanksDisagreeError as error:
+            told[er.get_context().get_world_rank()] = str(error)
+            raise
+
+    with pytest.raises(RanksDisagreeError):
+        run_job(watched, first=(1, 2, 3))
+    deadline_s = time.monotonic() + 20.0
+    while len(told) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert set(told) == {0, 1, 2}
+    for text in told.values():
+        assert f"rank {rank} asks for the whole state (call state_dict() on all ranks" in text
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_a_joiner_goes_by_the_place_where_all_have_asked(meta: bool) -> None:
+    """It enters in the second pass, with the code between the passes still before it."""
+
+    def behind(model: Net, optimizer: Any, rank: int) -> tuple[int, int]:
+        return rank, len(model.state_dict())
+
+    found = run_job(_two_passes(meta, behind), [Change(11, (1, 2, 3))], first=(1, 2)).results
+    assert sorted(found.values()) == [(0, len(Net().state_dict())), (1, 1), (2, 1)]
+
+
+def test_what_changes_rows_is_found_out_behind_a_pass_though_nothing_is_gathered() -> None:
+    def first(model: Net, optimizer: Any, rank: int) -> None:
+        if rank == 1:
+            model.last.weight.data.mul_(2.0)
+
+    train = _two_passes(True, lambda model, optimizer, rank: None, first=first)
+    with pytest.raises((ReplicasDifferError, CommunicationFailedError), match=r"rank 1 owns differ.*rank 0"):
+        run_job(train, first=(1, 2))
+
+
+@pytest.mark.parametrize(("script", "workers"), [([Change(3, (1, 2))], (1,)), ([], (1, 2))])
+def test_ranks_of_which_one_was_built_in_memory_ask_all_the_same(
+    script: list[Change], workers: tuple[int, ...]
+) -> None:
+    begun: list[bool] = []
+
+    def first(model: Net, optimizer: Any, rank: int) -> None:
+        begun.append(optimizer.settled)
+
+    def behind(model: Net, optimizer: Any, rank: int) -> tuple[bool, int]:
+        return optimizer.settled, len(model.state_dict())
+
+    def train() -> Any:
+        session = session_of_thread()
+        assert session is not None
+        return _two_passes(session.worker != "w1", behind, first=first)()
+
+    found = run_job(train, script, first=workers).results
+    assert found == {1: (False, len(Net().state_dict())), 2: (False, 1)}
+    assert begun == ([True] if len(workers) == 1 else [False, False]), "one worker alone holds all"
 
 
 class _Bare(nn.Module):

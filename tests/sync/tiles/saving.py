@@ -15,7 +15,7 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.checkpoints.sharded.reading import read_checkpoint
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
 from elastic_ray.membership.messages import Stop
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.session.registry import HookPoint
@@ -33,6 +33,7 @@ class Job:
 
     Attributes:
         folder: of the run; ``elsewhere``: of workers whose node has a disk of its own.
+        states: that all workers go on from, or what gives each worker its own.
         at: steps in which rank 0 asks for a checkpoint. The first is saved after 4 more, when all have made ready for
             it, others after 2 more.
         settles_to: a rank that writes is waited for in steps up to this.
@@ -44,7 +45,7 @@ class Job:
     optimizer: str = "adamw"
     epochs: int = 2
     at: Sequence[int] = ()
-    states: dict[str, Any] | None = None
+    states: dict[str, Any] | Callable[[str], dict[str, Any] | None] | None = None
     elsewhere: dict[str, Path] = dataclasses.field(default_factory=dict)
     storages: Callable[[Path], RunStorage] = lambda folder: RunStorage(str(folder))
     timeout_s: float = 60.0
@@ -77,6 +78,10 @@ class Job:
         """States of one of them."""
         return read_checkpoint(self.storage, self.files()[number])
 
+    def open(self, number: int = 0, *, least_bytes: int = 0) -> dict[str, Any]:
+        """The same, with rows of sharded models that are not read; of smaller tensors they are."""
+        return open_checkpoint(self.storage, self.files()[number], least_bytes=least_bytes)
+
     def _told(self, saved: StateSaved) -> float:
         self.saved.append(saved)
         return 1e5
@@ -87,8 +92,9 @@ class Job:
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=self.strategy)
         session = session_of_thread()
         assert session is not None
-        if self.states is not None:
-            session.states.resume(copy.deepcopy(self.states), loaded=True)
+        states = self.states(session.worker) if callable(self.states) else self.states
+        if states is not None:
+            session.states.resume(copy.deepcopy(states), loaded=True)
         saver = self._saver(session)
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         steps: dict[int, Any] = {}

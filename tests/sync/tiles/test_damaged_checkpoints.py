@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile, dele
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import PartsMissingError, await_parts, finish
 from elastic_ray.checkpoints.sharded.manifest import Manifest, ManifestError, account_name, complete
-from elastic_ray.checkpoints.sharded.reading import read_checkpoint
+from elastic_ray.checkpoints.sharded.part_file import BLOCK_BYTES, PartFile
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
 from elastic_ray.checkpoints.sharded.writing import write_part
 from elastic_ray.state.codec import NotPlainError, decode, encode
 from elastic_ray.state.pieces import Pieces, shared_out, take_apart
@@ -155,8 +157,28 @@ def flip(path: Path) -> None:
 def test_damaged_files_are_recognised(storage: RunStorage, name: str, damage: Callable[[Path], None], why: str) -> None:
     written = write(storage)
     damage(Path(written.path) / name)
-    with pytest.raises(CorruptStateError, match=why):
-        read_checkpoint(storage, written)
+    for read in (read_checkpoint, open_checkpoint):
+        with pytest.raises(CorruptStateError, match=why):
+            read(storage, written)
+
+
+def test_ranges_of_a_part_are_compared_with_what_was_read_through(tmp_path: Path, storage: RunStorage) -> None:
+    """Ranges within a block, over the edges of blocks and of readings, to the end, and empty ones."""
+    content = random.Random(5).randbytes(20 * BLOCK_BYTES + 777)
+    path = tmp_path / "part"
+    path.write_bytes(content)
+    part = PartFile(storage, str(path))
+    whole = bytearray(len(content))
+    assert part.scatter([(0, memoryview(whole))]) == hashlib.sha256(content).hexdigest() and whole == content
+    ranges = [(5, 9), (BLOCK_BYTES - 1, BLOCK_BYTES + 1), (3, len(content)), (len(content) - 1, len(content)), (7, 7)]
+    for first, last in ranges:
+        found = bytearray(last - first)
+        part.read(first, memoryview(found))
+        assert found == content[first:last], (first, last)
+    path.write_bytes(content[:-1])
+    part.read(3, memoryview(bytearray(9)))
+    with pytest.raises(CorruptStateError, match="part has changed since it was compared with its checksum"):
+        part.read(len(content) - 9, memoryview(bytearray(5)))
 
 
 def test_torchs_metadata_is_never_read(storage: RunStorage) -> None:

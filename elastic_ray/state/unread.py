@@ -1,0 +1,103 @@
+"""Tensors of a checkpoint of which each rank reads the elements that it is to hold, once it knows which (torch)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from elastic_ray.state.pieces import Path
+
+_CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class UnreadTensor:
+    """Stands in a captured tree for a tensor of a checkpoint.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of it.
+        elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
+            their own on the CPU.
+        device: where :meth:`rows` puts them.
+        rows_dtype: as what, None for as they are.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    elements: Callable[[int, int], Tensor]
+    device: torch.device = _CPU
+    rows_dtype: torch.dtype | None = None
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> UnreadTensor:
+        """The same, for rows on another device, or of another type."""
+        return dataclasses.replace(self, device=device, rows_dtype=dtype)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
+        width = math.prod(self.shape[1:])
+        return (
+            self.elements(start * width, stop * width)
+            .view(stop - start, *self.shape[1:])
+            .to(self.device, self.rows_dtype)
+        )
+
+    def read(self) -> Tensor:
+        """All of it, on the CPU.
+
+        Raises:
+            CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
+        """
+        return self.elements(0, math.prod(self.shape)).view(self.shape)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> UnreadTensor:
+        """Itself: what is stored does not change."""
+        return self
+
+
+@runtime_checkable
+class TakesUnread(Protocol):
+    """A state to be restored."""
+
+    @property
+    def takes_unread(self) -> bool:
+        """Whether its ``restore`` takes trees with `UnreadTensor` in them."""
+
+
+def read_all(tree: Any) -> Any:
+    """A tree with all tensors read; the same object where that changes nothing."""
+    if isinstance(tree, UnreadTensor):
+        return tree.read()
+    if isinstance(tree, Mapping):
+        found = {key: read_all(value) for key, value in tree.items()}
+        return found if any(found[key] is not value for key, value in tree.items()) else tree
+    if type(tree) in (list, tuple):
+        items = [read_all(value) for value in tree]
+        return type(tree)(items) if any(a is not b for a, b in zip(items, tree, strict=True)) else tree
+    return tree
+
+
+def is_of_rows(tree: Mapping[str, Any], path: Path) -> bool:
+    """Whether ranks that go on from a captured tree each hold rows of a tensor in it: it is of a sharded model.
+
+    Args:
+        tree: all states by name.
+        path: of the tensor.
+    """
+    match path:
+        case (_, "parameters", _):
+            return True
+        case (name, "state", _, _):
+            return isinstance(state := tree.get(name), Mapping) and "parameters" in _divided(state)
+    return False
+
+
+def _divided(state: Mapping[str, Any]) -> Sequence[str]:
+    """What an optimizer's state says of how it is divided."""
+    told = state.get("divided")
+    return list(told) if isinstance(told, Mapping) else []

@@ -1,0 +1,132 @@
+"""Memory of a worker that goes on from the checkpoint of a sharded model: 25 M parameters, AdamW, 4 ranks, gloo.
+
+Bar: less than when each worker reads the whole, which is measured in other processes, and a half of it. The model is
+built on the meta device, so that nothing else is held. The peak is that of the process's resident memory from reading
+the checkpoint until the first step begins, without what it had before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import common
+from common import bar, finish, side_parser
+
+WORLD = 4
+MIB = 1 << 20
+
+
+def main() -> None:
+    """All ranks save once, and go on from that in new processes, in both ways."""
+    options = side_parser(__doc__ or "", sides=False).parse_args()
+    from tests.loop.ranks import Ranks
+
+    folder = tempfile.mkdtemp(prefix="bench-resume-memory-")
+
+    def run(function: Any, *arguments: Any) -> Any:
+        ranks = Ranks()
+        try:
+            return ranks.run(function, folder, *arguments, world=WORLD, timeout_s=600.0)
+        finally:
+            ranks.close()
+
+    run(train_and_save)
+    rows: list[dict[str, Any]] = []
+    peaks: dict[str, float] = {}
+    for turn in range(1 if options.quick else 3):
+        for how in ("whole", "rows"):
+            found = run(go_on, how)
+            for rank, (peak_mib, seconds) in enumerate(found):
+                rows.append({"how": how, "turn": turn, "rank": rank, "peak [MiB]": peak_mib, "seconds": seconds})
+            peaks[how] = max(peaks.get(how, 0.0), *(peak_mib for peak_mib, _ in found))
+    shutil.rmtree(folder)
+    bars = [bar("peak, rows / whole", value=peaks["rows"] / peaks["whole"], limit=0.5, at_least=False)]
+    finish("memory of a worker that goes on", rows=rows, bars=bars)
+
+
+def _make(device: str) -> tuple[Any, Any, Any]:
+    """The sharded model, its wrapper and the optimizer."""
+    import torch
+
+    import elastic_ray as er
+
+    torch.set_num_threads(1)
+    with torch.device(device):
+        model = common.build_model()
+    del model._buffers["steps"]  # it has no module that would fill it
+    where = {"device": "cpu"} if device == "meta" else {}
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            er.fully_shard(layer, **where)
+    er.fully_shard(model, **where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return model, optimizer, er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+
+
+def train_and_save(folder: str) -> None:
+    """On one rank: some steps, and a part of a checkpoint."""
+    import torch
+
+    import elastic_ray as er
+    from elastic_ray.checkpoints.run_directory import RunStorage
+    from elastic_ray.loop.api import current_session
+    from elastic_ray.session.registry import HookPoint
+    from elastic_ray.worker.state_saver import StateSaver
+
+    _, optimizer, wrapped = _make("cpu")
+    session, storage = current_session(), RunStorage(folder)
+    storage.create()
+    saver = StateSaver(session, storage, lambda saved: 1e5, keep=2, interval_s=1e9, saving=session.registry.saving)
+    session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
+    for _ in er.remaining_epochs_until(1):
+        for x, y in er.AdaptiveDataLoader(common.Rows(), batch_size=common.GLOBAL_BATCH, drop_last=True):
+            step = er.get_context().get_global_step()
+            if step == 1 and session.rank == 0:
+                saver.ask()
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+            while saver._busy() or saver._parts.makes_memory:
+                pass
+            if step == 12:
+                break
+    saver.close()
+
+
+def go_on(folder: str, how: str) -> tuple[float, float]:
+    """On one rank: peak of the memory [MiB] that going on takes, and how long reading and entering the group do [s]."""
+    import gc
+    import time
+
+    import elastic_ray as er
+    from elastic_ray.checkpoints.automatic import state_files
+    from elastic_ray.checkpoints.run_directory import RunStorage
+    from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
+    from elastic_ray.loop.api import current_session
+
+    _make("meta")
+    session, storage = current_session(), RunStorage(folder)
+    (state,) = state_files(storage)
+    assert state.parts == WORLD
+    gc.collect()
+    before_mib = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    begin_s = time.perf_counter()
+    session.states.resume((open_checkpoint if how == "rows" else read_checkpoint)(storage, state), loaded=True)
+    for _ in er.remaining_epochs_until(1):
+        for _ in er.AdaptiveDataLoader(common.Rows(), batch_size=common.GLOBAL_BATCH, drop_last=True):
+            return _resident("VmHWM") - before_mib, time.perf_counter() - begin_s
+    raise AssertionError("no step began")
+
+
+def _resident(name: str) -> float:
+    """Of this process [MiB]."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024 / MIB
+
+
+if __name__ == "__main__":
+    main()
