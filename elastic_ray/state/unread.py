@@ -25,21 +25,27 @@ class UnreadTensor:
         elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
             their own on the CPU.
         device: where :meth:`rows` puts them.
+        rows_dtype: as what, None for as they are.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     elements: Callable[[int, int], Tensor]
     device: torch.device = _CPU
+    rows_dtype: torch.dtype | None = None
 
-    def to(self, device: torch.device) -> UnreadTensor:
-        """The same, for rows on another device."""
-        return dataclasses.replace(self, device=device)
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> UnreadTensor:
+        """The same, for rows on another device, or of another type."""
+        return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
         width = math.prod(self.shape[1:])
-        return self.elements(start * width, stop * width).view(stop - start, *self.shape[1:]).to(self.device)
+        return (
+            self.elements(start * width, stop * width)
+            .view(stop - start, *self.shape[1:])
+            .to(self.device, self.rows_dtype)
+        )
 
     def read(self) -> Tensor:
         """All of it, on the CPU.

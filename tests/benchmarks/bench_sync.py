@@ -170,7 +170,7 @@ def launch(
     store.stdout.readline()
     shared = os.environ | {
         "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world if network.one_node else 1),
+        "LOCAL_WORLD_SIZE": str(network.ranks_on_a_node or world),
         "MASTER_ADDR": network.address(0),
         "MASTER_PORT": str(_PORT),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -178,7 +178,7 @@ def launch(
     }
     ranks = []
     for rank in range(world):
-        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank if network.one_node else 0)}
+        mine = {"RANK": str(rank), "LOCAL_RANK": str(rank % (network.ranks_on_a_node or world))}
         command = network.command(rank, [sys.executable, script, "--rank-of", *arguments])
         environment = shared | mine | {"GLOO_SOCKET_IFNAME": network.interface(rank)}
         output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL

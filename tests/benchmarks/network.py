@@ -27,15 +27,15 @@ class Network(Protocol):
         """A command, as it is to be started for this rank."""
 
     @property
-    def one_node(self) -> bool:
-        """Whether all ranks are on one node."""
+    def ranks_on_a_node(self) -> int:
+        """How many share one; 0 for all."""
 
 
 class Loopback:
     """All ranks on this machine."""
 
     name = "loopback"
-    one_node = True
+    ranks_on_a_node = 0
 
     def address(self, rank: int) -> str:
         """Loopback's."""
@@ -54,7 +54,7 @@ class Namespaces:
     """Each rank in a namespace of its own, all on one bridge. Use :func:`namespaces`."""
 
     name = "1 Gbit/s"
-    one_node = False
+    ranks_on_a_node = 1
 
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix

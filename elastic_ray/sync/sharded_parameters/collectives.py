@@ -8,7 +8,7 @@ and what torch and user code still ask for in it is answered with numbers of the
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.sync.sharded_parameters.row_layout import layout_of
+from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 
 _REDUCES = 1  # what is announced; see Intent.SHARDS
@@ -62,7 +62,7 @@ class ShardCollectives:
 
     Attributes:
         shard_size: as above.
-        layout: of the present group.
+        layout: of the present group; for its first step some followers may be others than they are to be.
         weight: of this rank's gradients in those of the step.
         own_is_finite: whether all gradients of the latest backward pass were on this rank.
     """
@@ -94,6 +94,10 @@ class ShardCollectives:
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
+
+    def follow_in(self, layout: Layout) -> None:
+        """Ranks follow each other as in this layout from now on; owners are the same."""
+        self.layout = layout
 
     def begin(self, what: Announced) -> None:
         """Begin a pass with all other ranks.
@@ -247,28 +251,32 @@ class ShardCollectives:
             if kind == "mean":
                 tensor.div_(len(self.peers))
 
-    def to_follower(self, tensors: Sequence[Tensor], received: Sequence[Tensor], device: torch.device) -> None:
-        """Tensors of this rank to the one that follows it, and those of the one before to here, in place.
+    def to_follower(
+        self, tensors: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]], device: torch.device
+    ) -> None:
+        """Tensors of this rank to the one that follows it, and those of ranks that it follows to here, in place.
 
         Args:
             tensors: of this rank.
-            received: as large as those of the rank before.
+            received: as large as those of each rank that this one follows.
             device: of all of them; ranks that have none meet the others on it.
 
         Raises:
             CommunicationFailedError: the group broke.
         """
         group = self._run.group
-        world, rank = group.world_size, group.rank
+        follower = self.layout.follower_of(self.layout.owned_by(group.rank).index)
+        assert follower is not None, "other owners have the same"
         sent = _joined(tensors, device)
-        came = torch.empty(sum(each.nbytes for each in received), dtype=torch.uint8, device=device)
-        out, into = [0] * world, [0] * world
-        out[(rank + 1) % world], into[(rank - 1) % world] = sent.numel(), came.numel()
+        into = [sum(each.nbytes for each in received.get(rank, ())) for rank in range(group.world_size)]
+        came = torch.empty(sum(into), dtype=torch.uint8, device=device)
+        out = [sent.numel() if rank == follower else 0 for rank in range(group.world_size)]
         self._run.consensus.wait(self._gradients.all_to_all(came, sent, into, out))
         offset = 0
-        for each in received:
-            each.copy_(came[offset : offset + each.nbytes].clone().view(each.dtype).view(each.shape))
-            offset += each.nbytes
+        for _, tensors_of_rank in sorted(received.items()):
+            for each in tensors_of_rank:
+                each.copy_(came[offset : offset + each.nbytes].clone().view(each.dtype).view(each.shape))
+                offset += each.nbytes
 
     @property
     def _gradients(self) -> Any:

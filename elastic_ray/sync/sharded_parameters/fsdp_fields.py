@@ -225,19 +225,26 @@ def is_backward_over(module: nn.Module) -> bool:
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
 
 
-def padded(param: ShardedParam, rows: int, chunk: int) -> tuple[Tensor, Tensor]:
-    """Memory for a shard.
+def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+    """A shard's memory for torch.
 
     Args:
         param: the parameter.
-        rows: that the shard has.
+        rows: that the shard has; None for none. They stay where they are if they are as many as there are to be and
+            nothing else lies in their memory.
         chunk: rows of the largest shard, to which torch fills all of them up.
 
     Returns:
-        All of it, zero, and the rows in it.
+        All of it, zero beyond the rows, and the rows in it.
     """
+    alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
+    if rows is not None and alone and len(rows) == chunk:
+        return rows, rows
     whole = param.local.new_zeros((chunk, *param.shape[1:]))
-    return whole, whole.narrow(0, 0, rows)
+    found = whole.narrow(0, 0, 0 if rows is None else len(rows))
+    if rows is not None:
+        found.copy_(rows)
+    return whole, found
 
 
 def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedParam, Tensor, Tensor]]) -> None:
@@ -246,7 +253,7 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
     Args:
         module: the model.
         mesh: of the group.
-        shards: of each of its parameters: memory, and the rows in it, as :func:`padded` gives them.
+        shards: of each of its parameters: memory, and the rows in it, as :func:`memory_for` gives them.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 

@@ -16,6 +16,7 @@ from elastic_ray.state.tree import receive_state, send_state
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import peers
 from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of, rows_of
 
 VALUE = ""
@@ -80,20 +81,23 @@ class HeldShards:
         """Those that this rank can give."""
         return {*self.shards, WHOLE} if self.unread else set(self.shards)
 
-    def take(self, move: Sequence[tuple[Piece, Rows]], shard: ShardId, place: Callable[[Piece], Tensor]) -> Shard:
-        """A shard made of what is held and of what was received.
+    def take(
+        self,
+        move: Sequence[tuple[Piece, Rows]],
+        shard: ShardId,
+        place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
+    ) -> Shard:
+        """A shard made of what is held and of what was received; it may share memory with both (:func:`apart`).
 
         Args:
             move: rows that were received.
             shard: which shard.
-            place: gives memory for rows of a parameter.
+            place: puts rows of a parameter where they are to be; by default they stay where they are.
         """
         made = Shard()
         for piece in pieces_of(self.counts, shard):
-            parts = self._parts(piece, [each for each in move if each[0].param == piece.param])
-            rows = {key: _own(value) for key, value in joined(parts).items()}
-            view = place(piece)
-            view.copy_(rows.pop(VALUE))
+            rows = joined(self._parts(piece, [each for each in move if each[0].param == piece.param]))
+            view = place(piece, rows.pop(VALUE))
             made.put(piece.param, Parameter(view, requires_grad=False), rows)
         return made
 
@@ -163,7 +167,21 @@ def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows
     return found
 
 
-def _own(value: Any) -> Any:
+def apart(shard: Shard, *, values: bool) -> Shard:
+    """The same, in memory that nothing else lies in.
+
+    Args:
+        shard: it.
+        values: whether rows of parameters are taken out of larger ones as well, not only the optimizer's states.
+    """
+    made = Shard()
+    for place, view in shard.views.items():
+        own = Parameter(owned(view.detach()), requires_grad=False) if values else view
+        made.put(place, own, {key: owned(value) for key, value in shard.states[view].items()})
+    return made
+
+
+def owned(value: Any) -> Any:
     """A tensor that keeps no larger one in memory."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
@@ -253,3 +271,23 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
     if value.shape == rows.shape:
         return Pieces(shape, value.dtype, ((start, value.detach()),))
     return Pieces(tuple(value.shape), value.dtype, ((0, value.detach()),) if start == 0 else ())
+
+
+def placed(value: Any, param: ShardedParam) -> Any:
+    """A value of a parameter's state in a checkpoint, whose rows are to be where the parameter is."""
+    if isinstance(value, Tensor | UnreadTensor) and tuple(value.shape) == param.shape:
+        return value.to(param.local.device)
+    return value.read() if isinstance(value, UnreadTensor) else value
+
+
+def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
+    """A parameter's state cut to some of its rows, in memory of its own."""
+    state = {key: value.read() if isinstance(value, UnreadTensor) else value for key, value in state.items()}
+    return {
+        key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
+            memory_format=torch.contiguous_format  # stand-ins have no strides
+        )
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }

@@ -3,11 +3,13 @@
 Torch cuts each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
 ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two numbers,
 how many ranks the rows are cut for and its place among them. Each shard lies with two ranks or more: with its owner in
-each of several shard groups, or, in one group of all ranks, with its owner and the rank that follows it.
+each of several shard groups, or, in one group of all ranks, with its owner and one that follows it: the next rank, or,
+for the first step after a change, one that has the rows already.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
 
@@ -81,12 +83,15 @@ class Layout:
     Attributes:
         groups: the ranks of each shard group, ascending: those in which a rank's shard has its place. One group of all
             ranks, whose shards lie with their followers as well, or several of one size, each with all rows.
+        followers: in a group of all ranks, the one that follows the owner of each shard; by default the next one.
 
     Raises:
-        ValueError: the groups are not of one size, or do not hold each rank once.
+        ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by another
+            rank than its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
+    followers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ranks = sorted(rank for group in self.groups for rank in group)
@@ -94,6 +99,15 @@ class Layout:
             raise ValueError(f"groups must hold each rank from 0 on once, but got {self.groups}")
         if len({len(group) for group in self.groups}) > 1 or any(list(each) != sorted(each) for each in self.groups):
             raise ValueError(f"groups must be of one size, with ascending ranks in each, but got {self.groups}")
+        shards = range(self.parts) if len(self.groups) == 1 and self.parts > 1 else ()
+        if self.followers and (
+            len(self.followers) != len(shards)
+            or any(rank == index or rank not in ranks for index, rank in enumerate(self.followers))
+        ):
+            raise ValueError(
+                f"followers must be none, or one for each of {len(shards)} shards of one group, another rank than its "
+                f"owner, but got {self.followers}"
+            )
 
     @property
     def world(self) -> int:
@@ -119,10 +133,16 @@ class Layout:
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
-        """What a rank holds: its own shard first, then that of the rank before, which it follows in a lone group."""
+        """What a rank holds: its own shard first, then those that it follows in a lone group, by the rank before it."""
         own = self.owned_by(rank)
-        copies = 1 if self.is_replicated else min(COPIES, self.parts)
-        return tuple(ShardId(self.parts, (own.index - i) % self.parts) for i in range(copies))
+        before = [(own.index - i) % self.parts for i in range(1, self.parts)]
+        return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
+
+    def follower_of(self, index: int) -> int | None:
+        """The rank that follows the owner of the shard at a place; None where there are other owners, or no others."""
+        if self.is_replicated or self.parts == 1:
+            return None
+        return self.followers[index] if self.followers else (index + 1) % self.parts
 
     def owners(self, index: int) -> tuple[int, ...]:
         """The ranks that own the shard at a place, one of each group, ascending."""
@@ -130,8 +150,8 @@ class Layout:
 
     def holders(self, index: int) -> tuple[int, ...]:
         """The ranks that hold the shard at a place: owners, ascending, and the follower behind them."""
-        owners = self.owners(index)
-        return owners if self.is_replicated or self.parts == 1 else (*owners, (index + 1) % self.parts)
+        follower = self.follower_of(index)
+        return self.owners(index) if follower is None else (*self.owners(index), follower)
 
 
 def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = ()) -> Layout:
@@ -158,6 +178,56 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
     ranks = whole + left
     groups = [tuple(sorted(ranks[at : at + shard_size])) for at in range(0, world, shard_size)]
     return Layout(tuple(sorted(groups)))
+
+
+def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout) -> Layout:
+    """A layout that leads to another one, in which ranks that have the rows already follow.
+
+    So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
+
+    Args:
+        rows: of each parameter.
+        held: the shards of each rank.
+        target: in which each rank follows one other.
+
+    Returns:
+        The target, with others in the place of those followers that lack some rows, where there are others that lack
+        none: those in turn that follow the fewest.
+    """
+    if target.follower_of(0) is None:
+        return target
+    have = [covered(rows, mine) for mine in held]
+
+    def has(rank: int, index: int) -> bool:
+        pieces = pieces_of(rows, ShardId(target.parts, index))
+        return not any(_without((each.start, each.stop), have[rank][each.param]) for each in pieces)
+
+    wanted = _followers(target)
+    found = {index: rank for index, rank in enumerate(wanted) if has(rank, index)}
+    load = collections.Counter(found.values())
+    for index in range(target.parts):
+        if index in found:
+            continue
+        others = [rank for rank in range(target.world) if rank != target.owners(index)[0] and has(rank, index)]
+        rank = min(others, key=lambda each: (load[each], each)) if others else wanted[index]
+        found[index] = rank
+        load[rank] += 1
+    followers = tuple(found[index] for index in range(target.parts))
+    return target if followers == wanted else dataclasses.replace(target, followers=followers)
+
+
+def _followers(layout: Layout) -> tuple[int, ...]:
+    return tuple(layout.holders(index)[1] for index in range(layout.parts))
+
+
+def check_shard_sizes(sizes: Sequence[int]) -> None:
+    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
+    other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"shard_size must be the same on all workers, but is {sizes[0] or None} on rank 0 and "
+            f"{sizes[other] or None} on rank {other}"
+        )
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:

@@ -22,7 +22,7 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     NO_MEMORY_YET,
     ShardedParam,
     adopt,
-    padded,
+    memory_for,
     params_of,
     stands_in,
 )
@@ -33,18 +33,24 @@ from elastic_ray.sync.sharded_parameters.held_shards import (
     Rows,
     Shard,
     Written,
+    apart,
     carry_out,
+    placed,
+    rows_of_state,
     written_rows,
 )
 from elastic_ray.sync.sharded_parameters.process_group import forget_mesh, make_mesh
 from elastic_ray.sync.sharded_parameters.row_layout import (
+    Layout,
     Piece,
     RowMove,
     ShardId,
+    check_shard_sizes,
     from_code,
     hand_over,
     layout_of,
     lost,
+    meanwhile,
     moves,
     pieces_of,
     rows_of,
@@ -79,6 +85,7 @@ class ShardHolder:
         self.params: list[ShardedParam] = params_of(module)
         self._held = HeldShards([each.shape for each in self.params])
         self._layout, self._rank = layout_of(1), 0  # that shards were moved for
+        self._target, self._shares_memory = self._layout, False
         self._mesh: Any = None
         self._workers: tuple[str, ...] = ()
         # What the optimizer knows from its start, of a model that has no memory yet.
@@ -103,7 +110,7 @@ class ShardHolder:
 
     @property
     def mine(self) -> tuple[Shard, ...]:
-        """The shards of the present layout: this rank's own first, then the one that it follows, if any."""
+        """The shards of the present layout: this rank's own first, then those that it follows."""
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
@@ -138,7 +145,7 @@ class ShardHolder:
             start, stop = rows_of(self._held.counts[place], own)
             if start < stop:
                 rows = Parameter(value[start:stop].clone(), requires_grad=False)
-                shard.put(place, rows, _rows_of_state(states[place], self.params[place].shape, start, stop))
+                shard.put(place, rows, rows_of_state(states[place], self.params[place].shape, start, stop))
 
         initialise(self._module, self.params, seed, keep)
         self._held.keep({own: shard})
@@ -166,7 +173,7 @@ class ShardHolder:
                 [len(own), int(opened), int(nothing), seed >> 32, seed & _LOW, here, shard_size]
             )
             most = max(size for size, *_ in sizes)
-            _check_shard_sizes([size for *_, size in sizes])
+            check_shard_sizes([size for *_, size in sizes])
             told = communicator.gather_ints([*own, *[0] * (most - len(own))])
             rows = [row[:size] for row, (size, *_) in zip(told, sizes, strict=True)]
             opened = any(is_open for _, is_open, *_ in sizes)
@@ -183,48 +190,79 @@ class ShardHolder:
         return everyone, opened and not self.built_on_meta
 
     def arrange(self, group: TileGroup, everyone: Sequence[set[ShardId]]) -> None:
-        """Hold what this rank is to hold in a group.
+        """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
 
         Args:
             group: it.
             everyone: the shards of each of its ranks.
         """
-        held, layout = self._held, self._collectives.layout
-        widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
-        sent = moves(held.counts, everyone, layout, widths)
-        received = carry_out(group.communicator, sent, held.give) if sent else []
+        held, target = self._held, self._collectives.layout
+        layout = meanwhile(held.counts, everyone, target)
+        received = self._received(group, everyone, layout)
         mine = layout.held_by(group.rank)
-        memory = self._memory(mine[0])
-        made = {mine[0]: held.take(received, mine[0], lambda piece: memory[piece.param][1])}
-        made |= {each: held.take(received, each, self._place) for each in mine[1:]}
+        memory = dict[int, tuple[Tensor, Tensor]]()
+
+        def put(piece: Piece, value: Tensor) -> Tensor:
+            memory[piece.param] = self._memory(piece.param, mine[0], value)
+            return memory[piece.param][1]
+
+        made = {mine[0]: held.take(received, mine[0], put)}
+        made |= {each: held.take(received, each) for each in mine[1:]}
         # Ranks that are through with this do not hold any more what they have sent, so all must have received it.
         held.keep(held.shards | made, held.unread)
         if group.world_size > 1:
             group.communicator.gather_ints([1])
         held.keep(made)
         self._layout, self._rank = layout, group.rank
+        self._collectives.follow_in(layout)
+        self._target, self._shares_memory = target, True
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
         device = self.params[0].local.device.type
         self._mesh = make_mesh(device, mine[0].index, layout.parts, self._collectives)
-        adopt(self._module, self._mesh, [(param, *memory[place]) for place, param in enumerate(self.params)])
+        shards = [
+            (param, *(memory.get(place) or self._memory(place, mine[0], None)))
+            for place, param in enumerate(self.params)
+        ]
+        adopt(self._module, self._mesh, shards)
         if before is not None:
             forget_mesh(before)
         self._first = None
 
-    def _memory(self, own: ShardId) -> list[tuple[Tensor, Tensor]]:
-        """For the rows that this rank owns: the model's."""
-        found = []
-        for count, param in zip(self._held.counts, self.params, strict=True):
-            start, stop = rows_of(count, own)
-            _, chunk = rows_of(count, ShardId(own.world, 0))
-            found.append(padded(param, stop - start, chunk))
-        return found
+    def _received(self, group: TileGroup, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
+        """What this rank lacks of a layout; all ranks send."""
+        widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
+        sent = moves(self._held.counts, everyone, layout, widths)
+        return carry_out(group.communicator, sent, self._held.give) if sent else []
 
-    def _place(self, piece: Piece) -> Tensor:
-        """Memory for rows that this rank follows."""
-        param = self.params[piece.param]
-        return param.local.new_empty((piece.stop - piece.start, *param.shape[1:]))
+    def _memory(self, place: int, own: ShardId, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The model's memory for rows that this rank owns of a parameter, and these in it."""
+        _, chunk = rows_of(self._held.counts[place], ShardId(own.world, 0))
+        return memory_for(self.params[place], value, chunk)
+
+    @property
+    def settles(self) -> bool:
+        """Whether what this rank holds is not yet what, or as, it is to be in the present group; equal on all ranks."""
+        return self._shares_memory
+
+    def settle(self, group: TileGroup) -> None:
+        """Have those follow that are to, and free the memory of what is held no more; all ranks call it.
+
+        Args:
+            group: the present one.
+        """
+        held, target = self._held, self._target
+        mine = target.held_by(group.rank)
+        if self._layout != target:
+            everyone = [set(self._layout.held_by(rank)) for rank in range(group.world_size)]
+            received = self._received(group, everyone, target)
+            made = {each: held.shards.get(each) or held.take(received, each) for each in mine}
+            held.keep(held.shards | made)
+            group.communicator.gather_ints([1], with_gradients=True)  # as above
+            self._layout = target
+            self._collectives.follow_in(target)
+        held.keep({each: apart(held.shards[each], values=each != mine[0]) for each in mine})
+        self._shares_memory = False
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
         """A sentence: how many rows, and with which workers they were."""
@@ -240,7 +278,7 @@ class ShardHolder:
 
     def hand_over(self, group: TileGroup, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
-        counts, layout = self._held.counts, self._collectives.layout
+        counts, layout = self._held.counts, self._layout
         given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
         sent = [
             RowMove(source, destination, piece)
@@ -250,7 +288,7 @@ class ShardHolder:
         received = carry_out(group.communicator, sent, self._held.give) if sent else []
         for shard, _, destination in given:
             if destination == group.rank:
-                self._held.shards[shard] = self._held.take(received, shard, self._place)
+                self._held.shards[shard] = self._held.take(received, shard)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 
@@ -312,12 +350,12 @@ class ShardHolder:
         for place, each in enumerate(self.params):
             state = self._state_of(each)
             if place in self._held.unread:
-                states = {key: _placed(value, each) for key, value in state.items()}
+                states = {key: placed(value, each) for key, value in state.items()}
                 self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **states}
             for shard, held in self._held.shards.items():
                 if place in held.views:
                     start, stop = rows_of(self._held.counts[place], shard)
-                    held.put(place, held.views[place], _rows_of_state(state, each.shape, start, stop))
+                    held.put(place, held.views[place], rows_of_state(state, each.shape, start, stop))
 
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters; states follow by :meth:`take_states`.
@@ -335,7 +373,7 @@ class ShardHolder:
             if there != each.shape:
                 raise RuntimeError(f"parameter {each.name!r} is {each.shape} here and {there} there")
             if late or isinstance(value, UnreadTensor):
-                unread[place] = {VALUE: value}
+                unread[place] = {VALUE: value.to(each.local.device, each.local.dtype)}
                 continue
             value = value.to(each.local.device, each.local.dtype, copy=True)
             shard.put(place, Parameter(value, requires_grad=False), {})
@@ -360,33 +398,3 @@ class ShardHolder:
             shards[from_code(int(code))] = shard
         self._held.keep(shards)
         self._first = None
-
-
-def _check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
-    other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"shard_size must be the same on all workers, but is {sizes[0] or None} on rank 0 and "
-            f"{sizes[other] or None} on rank {other}"
-        )
-
-
-def _placed(value: Any, param: ShardedParam) -> Any:
-    """A value of a parameter's state in a checkpoint, whose rows are to be where the parameter is."""
-    if isinstance(value, Tensor | UnreadTensor) and tuple(value.shape) == param.shape:
-        return value.to(param.local.device)
-    return value.read() if isinstance(value, UnreadTensor) else value
-
-
-def _rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
-    """A parameter's state cut to some of its rows, in memory of its own."""
-    state = {key: value.read() if isinstance(value, UnreadTensor) else value for key, value in state.items()}
-    return {
-        key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
-            memory_format=torch.contiguous_format  # stand-ins have no strides
-        )
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }

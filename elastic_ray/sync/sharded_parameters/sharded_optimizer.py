@@ -1,7 +1,9 @@
 """Parameters and optimizer state of one sharded model: updates, and changes of the group (torch).
 
 Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
-the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Where shards have
+the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Right after a
+change others may follow, which have the rows already; those that are to receive them behind the first update. Where
+shards have
 an owner in each of several shard groups, there is no follower, and all owners have the gradients already. What one rank
 has heard decided can be done on every rank that lives: all holders of a shard have all that the update takes, and make
 it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on but rows for the
@@ -29,6 +31,9 @@ from elastic_ray.sync.sharded_parameters.held_shards import Shard
 from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
+
+Grads = Mapping[int, Tensor]
+"""Gradients of a shard's rows, by the parameter's position; without those that have none."""
 
 _STATE, _STEP = 2, 3  # what is announced; see Intent.SHARDS
 _ONE_GROUP = (
@@ -68,7 +73,7 @@ class ShardedOptimizer:
         self._holder = ShardHolder(module, optimizer, number, collectives)
         self._begun = False
         self._last = Update()
-        self._followed: Mapping[int, Tensor] = {}  # gradients of an update that is decided
+        self._followed: list[Grads] = []  # gradients of an update that is decided
         self._pending: PendingShards | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: Whole | None = None
@@ -127,21 +132,24 @@ class ShardedOptimizer:
         """Rank 0 has the whole state no more."""
         self._open, self._gathered, self._compared = False, None, False
 
-    def _grads_of_followed(self) -> dict[int, Tensor]:
-        """The gradients that the rank before has for its shard, in return for one's own to the rank that follows."""
-        own = self._own_grads()
-        _, *follows = self._holder.mine
-        if not follows:  # the other owners have the same
-            return {}
-        (followed,) = follows
+    def _grads_of_followed(self) -> list[Grads]:
+        """The gradients that others have for shards that this rank follows, in return for its own to its follower."""
+        layout, own = self._collectives.layout, self._own_grads()
+        if layout.follower_of(0) is None:  # the other owners have the same
+            return []
         trained = [place for place, each in enumerate(self.params) if each.param.grad is not None]
-        received = {
-            place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
-            for place in trained
-            if place in followed.views
-        }
+        received: list[Grads] = [
+            {
+                place: torch.empty_like(followed.views[place], dtype=self._grad_dtype(place))
+                for place in trained
+                if place in followed.views
+            }
+            for followed in self._holder.mine[1:]
+        ]
+        owners = [layout.owners(shard.index)[0] for shard in layout.held_by(self._run.group.rank)[1:]]
+        into = {owner: list(grads.values()) for owner, grads in zip(owners, received, strict=True)}
         sent = [own[place] for place in trained if place in own]
-        self._collectives.to_follower(sent, list(received.values()), self.params[0].local.device)
+        self._collectives.to_follower(sent, into, self.params[0].local.device)
         return received
 
     def _grad_dtype(self, place: int) -> torch.dtype:
@@ -155,10 +163,10 @@ class ShardedOptimizer:
         found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
 
-    def _with_grads(self, followed: Mapping[int, Tensor]) -> list[tuple[Shard, Mapping[int, Tensor]]]:
-        return list(zip(self._holder.mine, [self._own_grads(), followed], strict=False))
+    def _with_grads(self, followed: Sequence[Grads]) -> list[tuple[Shard, Grads]]:
+        return list(zip(self._holder.mine, [self._own_grads(), *followed], strict=False))
 
-    def _pend(self, followed: Mapping[int, Tensor]) -> PendingShards:
+    def _pend(self, followed: Sequence[Grads]) -> PendingShards:
         key = self._last.number + 1, self._run.group.generation
         return PendingShards(self._optimizer, self._update, self._with_grads(followed), key)
 
@@ -173,10 +181,23 @@ class ShardedOptimizer:
             apply: the optimizer's own step.
             kwargs: for it.
         """
-        followed, self._followed = self._followed, {}
+        followed, self._followed = self._followed, []
         result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
         self._last = self._last.next(self._run.group.generation, self._optimizer)
+        if self._begun and self._holder.settles:
+            self._settle()
         return result
+
+    def _settle(self) -> None:
+        """The group has made its first update: second copies go to those that are to follow from now on."""
+        run = self._run
+        try:
+            run.moment("restore")
+            self._holder.settle(run.group)
+        except CommunicationFailedError as error:
+            if run.ledger.step is None:
+                raise
+            run.ledger.fail(str(error))
 
     def check_memory(self) -> None:
         """Raises RuntimeError: the model was built on the meta device, and has no memory before the first loop."""
@@ -195,7 +216,7 @@ class ShardedOptimizer:
         everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
         self._run.moment("rows")
         self._holder.arrange(group, everyone)
-        self._pending, self._followed, self._begun = None, {}, True
+        self._pending, self._followed, self._begun = None, [], True
         self._tell_of_layout()
         if self._open and self.divided:
             self._gathered = self._holder.collect(group)

@@ -106,6 +106,7 @@ class Run:
     """One worker's: what it ended with, and what it held meanwhile."""
 
     def __init__(self, case: Case) -> None:
+        self.case = case
         make = meta_net if case.meta else sharded_net
         self.model = make(**dict(case.options)) if case.sharded else Net()
         groups = [{"params": self.model.blocks.parameters()}]
@@ -142,12 +143,14 @@ class Run:
         assert [id(p) for p in self.model.parameters()] == self.objects, "parameters stay the objects that they were"
 
     def elements(self) -> int:
-        """Of optimizer state that this worker holds."""
+        """That this worker has memory of for optimizer state."""
         states = list(self.optimizer.state.values())
-        shards = getattr(self.wrapped._tiles, "_held", None)
-        if shards is not None and hasattr(shards, "shards"):
-            states += [state for shard in shards.shards.values() for state in shard.states.values()]
-        return sum(v.numel() for state in states for v in state.values() if torch.is_tensor(v) and v.dim())
+        if self.case.sharded:
+            shards = self.wrapped._tiles._holder._held.shards  # type: ignore[attr-defined]
+            states += [state for shard in shards.values() for state in shard.states.values()]
+        kept = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
+        storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() // v.element_size() for v in kept}
+        return sum(storages.values())
 
 
 def run(case: Case, script: Sequence[Change | Kill | Hold], first: tuple[int, ...]) -> Outcome:

@@ -7,11 +7,20 @@ import pytest
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from tests.loop.changing import Change, Hold, Kill
-from tests.sync.sharded_parameters.sharded import Case, check, run
+from tests.sync.sharded_parameters.sharded import STEPS, Case, Net, check, run
 
 
 def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4)), Change(11, (3,))], (1, 2))
+
+
+def test_the_first_update_frees_what_is_no_more_held() -> None:
+    """Of two workers, that held everything, two hold more than others until then."""
+    found = check(Case(), [Change(3, (1, 2, 3, 4))], (1, 2))
+    moments = 2 * sum(p.numel() for p in Net().parameters())
+    for own in found.results.values():
+        assert max(own.held[-STEPS + 6 :]) <= moments * 2 / 4 * 1.35, "two shards of four"
+        assert own.rank > 1 or max(own.held) >= moments
 
 
 MOMENTS = ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"]
@@ -45,6 +54,20 @@ def test_loss_after_loss_and_a_worker_in_the_place_of_each() -> None:
 @pytest.mark.slow
 def test_a_loss_while_rows_move_is_made_good() -> None:
     check(Case(), [Change(4, (1, 2, 3, 4)), Kill(5, 3, "receiving")], (1, 2))
+
+
+@pytest.mark.parametrize(
+    "worker", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("moment", ["vote", "restore"])
+def test_a_loss_before_second_copies_are_where_they_are_to_be_is_made_good(worker: int, moment: str) -> None:
+    """Of two workers that keep what they have until the first update of four, and of two that have one copy only."""
+    found = check(Case(), [Change(3, (1, 2, 3, 4)), Kill(4, worker, moment, joins=(5,))], (1, 2))
+    assert found.groups == [(1, 2), (1, 2, 3, 4), tuple(sorted({1, 2, 3, 4, 5} - {worker}))]
+
+
+def test_workers_leave_before_second_copies_are_where_they_are_to_be() -> None:
+    check(Case(), [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Change(5, (3, 4, 5))], (1, 2))
 
 
 @pytest.mark.parametrize("lost", [1, pytest.param(3, marks=pytest.mark.slow)])

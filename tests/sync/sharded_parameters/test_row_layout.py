@@ -17,6 +17,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     hand_over,
     layout_of,
     lost,
+    meanwhile,
     moves,
     pieces_of,
     rows_of,
@@ -122,6 +123,58 @@ def test_leavers_hand_over_so_that_one_more_loss_loses_nothing(
     for dead in range(len(left)):
         assert len(left) == 1 or not lost(rows, left[:dead] + left[dead + 1 :])
     assert all(stays) is False or held == before
+
+
+@given(rows=ROWS, before=LAYOUTS, size=st.sampled_from([None, 2, 3]), data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_those_that_have_rows_already_follow_until_others_have_received_them(
+    rows: list[int], before: Layout, size: int | None, data: st.DataObject
+) -> None:
+    survivors = data.draw(st.lists(st.sampled_from(range(before.world)), min_size=1, unique=True))
+    held = [held_in(before)[rank] for rank in survivors] + [set[ShardId]() for _ in range(data.draw(st.integers(0, 4)))]
+    target = layout_of(len(held), size)
+    if lost(rows, held):
+        return
+    first = meanwhile(rows, held, target)
+    assert [first.owned_by(rank) for rank in range(first.world)] == [
+        target.owned_by(rank) for rank in range(first.world)
+    ]
+    for dead in range(first.world if first.world > 1 else 0):
+        assert not lost(rows, [mine for rank, mine in enumerate(held_in(first)) if rank != dead]), "two have each row"
+    now, then = (sum(_rows_moved(rows, has, to)) for has, to in ((held, first), (held, target)))
+    assert now <= then, "no more moves at once than would without"
+    settled = [max(a, b) for a, b in zip(_rows_moved(rows, held_in(first), target), [0] * len(held), strict=True)]
+    owned = [sum(p.stop - p.start for p in pieces_of(rows, target.owned_by(rank))) for rank in range(first.world)]
+    followed = [
+        sum(p.stop - p.start for s in target.held_by(rank)[1:] for p in pieces_of(rows, s))
+        for rank in range(first.world)
+    ]
+    assert all(a <= b for a, b in zip(settled, followed, strict=True)), "and then second copies at most"
+    assert sum(settled) <= sum(owned)
+
+
+def _rows_moved(rows: list[int], held: list[set[ShardId]], layout: Layout) -> list[int]:
+    """Rows that each rank receives."""
+    found = [0] * layout.world
+    for move in moves(rows, held, layout):
+        found[move.destination] += move.piece.stop - move.piece.start
+    return found
+
+
+def test_two_workers_that_become_four_send_the_others_one_shard_each_before_they_train() -> None:
+    held = [{ShardId(1, 0)}, {ShardId(1, 0)}, set[ShardId](), set[ShardId]()]
+    first = meanwhile([40], held, layout_of(4))
+    assert _rows_moved([40], held, first) == [0, 0, 10, 10]
+    assert first.followers == (1, 0, 1, 0)
+    assert _rows_moved([40], held_in(first), layout_of(4)) == [0, 0, 10, 10]
+
+
+@pytest.mark.parametrize("followers", [(1,), (0, 2, 1), (1, 2, 3)])
+def test_a_follower_is_another_rank_than_the_owner(followers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="followers must"):
+        Layout(((0, 1, 2),), followers)
+    with pytest.raises(ValueError, match="followers must"):
+        Layout(((0, 2), (1, 3)), (1, 0))
 
 
 def test_senders_share_the_work() -> None:

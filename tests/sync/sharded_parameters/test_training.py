@@ -19,6 +19,7 @@ import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup, mesh_of_one
+from elastic_ray.sync.sharded_parameters.row_layout import layout_of
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
 
@@ -343,7 +344,9 @@ def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
 
     group = SimpleNamespace(world_size=3, rank=0, communicator=SimpleNamespace(gradients=Gradients()))
     run: Any = SimpleNamespace(group=group, consensus=SimpleNamespace(wait=lambda work: None))
-    ShardCollectives(run, 0).to_follower([], [], torch.device("meta"))
+    collectives = ShardCollectives(run, 0)
+    collectives.layout = layout_of(3)
+    collectives.to_follower([], {2: []}, torch.device("meta"))
     assert [each.device.type for each in handed] == ["meta", "meta"]
 
 
