@@ -124,12 +124,14 @@ class Replicas:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's memory, taken as integers; it wraps around."""
+    """The sum of a tensor's memory, taken as integers; it wraps around, wherever the tensor lies."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bytes_each = flat.element_size()
-    if flat.numel() * bytes_each % 8 == 0 and flat.storage_offset() * bytes_each % 8 == 0 and flat.numel():
+    if flat.numel() * bytes_each % 8 == 0 and flat.numel():
+        if flat.storage_offset() * bytes_each % 8:
+            flat = flat.clone()  # a part of a larger tensor, that cannot be read as what it is the sum of elsewhere
         return flat.view(torch.int64).sum()
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bytes_each]
     return flat.view(kind).sum(dtype=torch.int64)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import set_session
-from elastic_ray.state.replicas import Replicas
+from elastic_ray.state.replicas import Replicas, sum_of_bits
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -28,6 +28,15 @@ def net() -> Any:
     """Three layers, float64 so that sums in another order differ little."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_sum_of_bits_does_not_depend_on_where_a_tensor_lies(count: int) -> None:
+    larger = torch.randn(8)
+    sums = {
+        int(sum_of_bits(larger[at : at + count].clone())) == int(sum_of_bits(larger[at : at + count])) for at in (0, 1)
+    }
+    assert sums == {True}
 
 
 # -- identity ------------------------------------------------------------------------------------------------

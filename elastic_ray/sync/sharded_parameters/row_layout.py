@@ -198,9 +198,10 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
         return target
     have = [covered(rows, mine) for mine in held]
 
+    pieces = [pieces_of(rows, ShardId(target.parts, index)) for index in range(target.parts)]
+
     def has(rank: int, index: int) -> bool:
-        pieces = pieces_of(rows, ShardId(target.parts, index))
-        return not any(_without((each.start, each.stop), have[rank][each.param]) for each in pieces)
+        return not any(_without((each.start, each.stop), have[rank][each.param]) for each in pieces[index])
 
     wanted = _followers(target)
     found = {index: rank for index, rank in enumerate(wanted) if has(rank, index)}

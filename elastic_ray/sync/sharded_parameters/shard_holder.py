@@ -298,10 +298,12 @@ class ShardHolder:
         Raises:
             ReplicasDifferError: it is not; raised on every rank.
         """
-        sums = [sum(int(sum_of_bits(view)) for view in shard.views.values()) for shard in self.mine]
-        rows = communicator.gather_ints([each & ((1 << 62) - 1) for each in sums])
         layout = self._layout
-        sums_of = [dict(zip(layout.held_by(rank), row, strict=True)) for rank, row in enumerate(rows)]
+        held = [layout.held_by(rank) for rank in range(layout.world)]
+        sums = [sum(int(sum_of_bits(view)) for view in shard.views.values()) for shard in self.mine]
+        none = [0] * (max(map(len, held)) - len(sums))  # before its first update not all hold equally many
+        rows = communicator.gather_ints([*(each & ((1 << 62) - 1) for each in sums), *none])
+        sums_of = [dict(zip(shards, row, strict=False)) for shards, row in zip(held, rows, strict=True)]
         pairs = [
             (first, other)
             for index in range(layout.parts)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor, nn
 
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from tests.loop.changing import Change, Hold, Kill
-from tests.sync.sharded_parameters.sharded import STEPS, Case, Net, check, run
+from tests.sync.sharded_parameters.sharded import STEPS, Case, Net, Run, check, run
 
 
 def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
@@ -68,6 +69,37 @@ def test_a_loss_before_second_copies_are_where_they_are_to_be_is_made_good(worke
 
 def test_workers_leave_before_second_copies_are_where_they_are_to_be() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Change(5, (3, 4, 5))], (1, 2))
+
+
+def _save_after_change(run: Run, step: int) -> None:
+    if step == 4:
+        run.model.state_dict()
+        run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("first", [(1, 2), (1, 2, 3)])
+def test_the_whole_is_asked_for_before_second_copies_are_where_they_are_to_be(first: tuple[int, ...]) -> None:
+    """Some ranks follow several others then, some none; and rows of a lone worker lie anywhere in its memory."""
+    check(Case(between=_save_after_change), [Change(3, (1, 4, 5, 6))], first)
+
+
+def _without_gradients(run: Run, step: int) -> None:
+    if not hasattr(run.model, "spoiled"):
+        run.model.register_forward_hook(_spoil)
+    run.model.spoiled = step in (4, 7)
+
+
+def _spoil(model: nn.Module, _: object, output: Tensor) -> None:
+    if model.spoiled and output.requires_grad:
+        output.register_hook(lambda grad: grad * float("nan"))
+
+
+@pytest.mark.parametrize(
+    "script", [[Change(6, (1, 2, 3, 4))], [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Kill(5, 4, "restore")]]
+)
+def test_a_group_that_makes_no_update_ends_its_pass_or_is_left(script: list[Change | Kill]) -> None:
+    """Its one update, of step 7 or of step 4, is left out: gradients are not finite."""
+    check(Case(between=_without_gradients, nonfinite="skip"), script, (1, 2))
 
 
 @pytest.mark.parametrize("lost", [1, pytest.param(3, marks=pytest.mark.slow)])
