@@ -218,8 +218,7 @@ class ShardHolder:
         self._target, self._shares_memory = target, True
         self._workers = tuple(member.worker for member in group.members)
         before = self._mesh
-        device = self.params[0].local.device.type
-        self._mesh = make_mesh(device, mine[0].index, layout.parts, self._collectives)
+        self._mesh = make_mesh(self.params[0].local.device.type, mine[0].index, layout.parts, self._collectives)
         shards = [
             (param, *(memory.get(place) or self._memory(place, mine[0], None)))
             for place, param in enumerate(self.params)
@@ -237,8 +236,7 @@ class ShardHolder:
 
     def _memory(self, place: int, own: ShardId, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """The model's memory for rows that this rank owns of a parameter, and these in it."""
-        _, chunk = rows_of(self._held.counts[place], ShardId(own.world, 0))
-        return memory_for(self.params[place], value, chunk)
+        return memory_for(self.params[place], value, rows_of(self._held.counts[place], ShardId(own.world, 0))[1])
 
     @property
     def settles(self) -> bool:
