@@ -55,10 +55,8 @@ class StepLedger:
         self._abandoned = 0
         self._samples_left = 0
         self._failure: str | None = None
-        self._around: tuple[str | None, int] = (
-            None,
-            0,
-        )  # why so many outer steps are lost, while a pass within them goes on
+        # Why outer steps are lost while a pass within them goes on, and how many are.
+        self._around: tuple[str | None, int] = (None, 0)
         self._reduced = False
         self._trains = False
         self._updates_asked = 0

@@ -2,8 +2,8 @@
 
 Two nodes, network namespaces with a link of 1 Gbit/s each, of two ranks each; 10.5 M parameters with SGD, gloo. In
 alternating blocks in the same processes: `elastic_ray.fully_shard` with and without `shard_size=2`, and torch's own
-`fully_shard` over all ranks and on a mesh of two by two (HSDP). Four ranks share two cores. Bars: as fast as torch's at
-most a tenth slower, in both layouts; the groups faster than one.
+`fully_shard` over all ranks and on a mesh of two by two (HSDP). Four ranks share two cores. Bars: at most a tenth
+slower than torch's in both layouts; groups no slower than one.
 """
 
 from __future__ import annotations

@@ -137,6 +137,20 @@ def test_a_long_job_grows_onto_gpus_that_no_other_job_can_use_where_that_pays_fo
     assert sizes([long, *full, wanted], nodes) | {"long": 1, "new": 3} == sizes([long, *full, wanted], nodes)
 
 
+def test_where_types_differ_a_pause_is_charged_for_idle_gpus_as_well() -> None:
+    """With several types jobs took longer otherwise: see docs/measurements.md."""
+    full = [
+        gpu_view(f"short{i}", allocation={"aws-001": 1}, max_workers=1, progress=length(3), submitted_s=1.0)
+        for i in range(4)
+    ]
+    long = gpu_view(
+        "long", allocation={"aws-000": 1}, growth_limit=2, progress=length(3000), resize_cost_s=150.0, restarts=9
+    )
+    one = sizes([long, *full], parse_cluster("aws:2x4"))
+    several = sizes([long, *full], parse_cluster("aws:2x4,rtx:1x8"))
+    assert (one["long"], several["long"]) == (2, 1)
+
+
 def test_a_job_takes_scattered_idle_gpus_where_whole_nodes_would_move_others() -> None:
     nodes = parse_cluster("aws:3x4")
     long = gpu_view("long", allocation={"aws-000": 2, "aws-001": 4}, growth_limit=8, progress=length(3000))

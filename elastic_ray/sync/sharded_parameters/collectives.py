@@ -174,8 +174,10 @@ class ShardCollectives:
         """
         self._entered()
         output, tensor, self._unit = output.detach(), tensor.detach(), unit
-        found = self._gathered(f"gather {unit} {_like(tensor)}", output, tensor, self.peers)
-        self._unit = -1
+        try:
+            found = self._gathered(f"gather {unit} {_like(tensor)}", output, tensor, self.peers)
+        finally:
+            self._unit = -1
         if not found:
             # A step that is lost goes on with numbers of the right size, which zeros would not always be.
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))

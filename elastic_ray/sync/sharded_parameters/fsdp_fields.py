@@ -40,6 +40,10 @@ _PARAM = (
     ),
 )
 _TENSOR = ("_local_tensor", "_spec")
+_DISPATCHER = (
+    *("_custom_op_handlers", "unwrap_to_op_info", "sharding_propagator", "wrap"),
+    "_dispatch_get_local_results_slow_path",
+)
 
 
 NO_MEMORY_YET = (
@@ -98,9 +102,10 @@ def check_torch() -> None:
 @functools.cache
 def _missing_fields() -> tuple[str, ...]:
     """What a small sharded module lacks; names with those of their classes."""
+    dispatcher: Any = DTensor._op_dispatcher
     probe = nn.Linear(2, 2, bias=False)
     torch_fully_shard(probe, mesh=mesh_of_one("cpu"))
-    return missing_fields(probe)
+    return *_lacking(dispatcher, _DISPATCHER), *missing_fields(probe)
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:

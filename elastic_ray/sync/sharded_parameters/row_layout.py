@@ -197,7 +197,6 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
     if target.follower_of(0) is None:
         return target
     have = [covered(rows, mine) for mine in held]
-
     pieces = [pieces_of(rows, ShardId(target.parts, index)) for index in range(target.parts)]
 
     def has(rank: int, index: int) -> bool:

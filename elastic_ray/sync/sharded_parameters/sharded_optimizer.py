@@ -3,11 +3,10 @@
 Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
 the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Right after a
 change others may follow, which have the rows already; those that are to receive them behind the first update. Where
-shards have
-an owner in each of several shard groups, there is no follower, and all owners have the gradients already. What one rank
-has heard decided can be done on every rank that lives: all holders of a shard have all that the update takes, and make
-it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on but rows for the
-new layout.
+shards have an owner in each of several shard groups, there is no follower, and all owners have the gradients already.
+What one rank has heard decided can be done on every rank that lives: all holders of a shard have all that the update
+takes, and make it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on
+but rows for the new layout.
 """
 
 from __future__ import annotations

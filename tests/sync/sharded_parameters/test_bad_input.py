@@ -145,15 +145,13 @@ def test_a_sharded_model_has_no_strategy_to_change_and_no_gradients_to_keep_back
         wrapped.no_sync()
 
 
-def test_a_torch_whose_fields_have_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fsdp_fields.missing_fields(er.fully_shard(nn.Linear(2, 2))) == ()
-    monkeypatch.setattr(fsdp_fields, "_PARAM", (*fsdp_fields._PARAM, "_moved"))
-    assert fsdp_fields.missing_fields(er.fully_shard(nn.Linear(2, 2))) == ("FSDPParam._moved",)
+@pytest.mark.parametrize(("names", "owner"), [("_PARAM", "FSDPParam"), ("_DISPATCHER", "OpDispatcher")])
+def test_a_torch_whose_fields_have_moved_is_named(monkeypatch: pytest.MonkeyPatch, names: str, owner: str) -> None:
+    er.fully_shard(nn.Linear(2, 2))
+    monkeypatch.setattr(fsdp_fields, names, (*getattr(fsdp_fields, names), "_moved"))
     fsdp_fields._missing_fields.cache_clear()
     try:
-        with pytest.raises(
-            fsdp_fields.UnknownTorchError, match=rf"torch {torch.__version__[:4]}.* no FSDPParam\._moved"
-        ):
+        with pytest.raises(fsdp_fields.UnknownTorchError, match=rf"torch {torch.__version__[:4]}.* no {owner}\._moved"):
             er.fully_shard(nn.Linear(2, 2))
     finally:
         monkeypatch.undo()

@@ -24,6 +24,11 @@ def test_the_first_update_frees_what_is_no_more_held() -> None:
         assert own.rank > 1 or max(own.held) >= moments
 
 
+def test_micro_batches_that_do_not_divide_the_batch_weigh_by_their_samples_in_every_group() -> None:
+    """Unclipped: clipping would hide gradients that are all too large or too small."""
+    check(Case(micro=2, clip=False, optimizer="sgd"), [Change(3, (1, 2, 3, 4)), Change(8, (3, 4))], (1, 2))
+
+
 MOMENTS = ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"]
 
 
