@@ -38,8 +38,10 @@ def test_members_count_as_their_part_of_the_job() -> None:
     assert losses.mean_time_s(900.0) == pytest.approx((PRIOR_MEAN_TIME_S + 900.0) / 2.25)
 
 
-def test_a_wall_clock_that_is_set_back_is_no_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = JobSupervisor(spec(storage_path=str(tmp_path / "run")), None, Background(), Journal("test"))
+def test_a_wall_clock_that_is_set_back_is_no_matter(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobSupervisor(spec(storage_path=str(tmp_path / "run")), None, Background(), journal)
     begin_s = time.time()
     monkeypatch.setattr(time, "time", lambda: begin_s - 3600.0)
     state = StateFile(path="state", size=1, sha256="", resume_point=ResumePoint(epoch=0, steps=1))

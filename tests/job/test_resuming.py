@@ -139,12 +139,12 @@ def test_a_file_in_the_place_of_automatic_checkpoints_is_passed_over(tmp_path: P
 # --- storage that is away -----------------------------------------------------------------------------------
 
 
-def away(tmp_path: Path, timeout_s: float) -> tuple[HangingStorage, JobSupervisor]:
+def away(tmp_path: Path, journal: Journal, timeout_s: float) -> tuple[HangingStorage, JobSupervisor]:
     hanging = HangingStorage(tmp_path)
     (hanging.root / "run").mkdir()
     elastic = ElasticConfig(storage_timeout_s=timeout_s)
     told = spec(storage_path="run", storage_filesystem=hanging.filesystem, elastic=elastic, max_failures=1)
-    return hanging, JobSupervisor(told, None, Background(), Journal("test"))
+    return hanging, JobSupervisor(told, None, Background(), journal)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -176,8 +176,10 @@ def test_a_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_pa
 
 
 @pytest.mark.parametrize("how", ["hang", "fail"])
-def test_a_job_whose_storage_stays_away_fails_and_does_not_start_anew(tmp_path: Path, how: str) -> None:
-    hanging, job = away(tmp_path, timeout_s=0.5)
+def test_a_job_whose_storage_stays_away_fails_and_does_not_start_anew(
+    tmp_path: Path, journal: Journal, how: str
+) -> None:
+    hanging, job = away(tmp_path, journal, timeout_s=0.5)
     getattr(hanging, how)()
     try:
         asyncio.run(job.open())
@@ -189,8 +191,8 @@ def test_a_job_whose_storage_stays_away_fails_and_does_not_start_anew(tmp_path: 
     assert ("has not answered" if how == "hang" else "a bad moment") in status.message
 
 
-def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: Path) -> None:
-    hanging, job = away(tmp_path, timeout_s=60)
+def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: Path, journal: Journal) -> None:
+    hanging, job = away(tmp_path, journal, timeout_s=60)
 
     async def run() -> None:
         hanging.hang()
@@ -215,8 +217,8 @@ def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: P
 # --- events -------------------------------------------------------------------------------------------------
 
 
-def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Path) -> None:
-    hanging, job = away(tmp_path, timeout_s=60)
+def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Path, journal: Journal) -> None:
+    hanging, job = away(tmp_path, journal, timeout_s=60)
     storage = RunStorage("run", hanging.filesystem)
 
     async def run() -> None:
@@ -240,9 +242,9 @@ def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Pat
     assert [event.kind for event in job.record.events] == [EventKind.STORAGE] * 6
 
 
-def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path: Path) -> None:
+def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path: Path, journal: Journal) -> None:
     """Two events and a report were written; of a third event only the ledger knows."""
-    hanging, first = away(tmp_path, timeout_s=60)
+    hanging, first = away(tmp_path, journal, timeout_s=60)
     storage = RunStorage("run", hanging.filesystem)
     background = Background()
 
@@ -303,9 +305,9 @@ def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_
 
 
 @pytest.mark.parametrize("how", ["answers", "hang", "fail"])
-def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, how: str) -> None:
+def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, journal: Journal, how: str) -> None:
     """Rank 0 has written a state at 40 and was lost before its controller heard of it."""
-    hanging, job = away(tmp_path, timeout_s=0.3)
+    hanging, job = away(tmp_path, journal, timeout_s=0.3)
     storage = RunStorage("run", hanging.filesystem)
     states = [write_file(storage, at(n), lambda stream: stream.write(b"abc") and None) for n in (20, 40)]
     job.record.saved(states[0])
@@ -324,9 +326,9 @@ def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, how:
     assert job.record.states[0].steps == (40 if how == "answers" else 20)
 
 
-def test_a_job_that_does_not_know_what_is_stored_does_not_start_anew(tmp_path: Path) -> None:
+def test_a_job_that_does_not_know_what_is_stored_does_not_start_anew(tmp_path: Path, journal: Journal) -> None:
     """As of a controller that was restarted while storage hung, and then lost its workers."""
-    hanging, job = away(tmp_path, timeout_s=0.3)
+    hanging, job = away(tmp_path, journal, timeout_s=0.3)
 
     async def run() -> None:
         hanging.hang()
