@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -31,6 +32,11 @@ def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
     """Raise RuntimeError where gradients that no pass has averaged are not zero, as zeroed ones are on all workers."""
     if any(grad is not None and (grad.layout != torch.strided or bool(grad.any())) for grad in grads):
         raise RuntimeError(_NOT_REDUCED)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite, by one sum over them; a sum may overflow where no element has."""
+    return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
 
 
 def check_gradients(

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.sync.operations.gradient_checks import is_finite
 from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 
@@ -190,8 +191,7 @@ class ShardCollectives:
         """
         self._entered()
         tensor.mul_(self.weight)
-        if not bool(tensor.isfinite().all()):
-            self.own_is_finite = False
+        self.own_is_finite = self.own_is_finite and is_finite(tensor)
         parts = self._summed(f"scatter {unit} {_like(tensor)}", output, tensor, self.peers)
         if parts is None or (self.layout.is_replicated and not self._sum_over_owners(output, unit)):
             output.zero_()

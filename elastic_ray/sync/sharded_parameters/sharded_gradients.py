@@ -22,7 +22,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, refuse_own
+from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, is_finite, refuse_own
 from elastic_ray.sync.sharded_parameters.checks import CREATES_GRAPH, NO_STRATEGY, OF_ANOTHER_GROUP, SHARDED
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, to_sharded, units_of
@@ -229,7 +229,7 @@ class ShardedGradients:
         run, consensus, group = self._run, self._run.consensus, self._run.group
         flags = [0.0] * (group.world_size + 1)
         flags[group.rank] = float(not self._collectives.own_is_finite)
-        flags[-1] = float(any(not bool(grad.isfinite().all()) for grad in self._gradients() if grad is not None))
+        flags[-1] = float(any(not is_finite(grad) for grad in self._gradients() if grad is not None))
         own = [*consensus.control_values(group.rank), *consensus.step_tag()]
         values = torch.tensor([*own, *flags, *self._statistics.values()], dtype=torch.float64)
         self._collectives.comes_next("the end of a backward pass")
