@@ -1,7 +1,8 @@
 """Automatic checkpoints that all ranks write against those that rank 0 writes: 25 M parameters, AdamW, 4 ranks, gloo.
 
 Bars: neither the pause nor what a checkpoint takes from the training more than with replicated state. Both strategies
-take turns in the same processes; each saves after some steps without. The pause is the longest copy of a rank, and the
+take turns in the same processes. In its turn each saves once to have memory for its copies, as a job has from its first
+checkpoint on, makes some steps without, and saves again, which counts. The pause is the longest copy of a rank, and the
 shortest agreement: the rank that agrees last has waited for no other, which the next reduction would do otherwise. The
 cost is the pause and the processor's time of writing, of the rank that has most of it.
 """
@@ -18,7 +19,7 @@ import common
 from common import bar, finish, side_parser
 
 WORLD = 4
-_WARM, _WITHOUT, _WITH = 4, 8, 14
+_WARM, _WITHOUT, _WITH = 8, 8, 14
 _BLOCK = _WARM + _WITHOUT + _WITH
 STRATEGIES = ("all_reduce", "zero1")
 
@@ -108,7 +109,11 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
                 break
             if place == 0:
                 parallel.set_strategy(strategy)
-            if place == _WARM + _WITHOUT and session.rank == 0:
+            if place == _WARM:
+                _await_written(saver)
+                written.clear()
+                spent.update(agreeing=0.0, copying=0.0)
+            if place in (1, _WARM + _WITHOUT) and session.rank == 0:
                 saver.ask()
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(parallel(x), y).backward()
@@ -122,8 +127,7 @@ def _close_block(
     times: dict[str, list[float]], spent: dict[str, float], written: list[tuple[float, float]], saver: Any
 ) -> None:
     """Account for what one strategy has done in its turn; a checkpoint that is not written by then is waited for."""
-    while saver._busy():
-        time.sleep(0.01)
+    _await_written(saver)
     for name in spent:
         times[name].append(spent[name])
         spent[name] = 0.0
@@ -132,8 +136,13 @@ def _close_block(
     written.clear()
 
 
+def _await_written(saver: Any) -> None:
+    while saver._busy():
+        time.sleep(0.01)
+
+
 def _rows(strategy: str, ranks: list[dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Of one strategy, from all ranks; its first turn makes memory and imports, and does not count."""
+    """Of one strategy, from all ranks; its first turn imports, and does not count."""
 
     def by_turn(name: str, of: Any = max) -> list[float]:
         return [of(each) for each in zip(*(each[name] for each in ranks), strict=True)][1:]
