@@ -1,4 +1,4 @@
-"""States in a checkpoint that a rank goes on from, of which it reads the tiles that it is to hold (torch)."""
+"""Whole states that a rank goes on from: it takes the tiles that it is to hold, and reads no others (torch)."""
 
 from __future__ import annotations
 
@@ -30,15 +30,12 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """The optimizer was given states: have them where its parameters are, and none in it that is not read.
+        """The optimizer was given states: it has none from now on that is not read, or not where its parameter is.
 
         Args:
-            tiled: parameters in tiles. If one of their states is not read, all of them are kept here, else all states
-                are read.
+            tiled: parameters in tiles, whose states are kept here.
         """
-        state, known = self._optimizer.state, self.states()
-        late = any(_is_unread(known.get(param, {})) for param in tiled)
-        kept = {id(param) for param in tiled} if late else set()
+        state, known, kept = self._optimizer.state, self.states(), {id(param) for param in tiled}
         self._states = {}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
@@ -88,7 +85,7 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def _placed(state: Mapping[str, Any], param: Parameter, options: Mapping[str, Any]) -> State:
-    """A state whose tensors are, or will be read to, where torch has them; a checkpoint's are on the CPU.
+    """A state whose tensors are where torch has them, or will be once they are read; a checkpoint's are on the CPU.
 
     Args:
         state: of a parameter.
@@ -97,9 +94,20 @@ def _placed(state: Mapping[str, Any], param: Parameter, options: Mapping[str, An
     """
     on_cpu = () if options.get("fused") or options.get("capturable") else ("step",)
     return {
-        key: value.to(param.device) if isinstance(value, Tensor | UnreadTensor) and key not in on_cpu else value
+        key: _to(param.device, value) if isinstance(value, Tensor | UnreadTensor) and key not in on_cpu else value
         for key, value in state.items()
     }
+
+
+def _to(device: torch.device, value: Tensor | UnreadTensor) -> Tensor | UnreadTensor:
+    """Where the device may have no room for all of it, a tensor is not there before its tiles are taken."""
+    if isinstance(value, UnreadTensor) or value.device == device or value.layout != torch.strided:
+        return value.to(device)
+    flat = value.reshape(-1)
+    late = UnreadTensor(
+        shape=tuple(value.shape), dtype=value.dtype, elements=lambda start, stop: flat[start:stop].clone()
+    )
+    return late.to(device)
 
 
 def _copy(value: Any) -> Any:

@@ -61,7 +61,7 @@ class TiledOptimizer:
         self._publisher: Publisher | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
-        self._stored = False  # whether rank 0 reads that from a checkpoint once it is asked for it, as all ranks know
+        self._stored = False  # whether that is what rank 0 goes on from, as all ranks know: it is read once asked for
         self.denominators = Denominators(optimizer, lambda: self.divided)
 
     # -- the strategy --------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class TiledOptimizer:
 
     @property
     def _reads(self) -> bool:
-        """Whether this rank reads the whole state from a checkpoint once it is asked for it."""
+        """Whether this rank goes on from the whole state, and reads it once it is asked for it."""
         return self._stored and self._run.group.rank == 0
 
     def _at_hand(self) -> dict[str, State] | None:

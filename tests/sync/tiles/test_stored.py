@@ -97,9 +97,9 @@ def check(found: Outcome, wanted: Outcome, *, exact: bool = True) -> None:
             assert [list(each) for each in kept["state"].values()] == [list(each) for each in state["state"].values()]
 
 
-def replicated(job: Job, optimizer: str = "adamw", **options: Any) -> Outcome:
+def replicated(job: Job, optimizer: str = "adamw", *, workers: Sequence[int] = (1, 2, 3), **options: Any) -> Outcome:
     """What training ends with that has read the whole."""
-    return Resumed(job.read(), "all_reduce", optimizer, **options).run((1, 2, 3))
+    return Resumed(job.read(), "all_reduce", optimizer, **options).run(workers)
 
 
 def unread(states: dict[str, Any]) -> list[UnreadTensor]:
@@ -126,7 +126,7 @@ def unread(states: dict[str, Any]) -> list[UnreadTensor]:
         ("adafactor", "zero1", "zero1", 3, 0),  # whole tensors, and states of other shapes
         ("fused adamw", "zero1", "zero1", 3, 0),
     ],
-    ids=str,
+    ids=range(14),
 )
 def test_tiles_that_are_read_late_are_those_of_the_whole(
     tmp_path: Path, optimizer: str, written: Any, strategy: Any, workers: int, least_bytes: int
@@ -134,8 +134,8 @@ def test_tiles_that_are_read_late_are_those_of_the_whole(
     job = saved(tmp_path, optimizer=optimizer, strategy=written)
     states = job.open(least_bytes=least_bytes)
     assert unread(states) and not any(map(unread_in, states["model/0"].values())), "parameters are read at once"
-    resumed = Resumed(states, strategy, optimizer)
-    check(resumed.run(range(1, workers + 1)), replicated(job, optimizer))
+    resumed, first = Resumed(states, strategy, optimizer), range(1, workers + 1)
+    check(resumed.run(first), replicated(job, optimizer, workers=first))
     assert set(resumed.first.values()) == {job.files()[0].steps}
 
 
@@ -174,10 +174,10 @@ def test_a_worker_reads_the_tiles_that_it_is_to_hold_and_rank_0_no_others(
     tmp_path: Path, strategy: Any, copies: int, workers: int
 ) -> None:
     job = saved(tmp_path)
-    counted = Counted(job)
-    check(Resumed(counted, strategy).run(range(1, workers + 1)), replicated(job))
+    counted, first = Counted(job), range(1, workers + 1)
+    check(Resumed(counted, strategy).run(first), replicated(job, workers=first))
     assert sum(counted.read.values()) == pytest.approx(copies * counted.elements, rel=0.05)
-    assert max(counted.read.values()) < 1.2 * copies / workers * counted.elements, "tiles are not all of one size"
+    assert max(counted.read.values()) < 1.4 * copies / workers * counted.elements, "tiles are not all of one size"
 
 
 def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Pa
             assert not optimizer.state
 
     resumed = Resumed(counted, act=act)
-    check(resumed.run(FOUR), replicated(job))
+    check(resumed.run(FOUR), replicated(job, workers=FOUR))
     for index, kept in wanted["optimizer/0"]["state"].items():
         for key, value in kept.items():
             assert torch.equal(resumed.at_first["state"][index][key], value)
@@ -316,6 +316,9 @@ def test_states_lie_where_torch_has_them() -> None:
         stored.take([param])
         assert stored and param not in optimizer.state
         assert [value.device.type for value in optimizer.state[other].values()] == [device, "meta", "meta"]
+        given = stored.states()[param]
+        assert isinstance(given["exp_avg"], UnreadTensor), "no more of it goes to the device than this rank holds"
+        assert torch.equal(given["exp_avg"].elements(1, 3), torch.ones(2))
         stored.read()
         assert not stored
         assert [value.device.type for value in optimizer.state[param].values()] == [device, "meta", "meta"]
@@ -338,7 +341,7 @@ def _peak(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any]])
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy="zero1")
             session.states.resume(read(job.storage, job.files()[0]), loaded=True)
-            peak = 0
+            peak = 0.0
             for _ in er.remaining_epochs_until(1):
                 for (x,) in er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 64)), batch_size=12):
                     peak = peak or live.peak
@@ -347,7 +350,7 @@ def _peak(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any]])
                     optimizer.step()
         return peak / whole
 
-    return max(run_job(train, first=FOUR).results.values())
+    return float(max(run_job(train, first=FOUR).results.values()))
 
 
 def test_a_worker_holds_its_tiles_and_never_the_whole_state(tmp_path: Path) -> None:
@@ -357,4 +360,4 @@ def test_a_worker_holds_its_tiles_and_never_the_whole_state(tmp_path: Path) -> N
     Job(tmp_path, make=_model, data=dataset, at=(2,)).run(FOUR)
     # The model, its gradients' buckets, and either its parameters in the checkpoint or half of two states.
     assert _peak(tmp_path, functools.partial(open_checkpoint, least_bytes=1024)) < 3.6
-    assert _peak(tmp_path, read_checkpoint) > 5, "as is seen where all is read, and rank 0 has it twice"
+    assert 4.5 < _peak(tmp_path, read_checkpoint) < 5.5, "as is seen where all is read, once also by rank 0"
