@@ -190,6 +190,7 @@ def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Pa
             resumed.at_first = copy.deepcopy(optimizer.state_dict())
             optimizer.state_dict()["state"][0]["exp_avg"].zero_()  # what it gives is the caller's, and read once
             assert not optimizer.state
+        assert bool(wrapped._tiles._holder.stored) == (step == first), "it is let go of with the first update"
 
     resumed = Resumed(counted, act=act)
     check(resumed.run(FOUR), replicated(job, workers=FOUR))
@@ -207,6 +208,11 @@ def test_a_worker_with_another_checkpoint_gets_tiles_from_those_that_read_them(
     job = Job(tmp_path / "run", at=(2, 9))
     job.run(FOUR)
     assert len({state.steps for state in job.files()}) == 2
+
+    def act(resumed: Resumed, optimizer: Any, wrapped: Any, step: int) -> None:
+        if step == job.files()[0].steps and er.get_context().get_world_rank() == 0:
+            resumed.at_first = copy.deepcopy(optimizer.state_dict())
+
     for other in ("w1", "w2"):
 
         def states(worker: str, other: str = other) -> dict[str, Any] | None:
@@ -214,7 +220,10 @@ def test_a_worker_with_another_checkpoint_gets_tiles_from_those_that_read_them(
                 return job.open()
             return None if behind is None else job.open(behind)
 
-        check(Resumed(states).run((1, 2, 3)), replicated(job))
+        resumed = Resumed(states, act=act)
+        check(resumed.run((1, 2, 3)), replicated(job))
+        kept = {"param_groups": 0, "state": job.read()["optimizer/0"]["state"]}
+        assert_same_state({"param_groups": 0, "state": resumed.at_first["state"]}, kept)
 
 
 @pytest.mark.parametrize("worker", [1, 2])
