@@ -25,7 +25,7 @@ import pyarrow.fs
 
 from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
 from placement.storage.private_files import make_directory
 
 DIRECTORY = "automatic"
@@ -35,7 +35,7 @@ _PAUSES_S = (0.2, 1.0, 3.0)
 logger = logging.getLogger(__name__)
 
 
-class CorruptStateError(Exception):
+class CorruptStateError(UnreadableStateError):
     """An automatic checkpoint cannot be used: torn, changed since, or not what it says."""
 
 

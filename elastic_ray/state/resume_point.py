@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
+class UnreadableStateError(Exception):
+    """A state to go on from cannot be read, or is not what was written."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
     """See the module's text. It is written as JSON beside every checkpoint, by the names of the first version.

@@ -15,6 +15,7 @@ from elastic_ray.membership.transfer import transfer_rounds
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.resume_point import UnreadableStateError
 from elastic_ray.state.tree import (
     DictState,
     ModuleState,
@@ -71,7 +72,7 @@ def _named(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CommunicationFailedError, UnsafeStateError):
+    except (CommunicationFailedError, UnsafeStateError, UnreadableStateError):
         raise
     except Exception as error:
         raise RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,7 +24,7 @@ class UnreadTensor:
         dtype: of it.
         elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
             their own on the CPU.
-        device: where :meth:`rows` puts them.
+        device: where :meth:`rows`, :meth:`part` and :meth:`whole` put them.
         rows_dtype: as what, None for as they are.
     """
 
@@ -41,11 +41,15 @@ class UnreadTensor:
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
         width = math.prod(self.shape[1:])
-        return (
-            self.elements(start * width, stop * width)
-            .view(stop - start, *self.shape[1:])
-            .to(self.device, self.rows_dtype)
-        )
+        return self.part(start * width, stop * width).view(stop - start, *self.shape[1:])
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements between two places of the flattened tensor, [stop - start]; errors are those of :meth:`read`."""
+        return self.elements(start, stop).to(self.device, self.rows_dtype)
+
+    def whole(self) -> Tensor:
+        """All of it, in its shape; errors are those of :meth:`read`."""
+        return self.part(0, math.prod(self.shape)).view(self.shape)
 
     def read(self) -> Tensor:
         """All of it, on the CPU.
@@ -70,9 +74,9 @@ class TakesUnread(Protocol):
 
 
 def read_all(tree: Any) -> Any:
-    """A tree with all tensors read; the same object where that changes nothing."""
+    """A tree with all tensors read, each to its device; the same object where that changes nothing."""
     if isinstance(tree, UnreadTensor):
-        return tree.read()
+        return tree.whole()
     if isinstance(tree, Mapping):
         found = {key: read_all(value) for key, value in tree.items()}
         return found if any(found[key] is not value for key, value in tree.items()) else tree
@@ -82,8 +86,10 @@ def read_all(tree: Any) -> Any:
     return tree
 
 
-def is_of_rows(tree: Mapping[str, Any], path: Path) -> bool:
-    """Whether ranks that go on from a captured tree each hold rows of a tensor in it: it is of a sharded model.
+def is_divided(tree: Mapping[str, Any], path: Path) -> bool:
+    """Whether ranks that go on from a captured tree may each hold a part of a tensor in it.
+
+    It is of a sharded model, or of an optimizer whose state lay in tiles.
 
     Args:
         tree: all states by name.
@@ -93,11 +99,5 @@ def is_of_rows(tree: Mapping[str, Any], path: Path) -> bool:
         case (_, "parameters", _):
             return True
         case (name, "state", _, _):
-            return isinstance(state := tree.get(name), Mapping) and "parameters" in _divided(state)
+            return isinstance(state := tree.get(name), Mapping) and isinstance(state.get("divided"), Mapping)
     return False
-
-
-def _divided(state: Mapping[str, Any]) -> Sequence[str]:
-    """What an optimizer's state says of how it is divided."""
-    told = state.get("divided")
-    return list(told) if isinstance(told, Mapping) else []

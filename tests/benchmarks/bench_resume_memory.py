@@ -1,8 +1,9 @@
-"""Memory of a worker that goes on from the checkpoint of a sharded model: 25 M parameters, AdamW, 4 ranks, gloo.
+"""Memory of a worker that goes on from a checkpoint of all ranks: 25 M parameters, AdamW, 4 ranks, gloo.
 
-Bar: less than when each worker reads the whole, which is measured in other processes, and a half of it. The model is
-built on the meta device, so that nothing else is held. The peak is that of the process's resident memory from reading
-the checkpoint until the first step begins, without what it had before.
+Of a sharded model, which is built on the meta device, so that nothing else is held, and of optimizer state in tiles
+(``strategy="zero1"``), whose model is whole on each rank. Bar: half of what it is when each worker reads the whole,
+which is measured in other processes. The peak is that of the process's resident memory from reading the checkpoint
+until the first step begins, without what it had before.
 """
 
 from __future__ import annotations
@@ -16,44 +17,54 @@ import common
 from common import bar, finish, side_parser
 
 WORLD = 4
+SHARDED, TILES = "rows", "tiles"
 MIB = 1 << 20
 
 
 def main() -> None:
-    """All ranks save once, and go on from that in new processes, in both ways."""
+    """All ranks save once, and go on from that in new processes, in both ways; of either kind of state."""
     options = side_parser(__doc__ or "", sides=False).parse_args()
     from tests.loop.ranks import Ranks
 
-    folder = tempfile.mkdtemp(prefix="bench-resume-memory-")
+    rows: list[dict[str, Any]] = []
+    peaks: dict[tuple[str, str], float] = {}
 
     def run(function: Any, *arguments: Any) -> Any:
         ranks = Ranks()
         try:
-            return ranks.run(function, folder, *arguments, world=WORLD, timeout_s=600.0)
+            return ranks.run(function, *arguments, world=WORLD, timeout_s=600.0)
         finally:
             ranks.close()
 
-    run(train_and_save)
-    rows: list[dict[str, Any]] = []
-    peaks: dict[str, float] = {}
-    for turn in range(1 if options.quick else 3):
-        for how in ("whole", "rows"):
-            found = run(go_on, how)
-            for rank, (peak_mib, seconds) in enumerate(found):
-                rows.append({"how": how, "turn": turn, "rank": rank, "peak [MiB]": peak_mib, "seconds": seconds})
-            peaks[how] = max(peaks.get(how, 0.0), *(peak_mib for peak_mib, _ in found))
-    shutil.rmtree(folder)
-    bars = [bar("peak, rows / whole", value=peaks["rows"] / peaks["whole"], limit=0.5, at_least=False)]
+    for kind in (SHARDED, TILES):
+        folder = tempfile.mkdtemp(prefix="bench-resume-memory-")
+        run(train_and_save, folder, kind)
+        for turn in range(1 if options.quick else 3):
+            for how in ("whole", kind):
+                found = run(go_on, folder, kind, how)
+                for rank, (peak_mib, seconds) in enumerate(found):
+                    row = {"kind": kind, "how": how, "turn": turn, "rank": rank}
+                    rows.append({**row, "peak [MiB]": peak_mib, "seconds": seconds})
+                peaks[kind, how] = max(peaks.get((kind, how), 0.0), *(peak_mib for peak_mib, _ in found))
+        shutil.rmtree(folder)
+    bars = [
+        bar(f"peak, {kind} / whole", value=peaks[kind, kind] / peaks[kind, "whole"], limit=0.5, at_least=False)
+        for kind in (SHARDED, TILES)
+    ]
     finish("memory of a worker that goes on", rows=rows, bars=bars)
 
 
-def _make(device: str) -> tuple[Any, Any, Any]:
-    """The sharded model, its wrapper and the optimizer."""
+def _make(kind: str, device: str) -> tuple[Any, Any, Any]:
+    """The model, the optimizer and the wrapper."""
     import torch
 
     import elastic_ray as er
 
     torch.set_num_threads(1)
+    if kind == TILES:
+        model = common.build_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        return model, optimizer, er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy="zero1")
     with torch.device(device):
         model = common.build_model()
     del model._buffers["steps"]  # it has no module that would fill it
@@ -66,7 +77,7 @@ def _make(device: str) -> tuple[Any, Any, Any]:
     return model, optimizer, er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
 
 
-def train_and_save(folder: str) -> None:
+def train_and_save(folder: str, kind: str) -> None:
     """On one rank: some steps, and a part of a checkpoint."""
     import time
 
@@ -78,7 +89,7 @@ def train_and_save(folder: str) -> None:
     from elastic_ray.session.registry import HookPoint
     from elastic_ray.worker.state_saver import StateSaver
 
-    _, optimizer, wrapped = _make("cpu")
+    _, optimizer, wrapped = _make(kind, "cpu")
     session, storage = current_session(), RunStorage(folder)
     storage.create()
     saver = StateSaver(session, storage, lambda saved: 1e5, keep=2, interval_s=1e9, saving=session.registry.saving)
@@ -98,7 +109,7 @@ def train_and_save(folder: str) -> None:
     saver.close()
 
 
-def go_on(folder: str, how: str) -> tuple[float, float]:
+def go_on(folder: str, kind: str, how: str) -> tuple[float, float]:
     """On one rank: peak of the memory [MiB] that going on takes, and how long reading and entering the group do [s]."""
     import gc
     import time
@@ -109,7 +120,7 @@ def go_on(folder: str, how: str) -> tuple[float, float]:
     from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
     from elastic_ray.loop.api import current_session
 
-    _make("meta")
+    made = _make(kind, "meta")
     session, storage = current_session(), RunStorage(folder)
     (state,) = state_files(storage)
     assert state.parts == WORLD
@@ -117,9 +128,10 @@ def go_on(folder: str, how: str) -> tuple[float, float]:
     before_mib = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     begin_s = time.perf_counter()
-    session.states.resume((open_checkpoint if how == "rows" else read_checkpoint)(storage, state), loaded=True)
+    session.states.resume((read_checkpoint if how == "whole" else open_checkpoint)(storage, state), loaded=True)
     for _ in er.remaining_epochs_until(1):
         for _ in er.AdaptiveDataLoader(common.Rows(), batch_size=common.GLOBAL_BATCH, drop_last=True):
+            assert made  # the model lives
             return _resident("VmHWM") - before_mib, time.perf_counter() - begin_s
     raise AssertionError("no step began")
 

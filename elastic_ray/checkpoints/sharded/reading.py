@@ -21,7 +21,7 @@ from elastic_ray.checkpoints.sharded.manifest import MANIFEST, Manifest, Manifes
 from elastic_ray.checkpoints.sharded.part_file import PartFile
 from elastic_ray.state.codec import dtype_of
 from elastic_ray.state.tree import unpack
-from elastic_ray.state.unread import UnreadTensor, is_of_rows
+from elastic_ray.state.unread import UnreadTensor, is_divided
 
 _LARGEST_MANIFEST_BYTES = 1 << 28
 _LEAST_BYTES = 1 << 16
@@ -43,9 +43,9 @@ def read_checkpoint(storage: RunStorage, state: StateFile) -> dict[str, Any]:
 
 
 def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int = _LEAST_BYTES) -> dict[str, Any]:
-    """The same, with `UnreadTensor` in the place of tensors of which each rank is to read its rows, of sharded models.
+    """The same, with `UnreadTensor` in the place of tensors of which each rank is to read its rows, or its tiles.
 
-    All parts are read through and compared with their checksums; they must stay until the rows are read.
+    All parts are read through and compared with their checksums; they must stay until the others are read.
 
     Args:
         storage: the run.
@@ -57,7 +57,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
-        return is_of_rows(tree, tensor.path) and math.prod(tensor.shape) * _itemsize(tensor) >= least_bytes
+        return is_divided(tree, tensor.path) and math.prod(tensor.shape) * _itemsize(tensor) >= least_bytes
 
     return _read(storage, state, is_put_off)
 

@@ -112,10 +112,6 @@ class DividedStates(Protocol):
     """States of parameters of which each rank holds a part."""
 
     @property
-    def takes_unread(self) -> bool:
-        """Whether whole states that are restored may have `UnreadTensor` in them."""
-
-    @property
     def tiled(self) -> Sequence[torch.nn.Parameter]:
         """These parameters."""
 
@@ -132,7 +128,10 @@ class DividedStates(Protocol):
         """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole states."""
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Take over what was captured; the optimizer holds the ``whole`` states, or this rank's part is looked at."""
+        """Take over what was captured; the optimizer holds the ``whole`` states, or this rank's part is looked at.
+
+        `UnreadTensor` may stand for tensors of whole states: what this rank is to hold is read once that is known.
+        """
 
 
 class TrainedState(OptimizerState):
@@ -146,7 +145,12 @@ class TrainedState(OptimizerState):
         rebuild: lays buckets out anew.
         carried: gradients that wait for an optimizer step to come.
         divided: states of which each rank holds a part.
+
+    Attributes:
+        takes_unread: whole states in a checkpoint are read as far as ranks need them.
     """
+
+    takes_unread = True
 
     def __init__(
         self,
@@ -161,11 +165,6 @@ class TrainedState(OptimizerState):
         self._rebuild = rebuild
         self._carried = carried
         self._divided = divided
-
-    @property
-    def takes_unread(self) -> bool:
-        """Whether :meth:`restore` takes trees with `UnreadTensor` in them."""
-        return self._divided.takes_unread
 
     def capture(self) -> Any:
         captured = {**super().capture(), "trainable": self._trainable.capture(), "carried": self._carried.capture()}

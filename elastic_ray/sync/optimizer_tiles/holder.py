@@ -14,6 +14,7 @@ from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
 from elastic_ray.sync.optimizer_tiles.restoring import Owners, moved, needed_at_once, next_moves, owners_meanwhile
 from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, cut_tile
+from elastic_ray.sync.optimizer_tiles.stored import StoredStates
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling
 from elastic_ray.sync.optimizer_tiles.written import written_states
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
@@ -29,11 +30,13 @@ class Everyone:
         tiles: of each.
         unpublished: whether one lacks parameters of the last update.
         gathered: whether one knows that rank 0 had the whole state.
+        stored: whether rank 0 has the whole state that it goes on from.
     """
 
     tiles: list[frozenset[int]]
     unpublished: bool
     gathered: bool
+    stored: bool
 
     @property
     def senders(self) -> list[int]:
@@ -58,6 +61,8 @@ class TileHolder:
         held: the tiles that this rank holds; None where it holds the whole state, or nothing.
         owners: ranks of the present group that own each tile, as long as the state is divided in it. After a change of
             the group they are others for some steps than they are to be.
+        stored: the whole state that this rank goes on from, read or not, until the next update; empty where the
+            optimizer has it.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -66,6 +71,7 @@ class TileHolder:
         self.params: dict[str, Parameter] = {}
         self.held: HeldTiles | None = None
         self._whole = True
+        self.stored = StoredStates(optimizer)
         self.owners: Owners = ()
         self._target: Owners = ()
         self._workers: tuple[str, ...] = ()
@@ -76,6 +82,7 @@ class TileHolder:
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
+        self.stored.follow(self.params.values())
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
         """The spans of each parameter with the ranks that own them in the present group."""
@@ -97,12 +104,12 @@ class TileHolder:
         """
         tiling = self._tiling
         own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()
-        words = [*to_words(own, len(tiling)), int(unpublished), int(gathered)]
+        words = [*to_words(own, len(tiling)), int(unpublished), int(gathered), int(bool(self.stored))]
         rows = communicator.gather_ints(words) if communicator.world_size > 1 else [words]
-        tiles = [from_words(row[:-2], len(tiling)) for row in rows]
+        tiles = [from_words(row[:-3], len(tiling)) for row in rows]
         if gone := lost(len(tiling), tiles):
             raise StateLostError(self._lost_text(gone))
-        return Everyone(tiles, any(row[-2] for row in rows), any(row[-1] for row in rows))
+        return Everyone(tiles, any(row[-3] for row in rows), any(row[-2] for row in rows), bool(rows[0][-1]))
 
     def arrange(self, group: TileGroup, everyone: Everyone, copies: int, *, gradually: bool) -> None:
         """Have each tile lie with so many ranks.
@@ -197,7 +204,7 @@ class TileHolder:
         """Of a tile that this rank holds."""
         if self.held is not None:
             return self.held.states_of(tile)
-        return cut_tile(self._tiling, tile, self.params, self._optimizer.state)
+        return cut_tile(self._tiling, tile, self.params, self.stored.states())
 
     def _receive(self, communicator: Communicator, sent: Sequence[Move]) -> None:
         """Hold what others send, besides what is held."""
@@ -215,8 +222,8 @@ class TileHolder:
             held = HeldTiles(self._tiling, self.params)
             for tile in tiles:
                 held.take(tile, self._states_of(tile), borrowed=True)
-            self.drop()
-            self.held = held
+            self._clear()
+            self.held, self._whole = held, False
         for tile in set(self.held.tiles) - set(tiles):
             self.held.drop(tile)
 
@@ -227,28 +234,41 @@ class TileHolder:
             states = {tile: held.states_of(tile) for tile in held.tiles}
             for name, state in assemble(held.tiling, self.params, states).items():
                 self._optimizer.state[self.params[name]] = state
-        self.is_whole()
-
-    def is_whole(self) -> None:
-        """The optimizer has been given the whole state."""
+            self.stored.forget()
+        self.stored.read()
         self.held, self._whole = None, True
+
+    def take_whole(self) -> None:
+        """The optimizer has been given the whole state, read or not."""
+        self.held, self._whole = None, True
+        self.stored.take(self.params.values())
 
     def drop(self) -> None:
         """Nothing is held, and others hold what counts."""
+        self._clear()
+        self.stored.forget()
+        self.held, self._whole = None, False
+
+    def _clear(self) -> None:
+        """The optimizer holds nothing of parameters in tiles."""
         for param in self.params.values():
             self._optimizer.state.pop(param, None)
-        self.held, self._whole = None, False
+
+    def forget_stored(self) -> None:
+        """The state is about to be another one than what the run goes on from; what is held is a part of that."""
+        if self.held is not None:
+            self.stored.forget()
 
     def reload(self) -> None:
         """The optimizer has been given the whole state, on all ranks alike: keep what this rank holds of it."""
         held = self.held
+        self.stored.forget()
         if held is None:
             return
         for tile in held.tiles:
             held.drop(tile)
             held.take(tile, cut_tile(held.tiling, tile, self.params, self._optimizer.state), borrowed=True)
-        for param in self.params.values():
-            self._optimizer.state.pop(param, None)
+        self._clear()
 
     def to_keep(self) -> dict[str, Any]:
         """The tiles that this rank holds, for a rerun in this process; nothing where the optimizer holds all."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from elastic_ray.state.unread import UnreadTensor, read_all
 from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 
@@ -23,12 +24,15 @@ def part_of(param: Tensor, span: Span) -> Tensor:
 
 
 def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
-    """A span's part of a parameter's state; tensors of the parameter's shape share memory with it."""
+    """A span's part of a parameter's state; tensors of the parameter's shape share memory with it, or are read."""
     if span.whole:
-        return dict(state)
+        return {key: read_all(value) for key, value in state.items()}
     found: State = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor):
+        if isinstance(value, UnreadTensor):
+            of_elements = value.shape == param.shape
+            found[key] = value.part(span.start, span.start + span.length) if of_elements else value.whole()
+        elif not isinstance(value, Tensor):
             found[key] = value
         elif value.shape == param.shape:
             found[key] = value.reshape(-1)[span.start : span.start + span.length]
@@ -124,10 +128,7 @@ class HeldTiles:
             view = self._borrowed.pop()
             if view in self.states:
                 count -= 1
-                self.states[view] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in self.states[view].items()
-                }
+                self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
         """Of its spans."""
@@ -169,6 +170,12 @@ class HeldTiles:
         for param, grad in self._shown:
             param.grad = grad
         self._shown = []
+
+
+def _owned(value: Any) -> Any:
+    """A tensor that keeps no larger one in memory; what was read of a checkpoint never did."""
+    larger = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
+    return value.clone() if larger else value
 
 
 def cut_tile(

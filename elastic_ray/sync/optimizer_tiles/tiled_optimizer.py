@@ -46,10 +46,7 @@ class TiledOptimizer:
 
     Attributes:
         denominators: the optimizer as statistics see it.
-        takes_unread: no: whole states are divided once all ranks have told what they hold.
     """
-
-    takes_unread = False
 
     def __init__(self, run: TileRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number
@@ -64,6 +61,7 @@ class TiledOptimizer:
         self._publisher: Publisher | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
+        self._stored = False  # whether that is what rank 0 goes on from, as all ranks know: it is read once asked for
         self.denominators = Denominators(optimizer, lambda: self.divided)
 
     # -- the strategy --------------------------------------------------------------------------------------------------
@@ -143,7 +141,8 @@ class TiledOptimizer:
 
     def _close(self) -> None:
         """Rank 0 has the whole state no more."""
-        self._open, self._gathered = False, None
+        self._open, self._gathered, self._stored = False, None, False
+        self._holder.forget_stored()
 
     def _keep_pending(self) -> None:
         """The update may have been decided."""
@@ -216,7 +215,7 @@ class TiledOptimizer:
         self._gathered = None
         self._settle()
         self._begun = True
-        if self._open and self.divided:
+        if self._open and self.divided and not self._stored:
             self._gathered = self._holder.collect(self._run.group)
 
     def _settle(self) -> None:
@@ -247,7 +246,7 @@ class TiledOptimizer:
         group = self._run.group
         everyone = self._holder.look_around(group.communicator, unpublished=self._unpublished, gathered=self._open)
         self._pending = None  # all ranks have come so far, and hold the same update
-        self._publisher, self._open = None, everyone.gathered
+        self._publisher, self._open, self._stored = None, everyone.gathered, everyone.stored
         self.denominators.invalidate(fresh=self._last.number == 0)
         if everyone.unpublished:
             self._publisher_of(everyone.senders).run(group.communicator)
@@ -264,7 +263,18 @@ class TiledOptimizer:
     @property
     def settled(self) -> bool:
         """Whether this rank can save the whole state."""
-        return not self.divided or self._gathered is not None
+        return not self.divided or self._gathered is not None or self._reads
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank goes on from the whole state, and reads it once it is asked for it."""
+        return self._stored and self._run.group.rank == 0
+
+    def _at_hand(self) -> dict[str, State] | None:
+        """The whole state by name where this rank has it, though it is divided."""
+        if self._gathered is None and self._reads:
+            self._gathered = self._holder.stored.copies(self._holder.params)
+        return self._gathered
 
     def gather(self) -> None:
         """Have rank 0 hold the whole state until the next update; all ranks call it.
@@ -284,11 +294,12 @@ class TiledOptimizer:
             RanksDisagreeError: another rank does not.
         """
         if not self.divided:
+            self._holder.stored.read()
             return None
         if not self._open:
             self._run.consensus.agree_on(Announced(Intent.STATE, self._number))
             self.gather()
-        return {self._holder.params[name]: state for name, state in (self._gathered or {}).items()}
+        return {self._holder.params[name]: state for name, state in (self._at_hand() or {}).items()}
 
     def loaded(self) -> None:
         """The optimizer was given the whole state, on all ranks alike: keep what this rank holds of it."""
@@ -312,10 +323,10 @@ class TiledOptimizer:
     def gathered(self) -> dict[Parameter, State] | None:
         """The whole state where this rank has it."""
         if self._held is None:
-            return {param: self._optimizer.state[param] for param in self.tiled if param in self._optimizer.state}
-        if self._gathered is None:
-            return None
-        return {self._holder.params[name]: state for name, state in self._gathered.items()}
+            known = self._holder.stored.states()
+            return {param: known[param] for param in self.tiled if param in known}
+        whole = self._at_hand()
+        return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
         """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole state."""
@@ -339,7 +350,7 @@ class TiledOptimizer:
         self._close()
         if whole or tree is None:
             self._open = True  # as at the beginning of a run: what is divided now is gathered at once
-            self._holder.is_whole()
+            self._holder.take_whole()
         elif tree.get("kept"):
             self._holder.take_kept(tree["kept"])
         elif pending is not None and pending.update == self._last.key:

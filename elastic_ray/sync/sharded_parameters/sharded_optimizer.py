@@ -51,12 +51,7 @@ class ShardedOptimizer:
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         collectives: of the model.
-
-    Attributes:
-        takes_unread: states in a checkpoint are read row by row, as their ranks need them.
     """
-
-    takes_unread = True
 
     def __init__(
         self,
