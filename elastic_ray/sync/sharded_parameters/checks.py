@@ -27,6 +27,14 @@ OF_ANOTHER_GROUP = (
     "worker was lost in an evaluation between model(x) and backward(). Evaluate before the model is called, or after "
     "optimizer.step()"
 )
+OF_NO_GROUP = (
+    "tensors of a sharded model cannot be combined with others that are not of its present group. Copies of parameters "
+    "that a loop keeps (p.detach().clone()) stay in the group that they were made in, and a second sharded model that "
+    "AdaptiveDataParallel does not wrap is in none; only in the wrapped module do rows move with the group. Make an "
+    "average of the weights a part of that module, and move it where the optimizer steps: "
+    "optimizer.register_step_post_hook(lambda *_: elastic_ray.change_parameters(...)); see docs/recipes.md, An average "
+    "of the weights"
+)
 CREATES_GRAPH = (
     "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a gradient "
     'would be computed with. Train models with gradient penalties unsharded, as with strategy="zero1"'

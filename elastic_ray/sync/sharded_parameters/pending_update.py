@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from elastic_ray.sync.optimizer_tiles.pending import as_then, options_of
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.optimizer_tiles.swapped import swapped
+from elastic_ray.sync.row_changes import UpdatedRows
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
 
 
@@ -43,7 +44,8 @@ class ShardUpdate:
                 view.grad = grad
                 shown.append((view, self._groups[param]))
                 states[view] = shard.states[view]
-        with swapped(self._optimizer, self._hidden, shown, states):
+        updated = UpdatedRows({each: place for place, each in enumerate(self._hidden)}, [s.views for s, _ in shards])
+        with swapped(self._optimizer, self._hidden, shown, states), updated.shown():
             result = apply()
         for shard, grads in shards:
             for param in grads:
