@@ -32,10 +32,12 @@ class UpdatedRows:
     Attributes:
         places: position of each of the model's parameters, by ``id``.
         shards: of each shard that this rank holds the rows by that position; without parameters of which it has none.
+        by_hand: is not to take what is changed here for changes by hand.
     """
 
     places: Mapping[int, int]
     shards: Sequence[Mapping[int, Tensor]]
+    by_hand: HandChanges
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -81,10 +83,11 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
             "elastic_ray.change_parameters(...)); see docs/recipes.md, An average of the weights"
         )
     places = list(zip(*([updated.places[id(param)] for param in group] for group in groups), strict=True))
-    for rows in updated.shards:
-        here = [each for each in places if each[0] in rows]  # of one shape, so a shard has rows of all or of none
-        if here:
-            change(*([rows[place].detach() for place in column] for column in zip(*here, strict=True)))
+    with updated.by_hand.served():
+        for rows in updated.shards:
+            here = [each for each in places if each[0] in rows]  # of one shape, so a shard has rows of all or of none
+            if here:
+                change(*([rows[place].detach() for place in column] for column in zip(*here, strict=True)))
 
 
 def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
@@ -121,6 +124,12 @@ class HandChanges:
         self._model = model
         self._looked_at: list[Tensor] = []
         self._seen = torch.empty(0)
+        self._found = False
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take its steps for updates, and what its hooks do behind them for changes by hand."""
+        handle = optimizer.register_step_post_hook(lambda *_: self.note())
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
 
     def watch(self, rows: Iterable[Tensor]) -> None:
         """Look at these from now on."""
@@ -130,7 +139,15 @@ class HandChanges:
 
     def note(self) -> None:
         """All is well so far."""
-        self._seen = self._now()
+        self._seen, self._found = self._now(), False
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """What is changed within is changed on all that have copies as well."""
+        found = self.found
+        yield
+        self.note()
+        self._found = found
 
     def _now(self) -> Tensor:
         return torch.cat(self._looked_at) if self._looked_at else torch.empty(0)
@@ -139,7 +156,7 @@ class HandChanges:
     def found(self) -> bool:
         """Whether there were any."""
         now, seen = self._now(), self._seen
-        return not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
+        return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 
     def end(self) -> None:
         """The group changes, or rows are replaced: look at nothing more.

@@ -72,6 +72,7 @@ class ShardedOptimizer:
         self._apply: Callable[..., Any] = optimizer.step
         self._holder = ShardHolder(module, optimizer, number, collectives)
         self._by_hand = HandChanges(number)
+        self._by_hand.follow(optimizer)
         self._begun = False
         self._last = Update()
         self._followed: list[Grads] = []  # gradients of an update that is decided
@@ -175,7 +176,7 @@ class ShardedOptimizer:
 
     @property
     def _update(self) -> ShardUpdate:
-        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups)
+        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups, self._by_hand)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
         """Make an update that is decided.
@@ -187,7 +188,6 @@ class ShardedOptimizer:
         followed, self._followed = self._followed, []
         result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
         self._last = self._last.next(self._run.group.generation, self._optimizer)
-        self._by_hand.note()
         if self._begun and self._holder.settles:
             self._settle()
         return result
