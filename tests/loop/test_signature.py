@@ -50,6 +50,8 @@ def layout(shard_size: int | None) -> tuple[Any, str | None]:
     model = er.fully_shard(torch.nn.Linear(3, 2), shard_size=shard_size)
     wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert wrapped.strategy == SHARDED and session is not None
+    for _ in er.remaining_epochs_until(1):
+        list(er.AdaptiveDataLoader(TensorDataset(torch.zeros(2, 3)), batch_size=2))
     return session.registry.models.infos, session.registry.strategy_key
 
 
