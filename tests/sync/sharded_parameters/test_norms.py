@@ -69,7 +69,8 @@ class Loop:
                     nn.utils.clip_grad_norm_(self.model.parameters(), 1e-2)
                 before = [] if sharded else [[p.detach().clone() for p in group] for group in self.groups]
                 optimizer.step()
-                if current_session().ledger.outermost.is_last_micro:
+                outermost = current_session().ledger.outermost
+                if outermost is not None and outermost.is_last_micro:
                     self.seen[step] = wrapped.measures.norms
                 if not sharded:
                     moved = (
