@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from elastic_ray.parallel.wrapper import AdaptiveDataParallel
     from elastic_ray.state.layout import ReplicasDifferError
     from elastic_ray.state.tree import UnsafeStateError
+    from elastic_ray.sync.row_changes import change_parameters
     from elastic_ray.sync.sharded_parameters.fully_shard import fully_shard
     from placement.allocator.actor import PolicyConflictError
     from placement.cluster.memory_need import MemoryNeed
@@ -89,6 +90,7 @@ _HOMES = {
     "all_reduce": "elastic_ray.loop.collectives",
     "barrier": "elastic_ray.loop.collectives",
     "broadcast": "elastic_ray.loop.collectives",
+    "change_parameters": "elastic_ray.sync.row_changes",
     "current_epoch": "elastic_ray.loop.api",
     "fully_shard": "elastic_ray.sync.sharded_parameters.fully_shard",
     "get_checkpoint": "elastic_ray.loop.api",
@@ -140,6 +142,7 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "change_parameters",
     "current_epoch",
     "fully_shard",
     "get_checkpoint",

@@ -44,4 +44,4 @@ def test_a_recipe_runs(ranks: Ranks, world: int | None, number: int) -> None:
 
 def test_the_page_has_them_all() -> None:
     headings = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
-    assert len(headings) == 11 and len(SNIPPETS) == 12, "cross-validation has two"
+    assert len(headings) == 11 and len(SNIPPETS) == 13, "averages and cross-validation have two"

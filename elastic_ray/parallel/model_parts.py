@@ -19,6 +19,7 @@ from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
+from elastic_ray.sync.statistics.update_norms import with_update_norms
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,11 +29,13 @@ class KeptModel:
     Attributes:
         sync: its gradients.
         optimizer: what votes on updates and makes them.
+        measured: carries out an update, and tells the statistics how far it moves the parameters.
         model_state, optimizer_state: what travels and is saved.
     """
 
     sync: GradientSync
     optimizer: Any
+    measured: Callable[[Callable[[], Any]], Any]
     model_state: Stateful
     optimizer_state: Stateful
 
@@ -99,7 +102,13 @@ class ModelParts:
             divided=tiles,
         )
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, tiles)
-        return KeptModel(sync, tiles, ModuleState(module), trained)
+
+        def measured(update: Callable[[], Any]) -> Any:
+            result, norms = with_update_norms(optimizer, self._trainable.groups, update, whole=not tiles.divided)
+            self._statistics.meter.updated(norms)
+            return result
+
+        return KeptModel(sync, tiles, measured, ModuleState(module), trained)
 
     def sharded(self) -> KeptModel:
         """In shards.
@@ -114,6 +123,7 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+        from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows
         from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
         from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
 
@@ -133,8 +143,11 @@ class ModelParts:
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
         denominators = RowDenominators(optimizer, shards)
         self._statistics.noise.read_from(denominators)
-        statistics = ShardStatistics(run, module, self._trainable, shards, collectives, self._statistics, denominators)
+        moved = MovedRows(optimizer, shards, self._statistics.meter)
+        statistics = ShardStatistics(
+            run, module, self._trainable, shards, collectives, self._statistics, denominators, moved
+        )
         sync = ShardedGradients(run, module, self._trainable, shards, collectives, statistics, self._number)
         StateDicts(module, shards)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
-        return KeptModel(sync, shards, ShardedModelState(module, shards), trained)
+        return KeptModel(sync, shards, statistics.measured, ShardedModelState(module, shards), trained)

@@ -51,12 +51,11 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded.model_tables import ModelTables
-from elastic_ray.sync.sharded_parameters.checks import SHARDED, check_model, check_monitor, is_sharded_model
+from elastic_ray.sync.sharded_parameters.checks import check_model, is_sharded_model, strategy_of
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
-from elastic_ray.sync.statistics.update_norms import with_update_norms
 from placement.goodput.model import NoiseScale
 
 
@@ -172,7 +171,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
         self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: run.registry.monitoring.request))
         run.registry.monitoring.add_model(lambda: self.measures)
-        builder = SHARDED if self._sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
+        builder = (
+            strategy_of(module) if self._sharded else resolve_strategy("all_reduce" if strategy is None else strategy)
+        )
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         run.registry.add_rate_factor(lambda: self._learning_rates.factor)
@@ -303,9 +304,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
 
     def _check_batch(self) -> None:
-        """Whether what an adaptive batch, and monitors, need is measured."""
-        if self._sharded:
-            check_monitor(self._run.registry.monitoring.request)
+        """Whether what an adaptive batch needs is measured."""
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
@@ -352,12 +351,8 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
-        if self._statistics.meter.wants_update:
-            step, whole = functools.partial(self._tiles.update, apply, **kwargs), not self._tiles.divided
-            result, norms = with_update_norms(self._optimizer, self._trainable.groups, step, whole=whole)
-            self._statistics.meter.updated(norms)
-        else:
-            result = self._tiles.update(apply, **kwargs)
+        update = functools.partial(self._tiles.update, apply, **kwargs)
+        result = self._kept.measured(update) if self._statistics.meter.wants_update else update()
         self._tables.update()
         return result
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+import elastic_ray as er
 from elastic_ray.data.arguments import describe_sample
 from elastic_ray.parallel.signature import describe_model
+from elastic_ray.session.current import session_of_thread
+from elastic_ray.sync.sharded_parameters.checks import SHARDED
+from tests.loop.changing import run_job
 
 
 def told(module: torch.nn.Module, kind: Any = torch.optim.SGD, *, amp: bool = False, **options: Any) -> Any:
@@ -38,6 +42,25 @@ def test_seeds_and_learning_rates_are_no_other_model() -> None:
 )
 def test_what_changes_the_time_of_a_step_is_another_model(other: Any) -> None:
     assert other() != told(torch.nn.Linear(3, 2))
+
+
+def layout(shard_size: int | None) -> tuple[Any, str | None]:
+    """What is told of a sharded model, and what keeps its step times apart from others'."""
+    session = session_of_thread()
+    model = er.fully_shard(torch.nn.Linear(3, 2), shard_size=shard_size)
+    wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert wrapped.strategy == SHARDED and session is not None
+    for _ in er.remaining_epochs_until(1):
+        list(er.AdaptiveDataLoader(TensorDataset(torch.zeros(2, 3)), batch_size=2))
+    return session.registry.models.infos, session.registry.strategy_key
+
+
+def test_layouts_of_a_sharded_model_are_other_models_and_that_of_before_is_what_it_was() -> None:
+    of = {size: run_job(lambda: layout(size), first=(1,)).results[1] for size in (None, 2, 4)}  # noqa: B023
+    assert len({infos for infos, _ in of.values()}) == len({key for _, key in of.values()}) == 3
+    model = er.fully_shard(torch.nn.Linear(3, 2))
+    before = describe_model(model, torch.optim.SGD(model.parameters(), lr=0.1), amp=False, strategy=SHARDED)
+    assert of[None] == ((before,), "fully_shard"), "what earlier jobs have measured still serves"
 
 
 class Slow(Dataset[Any]):

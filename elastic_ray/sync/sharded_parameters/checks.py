@@ -5,11 +5,11 @@ Every model is asked: torch's side of it, which takes a second to load, is not l
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
 
-from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.spec import Strategy
 
@@ -27,6 +27,14 @@ OF_ANOTHER_GROUP = (
     "worker was lost in an evaluation between model(x) and backward(). Evaluate before the model is called, or after "
     "optimizer.step()"
 )
+OF_NO_GROUP = (
+    "tensors of a sharded model cannot be combined with others that are not of its present group. Copies of parameters "
+    "that a loop keeps (p.detach().clone()) stay in the group that they were made in, and a second sharded model that "
+    "AdaptiveDataParallel does not wrap is in none; only in the wrapped module do rows move with the group. Make an "
+    "average of the weights a part of that module, and move it where the optimizer steps: "
+    "optimizer.register_step_post_hook(lambda *_: elastic_ray.change_parameters(...)); see docs/recipes.md, An average "
+    "of the weights"
+)
 CREATES_GRAPH = (
     "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a gradient "
     'would be computed with. Train models with gradient penalties unsharded, as with strategy="zero1"'
@@ -35,6 +43,23 @@ NO_STRATEGY = (
     "the parameters of this model are sharded (elastic_ray.fully_shard), and a strategy says how whole replicas are "
     "kept together: leave strategy= and set_strategy() out, or do not shard the model"
 )
+
+
+def key_of(shard_size: int | None) -> str:
+    """Tells layouts apart of which step times are not to be mixed.
+
+    That of all workers in one group is what it was before there were others, so what is known of earlier runs holds.
+    """
+    return SHARDED.name if shard_size is None else f"{SHARDED.name}({shard_size})"
+
+
+def strategy_of(model: nn.Module) -> Strategy:
+    """Tells the layouts of sharded models apart, in what is known of earlier runs.
+
+    Raises:
+        ValueError: some modules were sharded with another ``shard_size`` than others.
+    """
+    return dataclasses.replace(SHARDED, name=key_of(shard_size_of(model)))
 
 
 def is_sharded_model(module: nn.Module) -> bool:
@@ -122,20 +147,6 @@ def check_module(module: nn.Module, shard_size: int | None = None) -> str:
             f"{name} has parameters on {', '.join(sorted(map(str, devices)))}: move it to one device first"
         )
     return next(iter(devices)).type if devices else "cpu"
-
-
-def check_monitor(monitor: Monitor) -> None:
-    """Whether what is asked for is measured of a sharded model.
-
-    Raises:
-        StrategyError: it is not.
-    """
-    if monitor.norms_every is not None:
-        raise StrategyError(
-            "a monitor of norms is not served for a model whose parameters are sharded, since each rank moves its own "
-            f"rows alone: leave norms_every={monitor.norms_every} out (noise_every, variance_every and workers are "
-            "served), or do not shard the model"
-        )
 
 
 def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: Any) -> None:

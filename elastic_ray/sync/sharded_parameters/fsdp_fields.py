@@ -43,6 +43,7 @@ _TENSOR = ("_local_tensor", "_spec")
 _DISPATCHER = (
     *("_custom_op_handlers", "unwrap_to_op_info", "sharding_propagator", "wrap"),
     "_dispatch_get_local_results_slow_path",
+    "_propagate_op_sharding_dispatch_slow_path",
 )
 
 

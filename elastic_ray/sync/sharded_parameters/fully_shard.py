@@ -14,7 +14,7 @@ from elastic_ray.sync.sharded_parameters.checks import check_module, set_shard_s
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import prepare
 from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out, stands_in
 from elastic_ray.sync.sharded_parameters.model_state import take_whole_values
-from elastic_ray.sync.sharded_parameters.process_group import make_numbers_whole, mesh_of_one
+from elastic_ray.sync.sharded_parameters.process_group import explain_mixtures, make_numbers_whole, mesh_of_one
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -79,6 +79,7 @@ def fully_shard(
     _check_types(module, reshard_after_forward, mp_policy, param_init_fn)
     check_torch()
     make_numbers_whole()
+    explain_mixtures()
     kind = check_module(module, shard_size)
     place = _device_of(device) if _is_unmade(module, kind, param_init_fn=param_init_fn, device=device) else None
     if place is not None:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from elastic_ray.sync.optimizer_tiles.pending import as_then, options_of
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.optimizer_tiles.swapped import swapped
+from elastic_ray.sync.row_changes import HandChanges, UpdatedRows
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
 
 
@@ -22,10 +23,17 @@ class ShardUpdate:
         optimizer: makes it.
         hidden: ``id`` of the user's parameters, in whose place the optimizer steps rows of shards.
         groups: position of each parameter's group in the optimizer.
+        by_hand: changes of parameters that are no update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, hidden: Sequence[int], groups: Mapping[int, int]) -> None:
-        self._optimizer, self._hidden, self._groups = optimizer, hidden, groups
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hidden: Sequence[int],
+        groups: Mapping[int, int],
+        by_hand: HandChanges,
+    ) -> None:
+        self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
 
     def make(self, shards: Sequence[tuple[Shard, Mapping[int, Tensor]]], apply: Callable[[], Any]) -> Any:
         """Make it.
@@ -43,7 +51,9 @@ class ShardUpdate:
                 view.grad = grad
                 shown.append((view, self._groups[param]))
                 states[view] = shard.states[view]
-        with swapped(self._optimizer, self._hidden, shown, states):
+        places = {each: place for place, each in enumerate(self._hidden)}
+        updated = UpdatedRows(places, [shard.views for shard, _ in shards], self._by_hand)
+        with swapped(self._optimizer, self._hidden, shown, states), updated.shown():
             result = apply()
         for shard, grads in shards:
             for param in grads:

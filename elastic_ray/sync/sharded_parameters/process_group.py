@@ -7,6 +7,7 @@ here, and goes on as a collective of the present generation, or as none in a ste
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -24,11 +25,13 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
-from elastic_ray.sync.sharded_parameters.checks import ALONE
+from elastic_ray.sync.sharded_parameters.checks import ALONE, OF_NO_GROUP
 
 _NUMBERS = itertools.count()
 _NAME = "elastic_ray_"
+_PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 _ALONE: dict[str, DeviceMesh] = {}
 _MAKING = threading.Lock()
 
@@ -178,6 +181,27 @@ def _norms(call: Any, arguments: Any, options: Any) -> Any:
         )
     found = dispatcher._dispatch_get_local_results_slow_path(call, arguments, info)
     return dispatcher.wrap(found, info.output_sharding.output_spec)
+
+
+def explain_mixtures() -> None:
+    """Have torch say what to do where tensors of a sharded model meet others that are not of its present group."""
+    dispatcher: Any = DTensor._op_dispatcher
+    propagate = getattr(dispatcher, _PROPAGATE)
+    if hasattr(propagate, "__wrapped__"):
+        return
+
+    @functools.wraps(propagate)
+    def explained(call: Any, args: Any, kwargs: Any, *more: Any) -> Any:
+        try:
+            return propagate(call, args, kwargs, *more)
+        except Exception as error:
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, DTensor)]
+            meshes = {id(each.device_mesh): (each.device_mesh.mesh_dim_names or ("",))[0] for each in tensors}
+            if len(meshes) > 1 and any(name.startswith(_NAME) for name in meshes.values()):
+                raise RuntimeError(OF_NO_GROUP) from error
+            raise
+
+    setattr(dispatcher, _PROPAGATE, explained)
 
 
 def make_numbers_whole() -> None:

@@ -23,7 +23,7 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, is_finite, refuse_own
-from elastic_ray.sync.sharded_parameters.checks import CREATES_GRAPH, NO_STRATEGY, OF_ANOTHER_GROUP, SHARDED
+from elastic_ray.sync.sharded_parameters.checks import CREATES_GRAPH, NO_STRATEGY, OF_ANOTHER_GROUP, SHARDED, key_of
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
@@ -333,7 +333,7 @@ class ShardedGradients:
     @property
     def strategy_key(self) -> str:
         """Tells step times apart."""
-        return SHARDED.name
+        return key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
         """Refuse another one.

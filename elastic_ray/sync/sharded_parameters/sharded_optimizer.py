@@ -24,6 +24,7 @@ from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.pending import Update, trained_digest
 from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.row_changes import HandChanges
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
@@ -65,6 +66,8 @@ class ShardedOptimizer:
         self._collectives = collectives
         self._apply: Callable[..., Any] = optimizer.step
         self._holder = ShardHolder(module, optimizer, number, collectives)
+        self._by_hand = HandChanges(number)
+        self._by_hand.follow(optimizer)
         self._begun = False
         self._last = Update()
         self._followed: list[Grads] = []  # gradients of an update that is decided
@@ -102,16 +105,18 @@ class ShardedOptimizer:
         self._close()
         if not self.divided:
             return True
-        run, voted = self._run, False
+        run, voted, votes = self._run, False, torch.tensor([1.0, self._by_hand.found])
         try:
             run.consensus.announce(Announced(Intent.SHARDS, self._number, trained_digest(self.tiled) << 2 | _STEP))
             run.consensus.agreed()
             followed = self._grads_of_followed()
             voted = True
-            vote = run.group.communicator.gradients.all_reduce(torch.ones(1))
+            vote = run.group.communicator.gradients.all_reduce(votes)
             run.moment("vote")
             run.consensus.wait(vote)
             run.consensus.reductions_started()
+            if votes[1]:  # on some rank; an average that was put in for an evaluation may have been taken out again
+                self._compare()
         except CommunicationFailedError as error:
             if run.ledger.step is None:
                 raise
@@ -166,7 +171,7 @@ class ShardedOptimizer:
 
     @property
     def _update(self) -> ShardUpdate:
-        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups)
+        return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups, self._by_hand)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
         """Make an update that is decided.
@@ -206,11 +211,13 @@ class ShardedOptimizer:
             StateLostError: no rank holds some rows; raised on every rank.
         """
         group = self._run.group
+        self._by_hand.end()
         self._gathered, self._compared = None, False
         everyone, self._open = self._holder.look_around(group, opened=self._open, begun=self._begun)
         self._run.moment("rows")
         self._holder.arrange(group, everyone)
         self._pending, self._followed, self._begun = None, [], True
+        self._by_hand.watch(() if self._collectives.layout.follower_of(0) is None else self.own.views.values())
         self._tell_of_layout()
         if self._open and self.divided:
             self._gathered = self._holder.collect(group)
@@ -265,6 +272,7 @@ class ShardedOptimizer:
         if self.divided and not (self._open or self._compared):
             self._holder.compare(self._run.group.communicator)
             self._compared = True
+            self._by_hand.note()
 
     def _whole(self) -> Whole | None:
         """The whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
@@ -297,6 +305,7 @@ class ShardedOptimizer:
     def load_param(self, name: str, value: Tensor) -> None:
         """A whole parameter is given anew, on all ranks alike: take over the rows that this rank holds."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
+        self._by_hand.note()
         if self.divided:
             self._close()
 
@@ -366,6 +375,7 @@ class ShardedOptimizer:
             )
         if tree["parameters"] != self.capture()["parameters"]:
             raise RuntimeError("train_loop_per_worker must build and shard the same model on every worker")
+        self._by_hand.end()
         pending, before = self._pending, self._last
         number, generation, rates = tree["update"]
         self._last = Update(number, generation, tuple(rates))

@@ -169,12 +169,21 @@ class GradientMeter:
         if variance is not None:
             self._found(dataclasses.replace(self._own, variance=variance))
 
+    def take_unmoved(self) -> GradientNorms | None:
+        """Norms of the gradient that is applied, without those of the update; None where it was not measured."""
+        gradients, self._gradients = self._gradients, None
+        return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
+
     def updated(self, norms: tuple[float, ...]) -> None:
         """It has moved the parameters by so much, by parameter group."""
-        gradients, self._gradients = self._gradients, None
-        if gradients is not None:
-            found = GradientNorms(step=self._step, gradients=gradients, updates=norms)
-            self._found(dataclasses.replace(self._own, norms=found))
+        found = self.take_unmoved()
+        if found is not None:
+            self._found(dataclasses.replace(self._own, norms=dataclasses.replace(found, updates=norms)))
+
+    def found_by_all(self, norms: GradientNorms) -> None:
+        """What all ranks have measured together, so that all of them know it now."""
+        self._own = dataclasses.replace(self._own, norms=norms)
+        self.known = dataclasses.replace(self.known, norms=norms)
 
     def _found(self, own: Known) -> None:
         self._own = own

@@ -207,10 +207,12 @@ class GradientStatistics:
         return found + found
 
     def take_mean(self, sums: Sequence[float], *, first: bool) -> None:
-        """The same, added up over all ranks; ``first`` on rank 0."""
+        """The same, added up over all ranks; ``first`` on rank 0. All ranks know the gradient's norms by that."""
         self._first, groups = first, self._groups
         self._mean = list(sums[:groups]) if self._noise_due else None
         self._plain_mean = list(sums[-groups:]) if self._variance_due or self._norms_due else None
+        if self._norms_due and self._plain_mean is not None:
+            self.meter.take_norms(self._plain_mean)
 
     def collect(self, step: StepView, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
         """Take in what the pass has shown, after :meth:`measure_mean`.

@@ -14,7 +14,6 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import SetBatch
 from elastic_ray.monitoring.monitor import Monitor
-from elastic_ray.sync.checks import StrategyError
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Net, data, sharded_net
 
@@ -161,16 +160,3 @@ def test_a_loss_loses_no_statistics_and_joiners_have_them(moment: str) -> None:
     exact = wanted.results[2].noise[12]
     for (_, var), (_, whole) in zip(joiner.noise[12], exact, strict=True):
         assert var == pytest.approx(whole, rel=0.6)
-
-
-def test_a_monitor_of_norms_is_refused() -> None:
-    def loop() -> None:
-        model = sharded_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        er.AdaptiveDataParallel(model, optimizer, monitor=Monitor(norms_every=4))
-        for _ in er.remaining_epochs_until(1):
-            for _ in er.AdaptiveDataLoader(data(), batch_size=12):
-                raise AssertionError("the first step has begun")
-
-    with pytest.raises(StrategyError, match="leave norms_every=4 out"):
-        run_job(loop, [], first=(1,))

@@ -7,7 +7,8 @@ what ranks agree by at the end of a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, un
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
+from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows
 from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
@@ -34,6 +36,7 @@ class ShardStatistics:
         collectives: of the model.
         statistics: are told.
         denominators: of the user's optimizer.
+        moved: how far it moves rows.
     """
 
     def __init__(
@@ -45,9 +48,11 @@ class ShardStatistics:
         collectives: ShardCollectives,
         statistics: GradientStatistics,
         denominators: RowDenominators,
+        moved: MovedRows,
     ) -> None:
         self._run, self._trainable, self._optimizer = run, trainable, optimizer
         self._collectives, self._statistics, self._denominators = collectives, statistics, denominators
+        self._moved = moved
         self._units = units_of(module)
         self._places = {id(each.param): place for place, each in enumerate(optimizer.params)}
         self._groups: dict[int, int] = {}  # of the optimizer, by place, in the pass in progress
@@ -68,6 +73,7 @@ class ShardStatistics:
             self.rebuilt()
         self._statistics.enter_group()
         self._denominators.invalidate()
+        self._moved.forget()
         self.forget()
 
     def forget(self) -> None:
@@ -90,8 +96,8 @@ class ShardStatistics:
 
     @property
     def _size(self) -> int:
-        statistics = self._statistics
-        return statistics.norms_size + statistics.mean_size + statistics.shared_size
+        statistics, moved = self._statistics, self._moved.size(len(self._trainable.groups))
+        return statistics.norms_size + statistics.mean_size + statistics.shared_size + moved
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
@@ -195,8 +201,8 @@ class ShardStatistics:
             mean = statistics.own_part_of_mean(self._mean_rows())
             counted = self._collectives.is_first_owner
             own = [*map(float, statistics.local_norms()), *(mean if counted else [0.0] * len(mean))]
-        first = self._run.group.rank == 0
-        return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size)]
+        first, moved = self._run.group.rank == 0, self._moved.values(len(self._trainable.groups))
+        return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 
     def take(self, sums: Sequence[float], *, counts: bool) -> None:
         """The same, added up over all ranks.
@@ -206,13 +212,20 @@ class ShardStatistics:
             counts: whether the step's gradients are complete.
         """
         norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size
+        shared = mean + self._statistics.shared_size
         if counts:
-            self._statistics.take_shared(list(sums[mean:]), first=self._run.group.rank == 0)
+            self._statistics.take_shared(list(sums[mean:shared]), first=self._run.group.rank == 0)
+            self._moved.take(sums[shared:], ranks=self._run.group.world_size)  # newer than what rank 0 has told
         if self._concludes and self._step is not None:
             self._conclude(self._step, sums[:norms], sums[norms:mean])
 
     def _conclude(self, step: StepView, norms: Sequence[float], mean: Sequence[float]) -> None:
+        self._statistics.take_mean(mean, first=self._run.group.rank == 0)
         if self._mixed and self._run.group.world_size > 1:
             return  # what arrives of a pass has nothing of the passes before it
-        self._statistics.take_mean(mean, first=self._run.group.rank == 0)
         self._statistics.collect(step, norms, grad_scale=1.0, goes_on=self._goes_on and step.micro_steps == 1)
+
+    def measured(self, update: Callable[[], Any]) -> Any:
+        """Carry out an update, and see how far it moves the parameters; returns what it returns."""
+        alone, counts = self._run.group.world_size == 1, self._collectives.is_first_owner
+        return self._moved.measure(update, alone=alone, counts=counts)

@@ -1,0 +1,173 @@
+"""What user code changes in parameters besides its optimizer's steps, as averages of weights do (torch).
+
+Of a sharded model a rank has rows that it owns, in the model's parameters, and rows that it follows, of which the
+model knows nothing. A change that is made with an update must reach both, as the update does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ray.state.layout import ReplicasDifferError
+
+_LOOKED_AT = 8
+
+_HOW = (
+    "Change them where the optimizer steps, by optimizer.register_step_post_hook(lambda *_: "
+    "elastic_ray.change_parameters(function, parameters)), which reaches all rows, or by load_state_dict() on all "
+    "ranks; see docs/recipes.md, An average of the weights"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class UpdatedRows:
+    """Rows that an update is being made of.
+
+    Attributes:
+        places: position of each of the model's parameters, by ``id``.
+        shards: of each shard that this rank holds the rows by that position; without parameters of which it has none.
+        by_hand: is not to take what is changed here for changes by hand.
+    """
+
+    places: Mapping[int, int]
+    shards: Sequence[Mapping[int, Tensor]]
+    by_hand: HandChanges
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Have :func:`change_parameters` find them within."""
+        token = _UPDATED.set(self)
+        try:
+            yield
+        finally:
+            _UPDATED.reset(token)
+
+
+_UPDATED: ContextVar[UpdatedRows | None] = ContextVar("elastic_ray_updated_rows", default=None)
+
+
+@torch.no_grad()
+def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[Tensor]) -> None:
+    """Change parameters besides the optimizer's step, element by element, wherever a worker has rows of them.
+
+    For sharded models (``fully_shard``), in a hook of the optimizer: what is done to ``model.parameters()`` by hand
+    reaches only the rows that a worker owns. Parameters that are not sharded are given to ``change`` as they are.
+
+    Args:
+        change: is called with a list of tensors for each of ``of``, in which tensors of one position are the same rows
+            of their parameters; once for each shard that this worker has. It changes tensors in place, each element
+            by the elements in its place alone, and the same way on all workers.
+        of: modules, or parameters; all of as many parameters, of the same shapes.
+
+    Raises:
+        TypeError: ``change`` is no function, or one of ``of`` has something else than tensors.
+        ValueError: there are no parameters, or those of one position differ in shape.
+        RuntimeError: some are sharded, and no update is being made of the model that they are part of.
+    """
+    groups = _checked(change, of)
+    every = [param for group in groups for param in group]
+    if not any(hasattr(param, "to_local") for param in every):
+        change(*([param.detach() for param in group] for group in groups))
+        return
+    updated = _UPDATED.get()
+    if updated is None or any(id(param) not in updated.places for param in every):
+        raise RuntimeError(
+            "change_parameters(...) of sharded parameters must be called while their optimizer steps, for parameters "
+            "of the module that AdaptiveDataParallel wraps with it: optimizer.register_step_post_hook(lambda *_: "
+            "elastic_ray.change_parameters(...)); see docs/recipes.md, An average of the weights"
+        )
+    places = list(zip(*([updated.places[id(param)] for param in group] for group in groups), strict=True))
+    with updated.by_hand.served():
+        for rows in updated.shards:
+            here = [each for each in places if each[0] in rows]  # of one shape, so a shard has rows of all or of none
+            if here:
+                change(*([rows[place].detach() for place in column] for column in zip(*here, strict=True)))
+
+
+def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
+    """The parameters; raises TypeError, ValueError as :func:`change_parameters`."""
+    if not callable(change):
+        raise TypeError(f"change must be a function of lists of tensors, but got {change!r:.80}")
+    groups = [list(each.parameters() if isinstance(each, nn.Module) else each) for each in of]
+    for param in (param for group in groups for param in group):
+        if not isinstance(param, Tensor):
+            raise TypeError(f"change_parameters takes modules or lists of parameters, but got a {type(param).__name__}")
+    if not groups or not groups[0]:
+        raise ValueError("change_parameters must be given parameters to change, but got none")
+    shapes = [[tuple(param.shape) for param in group] for group in groups]
+    for number, other in enumerate(shapes):
+        if other != shapes[0]:
+            raise ValueError(
+                f"all that change_parameters is given must have the same shapes in the same order, but number {number} "
+                f"has {other!s:.200}, and the first {shapes[0]!s:.200}"
+            )
+    return groups
+
+
+class HandChanges:
+    """Notices rows that a rank owns and that were changed besides updates, where others hold copies of them.
+
+    It looks at a few elements of each parameter: enough for averages, and for decay by hand. What they do not show, as
+    clipping of single weights, is found when a pass ends.
+
+    Args:
+        model: number of the model.
+    """
+
+    def __init__(self, model: int) -> None:
+        self._model = model
+        self._looked_at: list[Tensor] = []
+        self._seen = torch.empty(0)
+        self._found = False
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take its steps for updates, and what its hooks do behind them for changes by hand."""
+        handle = optimizer.register_step_post_hook(lambda *_: self.note())
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+    def watch(self, rows: Iterable[Tensor]) -> None:
+        """Look at these from now on."""
+        flat = [each.detach().reshape(-1) for each in rows if each.numel()]
+        self._looked_at = [each[:: max(1, each.numel() // _LOOKED_AT)] for each in flat]
+        self.note()
+
+    def note(self) -> None:
+        """All is well so far."""
+        self._seen, self._found = self._now(), False
+
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """What is changed within is changed on all that have copies as well."""
+        found = self.found
+        yield
+        self.note()
+        self._found = found
+
+    def _now(self) -> Tensor:
+        return torch.cat(self._looked_at) if self._looked_at else torch.empty(0)
+
+    @property
+    def found(self) -> bool:
+        """Whether there were any."""
+        now, seen = self._now(), self._seen
+        return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
+
+    def end(self) -> None:
+        """The group changes, or rows are replaced: look at nothing more.
+
+        Raises:
+            ReplicasDifferError: there were changes, of which others know nothing.
+        """
+        found = self.found
+        self.watch(())
+        if found:
+            raise ReplicasDifferError(
+                f"parameters of model {self._model}, which is sharded, were changed besides its optimizer's step, and "
+                f"the group has changed since: the copies that others have of these rows were not changed. {_HOW}"
+            )
