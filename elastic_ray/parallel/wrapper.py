@@ -334,7 +334,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.before_update()
         self._check_called()
         self._trainable.drop_strangers()
-        if not ledger.may_apply() or not self._tiles.decide():
+        if not ledger.may_apply():
+            return value
+        kwargs = self._tiles.before_step(kwargs)
+        if not self._tiles.decide():
             return value
         self._sync.applied()
         if not self._counts():

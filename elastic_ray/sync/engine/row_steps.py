@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.sync.step_hooks import InnerHook
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 
@@ -31,7 +32,10 @@ class RowSteps:
         self._looks = True  # sparse buffers may be there without tables
         optimizer.register_load_state_dict_post_hook(lambda _: self.look_again())
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
-        self._hooks = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
+        self._hooks = (
+            optimizer.register_step_pre_hook(InnerHook(self._before)),
+            optimizer.register_step_post_hook(InnerHook(self._after)),
+        )
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
         """From now on there are these tables."""

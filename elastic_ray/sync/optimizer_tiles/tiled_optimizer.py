@@ -27,6 +27,7 @@ from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
+from elastic_ray.sync.step_hooks import StepHooks
 
 _COPIED_IN_A_STEP = 24
 """Spans whose state gets memory of its own in one step after a change of the group."""
@@ -58,6 +59,7 @@ class TiledOptimizer:
         self._last = Update()
         self._pending: PendingUpdate | None = None
         self._unpublished = False
+        self._hooks, self._owes_hooks = StepHooks(optimizer), False  # of an update whose parameters are to come yet
         self._publisher: Publisher | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
@@ -120,6 +122,10 @@ class TiledOptimizer:
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
+    def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Call the user's hooks that come before a step called with ``kwargs``; returns what they make of these."""
+        return self._hooks.before(kwargs) if self.divided else kwargs
+
     def decide(self) -> bool:
         """Vote on the update that is about to be made; False where the step is lost."""
         self._close()
@@ -166,12 +172,21 @@ class TiledOptimizer:
         held.follow_params()
         held.put_gradients()
         shown = [(span.name, view) for span, view in held.spans()]
-        with tiles_shown(self._optimizer, self._holder.params, shown, held.states):
+        with self._hooks.left_out(), tiles_shown(self._optimizer, self._holder.params, shown, held.states):
             result = apply(**kwargs)
         held.drop_gradients()
         self._count()
+        self._owes_hooks = True
         self._publish(held)
+        if not self._unpublished:
+            self._call_hooks(kwargs)
         return result
+
+    def _call_hooks(self, kwargs: Mapping[str, Any]) -> None:
+        """All parameters are as the update has them: the user's hooks may look."""
+        owes, self._owes_hooks = self._owes_hooks, False
+        if owes:
+            self._hooks.after(kwargs)
 
     def _count(self) -> None:
         if self._holder.tiling is None:
@@ -252,6 +267,7 @@ class TiledOptimizer:
             self._publisher_of(everyone.senders).run(group.communicator)
         self._holder.arrange(group, everyone, copies, gradually=self._last.number > 0)
         self._unpublished = False
+        self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
@@ -318,7 +334,8 @@ class TiledOptimizer:
         """What all ranks share, without states; None where no state is in tiles."""
         if self._holder.tiling is None:
             return None
-        return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun}
+        owes = {"owes_hooks": True} if self._owes_hooks else {}
+        return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun, **owes}
 
     def gathered(self) -> dict[Parameter, State] | None:
         """The whole state where this rank has it."""
@@ -346,6 +363,7 @@ class TiledOptimizer:
         pending, before = self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
         self._last = Update(number, generation, tuple(rates))
+        self._owes_hooks = bool(tree and tree.get("owes_hooks"))  # as what the hooks change, it is that rank's
         self._pending = None
         self._close()
         if whole or tree is None:
@@ -354,7 +372,8 @@ class TiledOptimizer:
         elif tree.get("kept"):
             self._holder.take_kept(tree["kept"])
         elif pending is not None and pending.update == self._last.key:
-            pending.make(self._apply, self._last.rates)
+            with self._hooks.left_out():
+                pending.make(self._apply, self._last.rates)
         elif before.key != self._last.key or not self._begun:
             self._holder.drop()
         self._begun = self._begun or bool(tree and tree["begun"])

@@ -14,6 +14,7 @@ from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.optimizer_tiles.swapped import swapped
 from elastic_ray.sync.row_changes import HandChanges, UpdatedRows
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
+from elastic_ray.sync.step_hooks import StepHooks
 
 
 class ShardUpdate:
@@ -53,7 +54,8 @@ class ShardUpdate:
                 states[view] = shard.states[view]
         places = {each: place for place, each in enumerate(self._hidden)}
         updated = UpdatedRows(places, [shard.views for shard, _ in shards], self._by_hand)
-        with swapped(self._optimizer, self._hidden, shown, states), updated.shown():
+        hooks = StepHooks(self._optimizer).left_out(after=False)  # those before the step have seen whole parameters
+        with hooks, swapped(self._optimizer, self._hidden, shown, states), updated.shown():
             result = apply()
         for shard, grads in shards:
             for param in grads:

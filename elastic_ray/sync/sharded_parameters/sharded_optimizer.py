@@ -31,6 +31,7 @@ from elastic_ray.sync.sharded_parameters.held_shards import Shard
 from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
+from elastic_ray.sync.step_hooks import StepHooks
 
 Grads = Mapping[int, Tensor]
 """Gradients of a shard's rows, by the parameter's position; without those that have none."""
@@ -99,6 +100,10 @@ class ShardedOptimizer:
     def divided(self) -> bool:
         """Whether other ranks hold some of the shards: updates are voted on."""
         return self._begun and self._run.group.world_size > 1
+
+    def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Call the user's hooks that come before a step called with ``kwargs``; returns what they make of these."""
+        return StepHooks(self._optimizer).before(kwargs)
 
     def decide(self) -> bool:
         """Vote on the update that is about to be made; False where the step is lost."""

@@ -103,6 +103,23 @@ def test_norms_of_any_order_are_those_of_the_whole(order: float, foreach: bool |
     )
 
 
+def _clips_in_a_hook(run: Run, step: int) -> None:
+    """From a worker's first step on, by what its optimizer holds."""
+    if not run.held:
+
+        def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nn.utils.clip_grad_norm_([p for group in stepped.param_groups for p in group["params"]], 0.1)
+
+        run.optimizer.register_step_pre_hook(clip)
+
+
+@pytest.mark.parametrize(
+    "script", [[], [Change(5, (1, 2)), Kill(9, 2, "vote"), Change(14, (1, 3, 4))]], ids=["none", "changes"]
+)
+def test_a_hook_before_the_step_sees_gradients_of_whole_parameters(script: list[Change | Kill]) -> None:
+    check(Case(clip=False, between=_clips_in_a_hook), script, (1, 2, 3))
+
+
 def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named() -> None:
     def trained() -> Any:
         model = sharded_net()
