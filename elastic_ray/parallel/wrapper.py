@@ -337,7 +337,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if not ledger.may_apply():
             return value
         kwargs = self._tiles.before_step(kwargs)
-        if not self._tiles.decide():
+        if ledger.failed or not self._tiles.decide():  # a hook's collective may have lost the step
             return value
         self._sync.applied()
         if not self._counts():

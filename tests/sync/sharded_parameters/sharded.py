@@ -87,6 +87,15 @@ def data() -> TensorDataset:
     return TensorDataset(x, (x[:, :3] + 0.3 * torch.randn(SAMPLES, 3, generator=generator)).argmax(1))
 
 
+def train_an_epoch(wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
+    """As plainly as it can be."""
+    for _ in er.remaining_epochs_until(1):
+        for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """How it is trained."""

@@ -15,7 +15,7 @@ import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.state.layout import ReplicasDifferError
 from tests.loop.changing import Change, Hold, Kill, run_job
-from tests.sync.sharded_parameters.sharded import CLOSE, Net, data, sharded_net
+from tests.sync.sharded_parameters.sharded import CLOSE, Net, data, sharded_net, train_an_epoch
 
 
 class Averaged(nn.Module):
@@ -237,11 +237,7 @@ def test_weights_are_clipped_with_the_update() -> None:
             lambda *_: er.change_parameters(lambda rows: [p.clamp_(-0.2, 0.2) for p in rows], model.parameters())
         )
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-        for _ in er.remaining_epochs_until(1):
-            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(wrapped(x), y).backward()
-                optimizer.step()
+        train_an_epoch(wrapped, optimizer)
         return model.state_dict()
 
     found = run_job(lambda: trained(sharded=True), [Kill(4, 3, "vote")], first=(1, 2, 3)).results[1]

@@ -5,23 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 import elastic_ray as er
 from tests.loop.ranks import Ranks
 from tests.sync.conftest import ranks as ranks
-from tests.sync.sharded_parameters.sharded import CLOSE, data, sharded_net
+from tests.sync.sharded_parameters.sharded import CLOSE, sharded_net, train_an_epoch
 
 
 def _train() -> Any:
     model = sharded_net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-    for _ in er.remaining_epochs_until(1):
-        for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(wrapped(x), y).backward()
-            optimizer.step()
+    train_an_epoch(wrapped, optimizer)
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 

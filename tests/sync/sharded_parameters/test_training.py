@@ -21,7 +21,18 @@ from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup, mesh_of_one
 from elastic_ray.sync.sharded_parameters.row_layout import layout_of
 from tests.loop.changing import Change, Kill, run_job
-from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Case, Net, Run, check, data, run, sharded_net
+from tests.sync.sharded_parameters.sharded import (
+    CLOSE,
+    SAMPLES,
+    Case,
+    Net,
+    Run,
+    check,
+    data,
+    run,
+    sharded_net,
+    train_an_epoch,
+)
 
 
 @pytest.mark.parametrize("workers", [1, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
@@ -106,15 +117,20 @@ def test_norms_of_any_order_are_those_of_the_whole(order: float, foreach: bool |
 def _clips_in_a_hook(run: Run, step: int) -> None:
     """From a worker's first step on, by what its optimizer holds."""
     if not run.held:
+        session = session_of_thread()
+        assert session is not None
 
         def clip(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            session.moment("hook")
             nn.utils.clip_grad_norm_([p for group in stepped.param_groups for p in group["params"]], 0.1)
 
         run.optimizer.register_step_pre_hook(clip)
 
 
 @pytest.mark.parametrize(
-    "script", [[], [Change(5, (1, 2)), Kill(9, 2, "vote"), Change(14, (1, 3, 4))]], ids=["none", "changes"]
+    "script",
+    [[], [Change(5, (1, 2)), Kill(9, 2, "vote"), Change(14, (1, 3, 4))], [Kill(4, 3, "hook"), Kill(6, 1, "hook")]],
+    ids=["none", "changes", "losses in the hook"],
 )
 def test_a_hook_before_the_step_sees_gradients_of_whole_parameters(script: list[Change | Kill]) -> None:
     check(Case(clip=False, between=_clips_in_a_hook), script, (1, 2, 3))
@@ -164,11 +180,7 @@ def test_frozen_layers_and_tied_weights() -> None:
             er.fully_shard(model)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-2)
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-        for _ in er.remaining_epochs_until(1):
-            for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(wrapped(x), y).backward()
-                optimizer.step()
+        train_an_epoch(wrapped, optimizer)
         return model.state_dict(), er.get_context().get_world_rank()
 
     found = run_job(lambda: trained(sharded=True), [Change(3, (1, 2, 3)), Kill(6, 1, "vote")], first=(1, 2))

@@ -27,6 +27,16 @@ from tests.loop.changing import Change, Hold, Kill, Outcome, run_job
 from tests.sync.tiles.trained import OPTIMIZERS, Net, data
 
 
+def go_on_from(states: dict[str, Any] | Callable[[str], dict[str, Any] | None] | None) -> Session:
+    """This worker's session, which goes on from these states, or from what gives each worker its own."""
+    session = session_of_thread()
+    assert session is not None
+    own = states(session.worker) if callable(states) else states
+    if own is not None:
+        session.states.resume(copy.deepcopy(own), loaded=True)
+    return session
+
+
 @dataclasses.dataclass
 class Job:
     """A job whose ranks save into a folder, as worker processes do.
@@ -90,11 +100,7 @@ class Job:
         model = self.make()
         optimizer = self.optimizers[self.optimizer](model.parameters())
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=self.strategy)
-        session = session_of_thread()
-        assert session is not None
-        states = self.states(session.worker) if callable(self.states) else self.states
-        if states is not None:
-            session.states.resume(copy.deepcopy(states), loaded=True)
+        session = go_on_from(self.states)
         saver = self._saver(session)
         session.registry.add_hook(HookPoint.BETWEEN_STEPS, saver.between_steps)
         steps: dict[int, Any] = {}

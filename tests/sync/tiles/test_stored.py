@@ -26,7 +26,7 @@ from elastic_ray.sync import Owner, Reduce, Rule, Strategy
 from elastic_ray.sync.optimizer_tiles.stored import StoredStates
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.sharded_parameters.test_meta import Live
-from tests.sync.tiles.saving import Job
+from tests.sync.tiles.saving import Job, go_on_from
 from tests.sync.tiles.trained import OPTIMIZERS, Net, assert_same_state, data
 
 FOUR = (1, 2, 3, 4)
@@ -61,11 +61,7 @@ class Resumed:
         model = Net()
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=self.strategy)
-        session = session_of_thread()
-        assert session is not None
-        states = self.states(session.worker) if callable(self.states) else self.states
-        if states is not None:
-            session.states.resume(copy.deepcopy(states), loaded=True)
+        session = go_on_from(self.states)
         for _ in er.remaining_epochs_until(2):
             for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3, drop_last=True):
                 step = er.get_context().get_global_step()
