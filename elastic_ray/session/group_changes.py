@@ -362,7 +362,7 @@ class GroupChanges:
     def _begin_group(self) -> Pause:
         """All ranks of a new group are identical; returns the time since the last committed step."""
         self._steps_waited = 0
-        pause = self._parts.clock.resume()
+        pause = self._parts.clock.resume(self._parts.group.generation)
         self._parts.ledger.clear_failure()
         return pause
 

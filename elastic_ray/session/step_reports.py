@@ -12,6 +12,8 @@ def step_report(run: RunState) -> StepReport | None:
     if spec is None:
         return None
     shape, steps, step_time, grad_time = run.clock.take()
+    if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
+        shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
     progress = run.states.progress
     return StepReport(
         generation=spec.generation,

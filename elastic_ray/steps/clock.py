@@ -18,6 +18,7 @@ class StepClock:
     """Collects step and micro-step times [s] of one batch shape and strategy; starts afresh at every change.
 
     Attributes:
+        generation: of the group that the steps were made in; 0 before the first.
         first_step_s: of the first step after the last change of group; None before it was committed.
     """
 
@@ -26,6 +27,7 @@ class StepClock:
         self._change_s: float | None = None
         self._stands_s: float | None = None
         self._resumed_s: float | None = None
+        self.generation = 0
         self.first_step_s: float | None = None
         self._last_micro_s: float | None = None
         self._shape: BatchChoice | None = None
@@ -89,14 +91,14 @@ class StepClock:
         """Another group has been formed; one that breaks before its ranks are identical is followed by another."""
         self._stands_s = time.monotonic()
 
-    def resume(self) -> Pause:
+    def resume(self, generation: int) -> Pause:
         """A new generation begins: returns the time since the last committed step by its parts, 0 where there is none.
 
         The parts are differences of one clock's readings, so that they sum to the whole.
         """
         now_s, last_s = time.monotonic(), self._last_edge_s
         self._restart(self._shape)
-        self.first_step_s = self._resumed_s = None
+        self.generation, self.first_step_s, self._resumed_s = generation, None, None
         pause = Pause()
         if last_s is not None:
             stands_s = self._stands_s if self._stands_s is not None else now_s

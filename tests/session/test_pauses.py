@@ -26,7 +26,7 @@ def test_a_change_is_vote_group_and_state_and_the_first_step_comes_after_it() ->
         time.sleep(WAIT_S)
         moment()
     time.sleep(WAIT_S)
-    pause = clock.resume()
+    pause = clock.resume(1)
     assert min(pause.vote_s, pause.group_s, pause.state_s) >= WAIT_S
     assert sum(pause.detail.values()) == pause.pause_s == pytest.approx(time.monotonic() - begun_s, abs=WAIT_S)
     assert clock.first_step_s is None
@@ -46,7 +46,7 @@ def test_a_group_that_breaks_before_it_trains_is_part_of_the_wait_for_the_next()
     time.sleep(WAIT_S)
     clock.change_begins()  # the failure of that group
     clock.group_stands()
-    pause = clock.resume()
+    pause = clock.resume(1)
     assert pause.group_s >= WAIT_S > pause.state_s
 
 
@@ -57,12 +57,12 @@ def test_a_change_that_was_put_off_is_forgotten_with_the_next_step() -> None:
     step(clock)
     time.sleep(WAIT_S)
     clock.change_begins()
-    assert clock.resume().vote_s >= WAIT_S
+    assert clock.resume(1).vote_s >= WAIT_S
 
 
 def test_a_joiner_has_no_pause() -> None:
     clock = StepClock()
     clock.group_stands()
-    assert clock.resume() == Pause()
+    assert clock.resume(1) == Pause()
     step(clock)
     assert clock.first_step_s is None

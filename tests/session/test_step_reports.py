@@ -1,0 +1,35 @@
+"""Rank 0's account of its steps: they are of the group that it names, also where it leaves."""
+
+from __future__ import annotations
+
+import torch
+
+import elastic_ray as er
+from elastic_ray.batch.reports import StepReport
+from elastic_ray.loop.api import current_session
+from elastic_ray.session.transitions import WorkerDismissed
+from tests.loop.changing import Change, run_job
+
+
+def test_the_steps_of_a_group_that_is_left_are_not_told_of_the_one_that_follows() -> None:
+    last: list[StepReport | None] = []
+
+    def train() -> int:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 1)), batch_size=8)
+        try:
+            for _ in er.remaining_epochs_until(1):
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    wrapped(x).square().mean().backward()
+                    optimizer.step()
+        except WorkerDismissed:
+            last.append(current_session().step_report())
+            raise
+        return current_session().step_report().steps  # type: ignore[union-attr]
+
+    outcome = run_job(train, [Change(6, (2,))], first=(1, 2))
+    assert [(report.replicas, report.steps) for report in last if report is not None] == [(1, 0)]
+    assert 0 < outcome.results[2] <= 3, "of the last six steps, but for the first and two that warm up"
