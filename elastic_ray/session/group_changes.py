@@ -62,6 +62,10 @@ class ChangedGroup(Protocol):
     """The present group."""
 
     @property
+    def generation(self) -> int:
+        """How often it has changed."""
+
+    @property
     def world_size(self) -> int:
         """Its ranks."""
 
@@ -129,7 +133,7 @@ class PauseClock(Protocol):
     def group_stands(self) -> None:
         """Another group has been formed."""
 
-    def resume(self) -> Pause:
+    def resume(self, generation: int) -> Pause:
         """A new generation begins: returns the time since the last committed step."""
 
 

@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 
 _VACATE_S = 0.5
 _ASK_OUTCOME_S = 10.0
-# Ray tries a group that found no room again after pauses that grow to a second, and a new one at once: room that
-# another worker is just giving back is had within 0.2 s instead of 0.9 s by asking anew, at first.
-_ASK_AGAIN_S = 0.15
-_ASK_AGAIN_FOR_S = 5.0
+_LOOK_S = 0.1
 
 
 class WorkerActors:
@@ -62,40 +59,45 @@ class WorkerActors:
         self._processes = Processes(spec, controller, self._token)
         self._tokens: dict[str, str] = {}
         self._groups: dict[str, Any] = {}
-        self._asked = 0
+        self._room = groups.Room()
         self._fulfilled: set[str] = set()
         self._actors: dict[str, Any] = {}
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
         self._background = Background()
+        self._withdrawals = Background()  # they outlive the job, and end with the process of its controller
         self.process_infos: dict[str, ProcessInfo] = {}
 
     def reserve(self, worker: str, node: str) -> None:
         """Ask for the worker's resources; ``Reserved`` follows when they are there."""
         self._nodes[worker] = node
-        self._ask(worker)
         self._background.start(self._await_reservation(worker))
 
-    def _ask(self, worker: str) -> None:
-        # No name twice: Ray refuses one whose group, of this worker or of an earlier run's "w1", is only going.
-        self._asked += 1
-        name = group_name(self._spec.job, f"{worker}.{self._token}.{self._asked}")
-        self._groups[worker] = groups.reserve(self._spec.bundle, self._nodes[worker], name)
-
     async def _await_reservation(self, worker: str) -> None:
-        """Wait for a worker's resources, and tell the membership machine of them."""
+        """Wait for room, ask for it, and tell the membership machine of it.
+
+        Room that another worker is just giving back is had within 0.2 s; a group for which Ray has found none waits up
+        to a second for the next try.
+        """
         # The membership machine gives reservations up in its own time; this only bounds the wait.
-        begun_s = time.monotonic()
-        until_s = begun_s + self._spec.elastic.reserve_timeout_s * 2
-        while (group := self._groups.get(worker)) is not None and (now_s := time.monotonic()) < until_s:
-            patience_s = _ASK_AGAIN_S if now_s < begun_s + _ASK_AGAIN_FOR_S else until_s - now_s
-            if await groups.ready(group, patience_s):
-                self._fulfilled.add(worker)
-                self._tell(Reserved(worker=worker))
+        until_s = time.monotonic() + self._spec.elastic.reserve_timeout_s * 2
+        while not await self._room.holds(self._spec.bundle, self._nodes.get(worker, ""), self._asking(worker) + 1):
+            if worker not in self._nodes or time.monotonic() > until_s:
                 return
-            if worker in self._groups and patience_s == _ASK_AGAIN_S:
-                groups.release(group)
-                self._ask(worker)
+            await asyncio.sleep(_LOOK_S)
+        if worker not in self._nodes:
+            return
+        # Not by the worker's name alone: an earlier run's "w1" may be just going.
+        name = group_name(self._spec.job, f"{worker}.{self._token}")
+        group = self._groups[worker] = groups.reserve(self._spec.bundle, self._nodes[worker], name)
+        if await groups.ready(group, until_s - time.monotonic()) and worker in self._groups:
+            self._fulfilled.add(worker)
+            self._tell(Reserved(worker=worker))
+
+    def _asking(self, worker: str) -> int:
+        """Other workers of its node whose groups are not fulfilled yet."""
+        unfulfilled = self._groups.keys() - self._fulfilled
+        return sum(self._nodes.get(other) == self._nodes.get(worker) for other in unfulfilled)
 
     def reserved(self) -> dict[str, int]:
         """Fulfilled reservations by node."""
@@ -194,9 +196,11 @@ class WorkerActors:
         self.process_infos.pop(worker, None)
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
-        self._fulfilled.discard(worker)
-        if group is not None:
+        if group is not None and worker in self._fulfilled:
             groups.release(group)
+        elif group is not None:
+            self._withdrawals.start(groups.withdraw(group))
+        self._fulfilled.discard(worker)
         if actor is not None:
             fit = (
                 not kill
@@ -237,7 +241,7 @@ class WorkerActors:
 
     def disband(self) -> None:
         """Give everything back."""
-        for worker in list(self._groups):
+        for worker in list(self._nodes):
             self.release(worker, kill=True)
         self._background.cancel()
         self._processes.close(fit=False)
@@ -250,7 +254,7 @@ class WorkerActors:
         deadline_s = time.monotonic() + _VACATE_S
         while time.monotonic() < deadline_s and any(self._may_come_out(worker) for worker in self._actors):
             await asyncio.sleep(0.01)
-        for worker in list(self._groups):
+        for worker in list(self._nodes):
             self.release(worker, kill=worker not in self._results)
         self._background.cancel()
         self._processes.close(fit=True)

@@ -1,8 +1,15 @@
-"""SHELL: placement groups of one bundle each, pinned to the node that the allocator chose."""
+"""SHELL: placement groups of one bundle each, pinned to the node that the allocator chose.
+
+Ray 2.60 loses what it has set aside for a group that is removed between that and its fulfilment (ray-project/ray#64693
+has a kindred case): the node's resources are gone until it restarts. Four of 92 groups lost theirs where seven actors
+asked and gave up at random on a crowded machine. So nothing is asked for before there is room (:class:`Room`), and what
+is no longer wanted is given back once it is fulfilled (:func:`withdraw`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection
 from typing import Any
@@ -15,8 +22,37 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from placement.cluster.cluster import Resources
-from placement.ray_cluster.snapshot import job_of
+from placement.cluster.cluster import TOLERANCE, Resources
+from placement.ray_cluster.snapshot import job_of, read_available
+
+_NEWS_S = 0.1  # what Ray sees free on its nodes changes as often
+_PENDING = ("PENDING", "PREPARED")
+_WITHDRAWN_S = 30.0
+_SETTLED_S = 2.0
+
+
+class Room:
+    """What is free on Ray's nodes; read once for all who ask within a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._read_s = -math.inf
+        self._available: dict[str, dict[str, float]] = {}
+        self._lock = asyncio.Lock()
+
+    async def holds(self, bundle: Resources, node_id: str, count: int) -> bool:
+        """Whether a node has room now.
+
+        Args:
+            bundle: resources of a worker.
+            node_id: Ray's hex node id.
+            count: of workers.
+        """
+        async with self._lock:
+            if time.monotonic() >= self._read_s + _NEWS_S:
+                self._available = await asyncio.to_thread(read_available)
+                self._read_s = time.monotonic()
+        free = self._available.get(node_id, {})
+        return all(free.get(name, 0.0) + TOLERANCE >= count * amount for name, amount in bundle.items() if amount > 0)
 
 
 def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
@@ -24,7 +60,7 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
 
     The group is detached: it outlives the process of a controller that Ray restarts. Its maker releases it; of a
     controller that is gone for good the allocator does (:func:`release_all`). It stays pending while the node is full,
-    and for ever if the node is gone: release it when it is no longer wanted.
+    and for ever if the node is gone: :func:`withdraw` it when it is no longer wanted.
 
     Args:
         bundle: resources of the worker; amounts of 0 are left out.
@@ -48,11 +84,17 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
 
 
 def release(group: PlacementGroup) -> None:
-    """Give the resources back, or withdraw the request; a group that is gone already is fine.
+    """Give the resources of a fulfilled group back; one that is gone already is fine.
 
     Ray kills what still runs in the group.
     """
     remove_placement_group(group)
+
+
+async def withdraw(group: PlacementGroup) -> None:
+    """Give back a group that may not be fulfilled yet: once it is, or after half a minute in which it was not."""
+    await ready(group, _WITHDRAWN_S)
+    release(group)
 
 
 def find(group_id: str) -> PlacementGroup:
@@ -67,10 +109,16 @@ def of_jobs() -> dict[str, str]:
 
 
 def release_all(job: str, *, but: Collection[str] = ()) -> int:
-    """Release a job's groups except those with these hex ids; returns how many. Blocks for some milliseconds."""
-    found = [group_id for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
-    for group_id in found:
-        release(find(group_id))
+    """Release a job's groups except those with these hex ids; returns how many.
+
+    Blocks for some milliseconds, and for two seconds where one is not fulfilled and does not come to be.
+    """
+    found = [find(group_id) for group_id, owner in of_jobs().items() if owner == job and group_id not in but]
+    deadline_s = time.monotonic() + _SETTLED_S
+    for group in found:
+        while _state(group) in _PENDING and time.monotonic() < deadline_s:
+            time.sleep(_NEWS_S)
+        release(group)
     return len(found)
 
 

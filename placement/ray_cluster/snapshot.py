@@ -75,6 +75,11 @@ def read_nodes() -> tuple[RawNode, ...]:
     )
 
 
+def read_available() -> dict[str, dict[str, float]]:
+    """What Ray's scheduler has left on each node now, by node id. Blocks for some milliseconds."""
+    return {node_id: dict(amounts) for node_id, amounts in _STATE.available_resources_per_node().items()}
+
+
 def is_dead(actor: str) -> bool:
     """Whether Ray knows the actor with this hex id, and knows that it will never run again. Blocks for a moment.
 

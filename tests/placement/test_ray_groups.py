@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
 from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
-from placement.ray_cluster.groups import ready, release, reserve
+from placement.ray_cluster.groups import Room, ready, release, reserve, withdraw
 from placement.ray_cluster.snapshot import group_name, on_head
 from tests.local_cluster import disconnect
 
@@ -27,11 +29,58 @@ def test_groups_are_pinned_pend_and_can_be_withdrawn() -> None:
     assert asyncio.run(ready(pending, 10.0))
     for group in (pending, first[1]):
         release(group)
-    withdrawn = reserve({"CPU": 64.0}, node, group_name("g", "3"))
-    release(withdrawn)
-    assert not asyncio.run(ready(withdrawn, 5.0))
     with pytest.raises(ValueError, match="must name a resource above 0"):
         reserve({"GPU": 0}, node, group_name("g", "4"))
+
+
+async def becomes_free(room: Room, node: str) -> None:
+    deadline_s = time.monotonic() + 20.0
+    while not await room.holds({"CPU": 4.0}, node, 1):
+        assert time.monotonic() < deadline_s, "room that was given back is not there"
+        await asyncio.sleep(0.1)
+
+
+def test_what_is_not_fulfilled_is_given_back_once_it_is() -> None:
+    async def give_back() -> None:
+        node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
+        room, four = Room(), {"CPU": 4.0, "GPU": 0.0}
+        await becomes_free(room, node)
+        assert not await room.holds(four, node, 2)
+        first, second = reserve(four, node, group_name("g", "1")), reserve(four, node, group_name("g", "2"))
+        assert await ready(first, 10.0)
+        going = asyncio.create_task(withdraw(second))
+        await asyncio.sleep(0.5)
+        assert not going.done() and placement_group_table(second)["state"] == "PENDING", "Ray might lose its room"
+        assert not await room.holds({"CPU": 1.0}, node, 1)
+        release(first)
+        await asyncio.wait_for(going, 20.0)
+        await becomes_free(room, node)
+        assert not await room.holds({"CPU": 1.0}, "0" * 56, 1), "a node that is gone has no room"
+
+    asyncio.run(give_back())
+
+
+@pytest.mark.slow
+def test_no_room_is_lost_where_many_ask_and_give_up() -> None:
+    """Where groups are removed before they are fulfilled, Ray loses some in a minute on a crowded machine."""
+
+    class Asks:
+        async def ask(self, seed: int, node: str, until_s: float) -> None:
+            dice, room, number = random.Random(seed), Room(), 0
+            while time.time() < until_s:
+                number += 1
+                if not await room.holds({"CPU": 1.0}, node, 1):
+                    await asyncio.sleep(dice.uniform(0.0, 0.1))
+                    continue
+                group = reserve({"CPU": 1.0}, node, group_name(f"g{dice.random()}", str(number)))
+                await asyncio.sleep(dice.uniform(0.0, 0.05))
+                await withdraw(group)
+
+    node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
+    actors = [ray.remote(Asks).options(num_cpus=0).remote() for _ in range(7)]
+    until_s = time.time() + 60.0
+    ray.get([actor.ask.remote(seed, node, until_s) for seed, actor in enumerate(actors)], timeout=180)
+    asyncio.run(becomes_free(Room(), node))
 
 
 def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any) -> None:

@@ -28,6 +28,7 @@ def generation(number: int) -> GenerationSpec:
 class Group:
     """A group that consists of this rank."""
 
+    generation = 1
     world_size = 1
     communicator: Any = "the group"
 
@@ -97,7 +98,7 @@ class Steps:
 
     def group_stands(self) -> None: ...
 
-    def resume(self) -> Pause:
+    def resume(self, generation: int) -> Pause:
         return Pause(vote_s=0.5, group_s=0.75, state_s=0.25)
 
     def enter_group(self) -> None: ...
