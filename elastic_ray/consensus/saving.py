@@ -67,8 +67,8 @@ class SaveAgreement:
     """See the module's text. All ranks add up what they say, and decide the same from the sums.
 
     What is known without a look at the state rides on the control sums of every step (a ``ControlPart``). So when the
-    first rank's wish for a checkpoint comes with the same sums, there is nothing left to agree on. Where models are to be
-    made one first, or no step follows, ranks add up what :meth:`ballot` gives in a collective of its own.
+    first rank's wish for a checkpoint comes with the same sums, there is nothing left to agree on. Where models are to
+    be made one first, or no step follows, ranks add up what :meth:`ballot` gives in a collective of its own.
 
     Attributes:
         refusals: ranks that had said in the present group that they never can; 0 where all can, or none was asked.

@@ -4,8 +4,8 @@ Bars: neither the pause nor what a checkpoint takes from the training more than 
 take turns in the same processes. In its turn each saves once to have memory for its copies, as a job has from its first
 checkpoint on, makes some steps without, and saves again, which counts. The pause is what the slowest rank spends
 between two steps on agreeing, which rides on the steps' own sums, and on its copy. The cost is the pause and the
-processor's time of writing, of the rank that has most of it. Besides there is what rank 0's two steps around its copy
-take longer than two without: in these it has waited for the other ranks' copies, and all compete with what is written.
+processor's time of writing, of the rank that has most of it. Besides there is what rank 0's steps with a checkpoint
+take longer than as many without: it waits for other ranks' copies in them, and all compete with what is written.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
     session, storage = current_session(), RunStorage(folder)
     storage.create()
     found: dict[str, dict[str, list[float]]] = {
-        each: {name: [] for name in ("agreeing", "copying", "cpu", "without", "with", "write", "around", "longer")}
+        each: {name: [] for name in ("agreeing", "copying", "cpu", "without", "with", "write", "longer")}
         for each in STRATEGIES
     }
     saver = StateSaver(session, storage, lambda saved: 1e5, keep=2, interval_s=1e9, saving=session.registry.saving)
@@ -81,7 +81,6 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
 
     saver._write = timed  # type: ignore[method-assign]
     spent = {"agreeing": 0.0, "copying": 0.0}
-    copied_at = -1
 
     def agreeing(agree: Any) -> Any:
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -93,12 +92,9 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
         return timed
 
     def copy_timed() -> None:
-        nonlocal copied_at
-        begin_s, writing = time.perf_counter(), saver._writing
+        begin_s = time.perf_counter()
         saver.between_steps()
         spent["copying"] += time.perf_counter() - begin_s
-        if saver._writing is not writing:
-            copied_at = step - 1  # which the loop has ended
 
     for name in ("_saved_by_step", "_make_equal"):
         setattr(session._changes, name, agreeing(getattr(session._changes, name)))
@@ -111,8 +107,6 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
             times = found[STRATEGIES[(step - 1) // _BLOCK % 2]]
             if step and (step - 1) % _BLOCK >= _WARM:
                 times["without" if (step - 1) % _BLOCK < _WARM + _WITHOUT else "with"].append(now - before)
-                if step - 1 in (copied_at, copied_at + 1):
-                    times["around"].append(now - before)
             if step and place == 0:
                 _close_block(times, spent, written, saver)
             before = time.perf_counter()
@@ -143,8 +137,7 @@ def _close_block(
         times[name].append(spent[name])
         spent[name] = 0.0
     without = statistics.median(times["without"][-_WITHOUT:])
-    times["longer"].append(sum(times["around"]) - len(times["around"]) * without)
-    times["around"].clear()
+    times["longer"].append(sum(times["with"][-_WITH:]) - _WITH * without)
     times["cpu"].append(sum(cpu_s for cpu_s, _ in written))
     times["write"].append(sum(write_s for _, write_s in written))
     written.clear()
@@ -169,7 +162,7 @@ def _rows(strategy: str, ranks: list[dict[str, list[float]]]) -> list[dict[str, 
     told = {
         "pause [s]": statistics.median(pauses),
         "agreeing, at most [s]": statistics.median(by_turn("agreeing")),
-        "two steps around it, longer by [s]": statistics.median(ranks[0]["longer"][1:]),
+        "its steps, longer by [s]": statistics.median(ranks[0]["longer"][1:]),
         "its CPU + pause [s]": statistics.median([one + other for one, other in zip(pauses, cpu, strict=True)]),
         "CPU of all ranks [s]": statistics.median(by_turn("cpu", sum)),
         "writing [s]": statistics.median(by_turn("write")),
