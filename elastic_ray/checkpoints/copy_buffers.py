@@ -13,10 +13,15 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 
 
 class CopyBuffers:
-    """See the module's text. Writing to fresh memory is several times slower, so it is made, and touched, before."""
+    """See the module's text. Writing to fresh memory is several times slower, so it is made, and touched, before.
+
+    Attributes:
+        made: how often :meth:`make` was called.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
+        self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """A buffer for each tensor, None if one is missing. Some stay free: gradients are there at some steps only."""
@@ -32,6 +37,7 @@ class CopyBuffers:
         Raises:
             MemoryError: there is no memory for them.
         """
+        self.made += 1
         self._buffers = []  # old and new buffers must not take memory at the same time
         why = ""
         for pin in (True, False):  # pinned memory is scarce; without it a copy from a GPU takes longer

@@ -8,6 +8,10 @@ import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
+# Values of a rank that ride on the control sums; the token's halves are exact in float32.
+_RIDING = 4
+_HALF_BITS = 16
+
 
 class Readiness(enum.Enum):
     """Whether a rank can write its part."""
@@ -37,6 +41,12 @@ class PartWriter(Protocol):
             now: no step follows, so that there is time for all but what never comes.
         """
 
+    def standing(self) -> Readiness:
+        """The same from what is known since :meth:`readiness` was asked last; costs nothing, and begins nothing."""
+
+    def begin(self) -> None:
+        """A group was entered: its rank writes another part there."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOrder:
@@ -54,7 +64,11 @@ class SaveOrder:
 
 
 class SaveAgreement:
-    """See the module's text. All ranks call :meth:`ballot`, add up what it gives, and conclude the same from the sums.
+    """See the module's text. All ranks add up what they say, and decide the same from the sums.
+
+    What is known without a look at the state rides on the control sums of every step (a ``ControlPart``). So when the
+    first rank's wish for a checkpoint comes with the same sums, there is nothing left to agree on. Where models are to
+    be made one first, or no step follows, ranks add up what :meth:`ballot` gives in a collective of its own.
 
     Attributes:
         refusals: ranks that had said in the present group that they never can; 0 where all can, or none was asked.
@@ -64,6 +78,7 @@ class SaveAgreement:
         self._writer: PartWriter | None = None
         self._order: SaveOrder | None = None
         self._given_up = False
+        self._heard: tuple[float, ...] | None = None
         self.refusals = 0
 
     def serve(self, writer: PartWriter) -> None:
@@ -76,7 +91,9 @@ class SaveAgreement:
 
     def begin(self) -> None:
         """A group was entered: what was agreed on in another one does not count."""
-        self._order, self.refusals = None, 0
+        self._order, self._heard, self.refusals = None, None, 0
+        if self._writer is not None:
+            self._writer.begin()
 
     @property
     def together(self) -> bool:
@@ -94,14 +111,13 @@ class SaveAgreement:
         """
         self._order = None
         if not divided or world_size == 1:
-            return [0.0, 0.0, 0.0, 0.0]
+            return [0.0] * (1 + _RIDING)
         readiness = Readiness.NEVER
         if self._writer is not None and not self._given_up:
             readiness = self._writer.readiness(rank, world_size, now=now)
-        token = float(1 + secrets.randbits(32)) if rank == 0 else 0.0
-        return [1.0, token, float(readiness is Readiness.NOT_YET), float(readiness is Readiness.NEVER)]
+        return [1.0, *_said(rank, readiness)]
 
-    def conclude(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
+    def decide(self, sums: Sequence[float], rank: int, world_size: int, *, now: bool) -> Saving:
         """What comes of the sums; the same on all ranks.
 
         Args:
@@ -110,7 +126,7 @@ class SaveAgreement:
             world_size: ranks of the group.
             now: as for :meth:`ballot`.
         """
-        divided, token, not_yet, never = (round(each) for each in sums)
+        divided, high, low, not_yet, never = (round(each) for each in sums)
         if divided != world_size:
             return Saving.ALONE
         self.refusals = never
@@ -118,10 +134,43 @@ class SaveAgreement:
             return Saving.ALONE
         if not_yet:
             return Saving.LATER
-        self._order = SaveOrder(token=f"{token:09x}", rank=rank, world_size=world_size)
+        self._order = SaveOrder(token=f"{(high << _HALF_BITS) + low:09x}", rank=rank, world_size=world_size)
         return Saving.TOGETHER
+
+    def prepare(self, rank: int, world_size: int) -> None:
+        """A checkpoint is wanted for which not all ranks are ready: begin what is missing on this one."""
+        if self._writer is not None and not self._given_up:
+            self._writer.readiness(rank, world_size, now=False)
+
+    # -- on the control sums ---------------------------------------------------------------------------------------
+
+    def size(self, world_size: int) -> int:
+        """Values that ride along; as many in every group, for gradients are laid out anew where it changes."""
+        return _RIDING
+
+    def values(self, rank: int, world_size: int) -> Sequence[float]:
+        """What this rank would say if a checkpoint was wanted now."""
+        if self._writer is None or self._given_up:
+            return _said(rank, Readiness.NEVER)
+        return _said(rank, self._writer.standing())
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """The sums over all ranks."""
+        self._heard = tuple(sums)
+
+    def take_heard(self, world_size: int) -> tuple[float, ...]:
+        """For :meth:`decide`: the latest sums, once; empty where none have come since the last call."""
+        heard, self._heard = self._heard, None
+        return (float(world_size), *heard) if heard is not None else ()
 
     def take_order(self) -> SaveOrder | None:
         """What the ranks have agreed to write now, once."""
         order, self._order = self._order, None
         return order
+
+
+def _said(rank: int, readiness: Readiness) -> list[float]:
+    """One rank's contribution; the token that the first one draws in two halves."""
+    token = 1 + secrets.randbits(2 * _HALF_BITS) if rank == 0 else 0
+    halves = [float(token >> _HALF_BITS), float(token & ((1 << _HALF_BITS) - 1))]
+    return [*halves, float(readiness is Readiness.NOT_YET), float(readiness is Readiness.NEVER)]

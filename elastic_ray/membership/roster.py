@@ -219,6 +219,11 @@ class Roster:
         """Joiners of the generation in flight that have not said that they entered it."""
         return [w for w in self.in_phase(WorkerPhase.READY) if self.is_planned(w.worker)]
 
+    @property
+    def expects_joiners(self) -> bool:
+        """Whether workers have a process and are not members yet: they import, build the model, or enter the group."""
+        return bool(self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY))
+
     def entering(self) -> list[WorkerRecord]:
         """Those of them that enter it now: the change is under way."""
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []

@@ -48,6 +48,10 @@ class ChangedParts(GroupParts, Protocol):
     def in_parts(self) -> bool:
         """Whether state lies with several ranks that each can write its part of."""
 
+    @property
+    def drifts(self) -> bool:
+        """Whether some models differ from rank to rank by design."""
+
     def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank; raises CommunicationFailedError."""
 
@@ -273,7 +277,8 @@ class GroupChanges:
             self._make_equal(ends=True)
         if self._parts.agreed.stop or self._parts.agreed.preempted:
             raise WorkerDismissed(stopped=True)
-        if self._parts.agreed.take_consensus():
+        heard = self._parts.registry.saving.take_heard(self._parts.group.world_size)
+        if self._parts.agreed.take_consensus() and not self._saved_by_step(heard):
             self._make_equal()
         self._parts.registry.call(HookPoint.BETWEEN_STEPS)
         batch = self._parts.agreed.take_batch()
@@ -289,6 +294,17 @@ class GroupChanges:
                 self._transitions.switch(generation, can_switch)
         elif batch is not None and batch != self._parts.states.shape:
             self.set_shape(batch)
+
+    def _saved_by_step(self, heard: Sequence[float]) -> bool:
+        """Whether all ranks save by what was ``heard`` with the step's own sums: each its part, as it is, or later."""
+        registry, group = self._parts.registry, self._parts.group
+        if not heard or group.world_size == 1 or not registry.in_parts or registry.drifts:
+            return False
+        rank = group.communicator.rank
+        saving = registry.saving.decide(heard, rank, group.world_size, now=False)
+        if saving is Saving.LATER:
+            registry.saving.prepare(rank, group.world_size)
+        return saving is not Saving.ALONE
 
     def _make_equal(self, *, ends: bool = False) -> None:
         """Have all ranks hold the same model, those of another group if this one breaks.
@@ -324,7 +340,7 @@ class GroupChanges:
         ballot = registry.saving.ballot(rank, world, divided=registry.in_parts, now=ends)
         # A rank that has waited for long may have an announcement under way, which nothing else may meet.
         sums = self._parts.consensus.agree_on(Announced(Intent.BUFFERS, 0, registry.buffer_layout), ballot)
-        return registry.saving.conclude(sums[: len(ballot)], rank, world, now=ends)
+        return registry.saving.decide(sums[: len(ballot)], rank, world, now=ends)
 
     def _waits_for_gradients(self) -> bool:
         """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it.

@@ -324,6 +324,5 @@ class Registry:
 
     def enter_group(self) -> None:
         """A group was entered."""
-        self.saving.begin()
         for each in self._gradients:
             each.enter_group()

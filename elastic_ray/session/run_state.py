@@ -99,11 +99,12 @@ def make_run_state(
     )
     states.register("stragglers", watch)
     states.register("gpu_types", gpu_types)
-    riders = (meter, adaptation.runner.watched, adaptation.runner.ballot)
+    registry = Registry(monitoring)
+    riders = (meter, adaptation.runner.watched, adaptation.runner.ballot, registry.saving)
     return RunState(
         group=group,
         states=states,
-        registry=Registry(monitoring),
+        registry=registry,
         ledger=ledger,
         sums=StepSums(),
         agreed=agreed,

@@ -158,9 +158,12 @@ class SharedState:
 
     def capture(self) -> dict[str, Any]:
         """All states by name; tensors are not copied."""
-        trees = {key: state.capture() for key, state in self._states.items()}
+        return {**{key: state.capture() for key, state in self._states.items()}, **self._position()}
+
+    def _position(self) -> dict[str, Any]:
+        """Where the run stands, and its batch shape."""
         shape = None if self.shape is None else dataclasses.asdict(self.shape)
-        return {**trees, "run": self.progress.to_state(), "shape": shape}
+        return {"run": self.progress.to_state(), "shape": shape}
 
     def capture_to_save(self) -> dict[str, Any]:
         """The same with what this rank holds for all; as far as it does, see ``GroupDependent.prepare_to_save``."""
@@ -171,15 +174,19 @@ class SharedState:
     def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
         """What this rank writes of a checkpoint of all ranks: `Pieces` of what several hold.
 
-        What only one rank holds, or all hold alike besides models, is the first one's.
+        What only one rank holds, or all hold alike besides models, is the first one's, and so are buffers: they differ
+        from rank to rank within a pass, and a checkpoint that the first rank writes alone has its own as well.
         """
         trees: dict[str, Any] = {}
         for key, state in self._states.items():
             if isinstance(state, WrittenInParts):
                 trees[key] = state.capture_part(rank, world_size)
             elif isinstance(state, ModuleState):
-                trees[key] = shared_out(state.capture(), rank, world_size)
-        return {**self.capture_to_save(), **trees} if rank == 0 else trees
+                shares = shared_out(dict(state.module.named_parameters()), rank, world_size)
+                trees[key] = {**shares, **dict(state.module.named_buffers())} if rank == 0 else shares
+            elif rank == 0:
+                trees[key] = state.capture_to_save() if isinstance(state, SharedOut) else state.capture()
+        return {**trees, **self._position()} if rank == 0 else trees
 
     def capture_to_keep(self) -> dict[str, Any]:
         """The same with what this rank holds alone, for a rerun in this process."""

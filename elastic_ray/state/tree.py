@@ -317,15 +317,15 @@ def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
 
 
 class ModuleState:
-    """Parameters and buffers of a module."""
+    """Parameters and buffers of a ``module``."""
 
     in_place = True
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
+        self.module = module
 
     def capture(self) -> Any:
-        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def restore(self, tree: Any) -> None:
         mine = self.capture()

@@ -256,7 +256,8 @@ class WorkerGroup:
         for worker in set(self._detector.questionable()) & members:
             self._background.start(self._look_at(worker))
         self.take(TimePassed())
-        if now_s - self.history.settled_s > _WARM_UP_AFTER_S and self.machine.current is not None:
+        settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
+        if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
             self._actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:

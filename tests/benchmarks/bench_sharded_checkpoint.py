@@ -2,9 +2,10 @@
 
 Bars: neither the pause nor what a checkpoint takes from the training more than with replicated state. Both strategies
 take turns in the same processes. In its turn each saves once to have memory for its copies, as a job has from its first
-checkpoint on, makes some steps without, and saves again, which counts. The pause is the longest copy of a rank, and the
-shortest agreement: the rank that agrees last has waited for no other, which the next reduction would do otherwise. The
-cost is the pause and the processor's time of writing, of the rank that has most of it.
+checkpoint on, makes some steps without, and saves again, which counts. The pause is what the slowest rank spends
+between two steps on agreeing, which rides on the steps' own sums, and on its copy. The cost is the pause and the
+processor's time of writing, of the rank that has most of it. Besides there is what rank 0's steps with a checkpoint
+take longer than as many without: it waits for other ranks' copies in them, and all compete with what is written.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
     session, storage = current_session(), RunStorage(folder)
     storage.create()
     found: dict[str, dict[str, list[float]]] = {
-        each: {"agreeing": [], "copying": [], "cpu": [], "without": [], "with": [], "size": [], "write": []}
+        each: {name: [] for name in ("agreeing", "copying", "cpu", "without", "with", "write", "longer")}
         for each in STRATEGIES
     }
     saver = StateSaver(session, storage, lambda saved: 1e5, keep=2, interval_s=1e9, saving=session.registry.saving)
@@ -80,19 +81,23 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
 
     saver._write = timed  # type: ignore[method-assign]
     spent = {"agreeing": 0.0, "copying": 0.0}
-    agree = session._changes._make_equal
 
-    def agree_timed(*, ends: bool = False) -> None:
-        begin_s = time.perf_counter()
-        agree(ends=ends)
-        spent["agreeing"] += time.perf_counter() - begin_s
+    def agreeing(agree: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin_s = time.perf_counter()
+            agreed = agree(*arguments, **options)
+            spent["agreeing"] += time.perf_counter() - begin_s
+            return agreed
+
+        return timed
 
     def copy_timed() -> None:
         begin_s = time.perf_counter()
         saver.between_steps()
         spent["copying"] += time.perf_counter() - begin_s
 
-    session._changes._make_equal = agree_timed  # type: ignore[method-assign]
+    for name in ("_saved_by_step", "_make_equal"):
+        setattr(session._changes, name, agreeing(getattr(session._changes, name)))
     session.registry.add_hook(HookPoint.BETWEEN_STEPS, copy_timed)
     step, before = 0, time.perf_counter()
     for _ in er.remaining_epochs_until(1):
@@ -131,6 +136,8 @@ def _close_block(
     for name in spent:
         times[name].append(spent[name])
         spent[name] = 0.0
+    without = statistics.median(times["without"][-_WITHOUT:])
+    times["longer"].append(sum(times["with"][-_WITH:]) - _WITH * without)
     times["cpu"].append(sum(cpu_s for cpu_s, _ in written))
     times["write"].append(sum(write_s for _, write_s in written))
     written.clear()
@@ -147,11 +154,15 @@ def _rows(strategy: str, ranks: list[dict[str, list[float]]]) -> list[dict[str, 
     def by_turn(name: str, of: Any = max) -> list[float]:
         return [of(each) for each in zip(*(each[name] for each in ranks), strict=True)][1:]
 
-    agreeing, copying, cpu = by_turn("agreeing", min), by_turn("copying"), by_turn("cpu")
-    pauses = [one + other for one, other in zip(agreeing, copying, strict=True)]
+    pauses = [
+        max(agreeing + copying for agreeing, copying in turn)
+        for turn in zip(*(zip(each["agreeing"], each["copying"], strict=True) for each in ranks), strict=True)
+    ][1:]
+    cpu = by_turn("cpu")
     told = {
         "pause [s]": statistics.median(pauses),
-        "of which agreeing [s]": statistics.median(agreeing),
+        "agreeing, at most [s]": statistics.median(by_turn("agreeing")),
+        "its steps, longer by [s]": statistics.median(ranks[0]["longer"][1:]),
         "its CPU + pause [s]": statistics.median([one + other for one, other in zip(pauses, cpu, strict=True)]),
         "CPU of all ranks [s]": statistics.median(by_turn("cpu", sum)),
         "writing [s]": statistics.median(by_turn("write")),

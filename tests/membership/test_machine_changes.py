@@ -31,6 +31,20 @@ def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
     assert (note.kind, note.from_workers, note.to_workers, note.pause.pause_s) == (EventKind.RESIZE, 2, 4, 0.2)
 
 
+def test_joiners_are_expected_from_the_start_of_their_process_until_they_are_members() -> None:
+    driver = running(2)
+    expected = [driver.machine.expects_joiners]
+    driver.target(n1=3)
+    expected.append(driver.machine.expects_joiners)  # room for it may never come
+    driver.reserved("w3")
+    expected.append(driver.machine.expects_joiners)
+    driver.ready("w3")
+    expected.append(driver.machine.expects_joiners)
+    driver.switched(2, "w1", "w2", "w3")
+    expected.append(driver.machine.expects_joiners)
+    assert expected == [False, False, True, True, False]
+
+
 def test_shrinking_takes_the_highest_ranks_and_gives_their_resources_back_when_they_have_left() -> None:
     driver = running(3)
     out = driver.target(n1=1)

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.saving import SaveAgreement
+from elastic_ray.consensus.saving import Readiness, SaveAgreement
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.session.group_changes import GroupChanges
@@ -55,10 +55,10 @@ class States:
 class Registered:
     """What was registered; notes the hooks that are called."""
 
-    buffer_layout, marker, gradients_are_local, samples, in_parts = 7, 0, False, None, False
-    saving = SaveAgreement()
+    buffer_layout, marker, gradients_are_local, samples, in_parts, drifts = 7, 0, False, None, False, False
 
     def __init__(self) -> None:
+        self.saving = SaveAgreement()
         self.called: list[HookPoint] = []
         self.equalised, self.collapsed, self.breaks = 0, 0, False
 
@@ -241,6 +241,66 @@ def test_models_are_made_one_before_rank_0_looks_whether_to_save_them(breaks: bo
         run.changes.between_steps(anywhere)
     assert run.registry.collapsed == 1
     assert run.controller.failures == ([(1, "broke in a consensus")] if breaks else [])
+
+
+class Writer:
+    """Writes its part of a checkpoint, once it is asked twice."""
+
+    asked = 0
+
+    def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
+        self.asked += 1
+        return self.standing()
+
+    def standing(self) -> Readiness:
+        return Readiness.READY if self.asked > 1 else Readiness.NOT_YET
+
+    def begin(self) -> None: ...
+
+
+class Two:
+    """A group of two, of which this is the first rank."""
+
+    rank, world_size = 0, 2
+
+    @property
+    def communicator(self) -> Two:
+        return self
+
+
+@pytest.mark.parametrize(("in_parts", "drifts"), [(True, False), (True, True), (False, False)])
+def test_what_a_step_has_added_up_says_how_all_ranks_save(in_parts: bool, drifts: bool) -> None:
+    """Unless models differ, or no rank has but a part: then they come together first, which breaks here."""
+    run, writer = Run(), Writer()
+    run.group, run.registry.in_parts, run.registry.drifts = Two(), in_parts, drifts  # type: ignore[assignment]
+    run.consensus.breaks = True
+    saving = run.registry.saving
+    saving.serve(writer)
+    orders = []
+    for _ in range(3):
+        values = saving.values(0, 2)
+        saving.conclude([values[0], values[1], 2 * values[2], 2 * values[3]], 2)
+        run.agreed.consensus = True
+        run.changes.between_steps(anywhere)
+        orders.append(saving.take_order())
+    if in_parts and not drifts:
+        assert orders[:2] == [None, None] and orders[2] is not None and writer.asked == 2
+        assert run.registry.collapsed == 0 and run.controller.failures == []
+    else:
+        assert orders == [None] * 3 and len(run.controller.failures) == 3
+
+
+def test_sums_of_an_earlier_step_say_nothing() -> None:
+    run, writer = Run(), Writer()
+    run.group, run.registry.in_parts = Two(), True  # type: ignore[assignment]
+    saving, writer.asked = run.registry.saving, 2
+    saving.serve(writer)
+    saving.conclude([0.0, 7.0, 0.0, 0.0], 2)
+    run.changes.between_steps(anywhere)
+    run.agreed.consensus, run.consensus.breaks = True, True
+    run.changes.between_steps(anywhere)  # of a step whose votes have brought the wish alone
+    assert saving.take_order() is None
+    assert run.controller.failures == [(1, "broke before it was known who waits")], "ranks asked each other"
 
 
 def test_an_agreed_batch_is_set_once_and_only_where_it_is_another_one() -> None:

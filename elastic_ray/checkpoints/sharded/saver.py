@@ -84,6 +84,22 @@ class PartSaver:
         self._making: Call | None = None
         self._looking: Call | None = None
         self._never = ""
+        self._groups = 0  # that were entered
+        self._fits = -1  # how often memory had been made when it was known to fit this group's part
+
+    def begin(self) -> None:
+        """A group was entered: this rank writes another part there."""
+        self._groups, self._fits = self._groups + 1, -1
+
+    def standing(self) -> Readiness:
+        """Whether this rank can write its part, from what :meth:`readiness` has found, and begun."""
+        if self._looking is None:
+            return Readiness.NOT_YET
+        self._look(wait=False)
+        if self._never:
+            return Readiness.NEVER
+        waits = self._fits != self._buffers.made or self.makes_memory or self._busy()
+        return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
         """This rank cannot write parts from now on."""
@@ -107,10 +123,12 @@ class PartSaver:
             return Readiness.NOT_YET
         tensors = _tensors(take_apart(self._states.capture_part(rank, world_size))[1])
         if self._buffers.fit(tensors) is None:
+            group = self._groups
             self._making = self._calls.start(
-                "making memory for a checkpoint", lambda: self._prepare(kinds_of(tensors), completes=rank == 0)
+                "making memory for a checkpoint", lambda: self._prepare(kinds_of(tensors), group, completes=rank == 0)
             )
             return Readiness.NOT_YET
+        self._fits = self._buffers.made
         return Readiness.READY
 
     @property
@@ -129,10 +147,12 @@ class PartSaver:
         except (OSError, StorageTimeoutError, pyarrow.ArrowException) as error:
             self._never = str(error)
 
-    def _prepare(self, kinds: Sequence[Kind], *, completes: bool) -> None:
-        """Make memory for a copy."""
+    def _prepare(self, kinds: Sequence[Kind], group: int, *, completes: bool) -> None:
+        """Make memory for a copy of what is written in a group."""
         try:
             self._buffers.make(kinds)
+            if group == self._groups:
+                self._fits = self._buffers.made
         except MemoryError as error:
             self._never = str(error)
         if completes:  # importing torch's side takes a second, which is not to count as a checkpoint's cost
@@ -147,7 +167,7 @@ class PartSaver:
             copy: whether training goes on while it is written.
 
         Raises:
-            RuntimeError: the memory for a copy is missing that was there when the ranks agreed.
+            MemoryError: there is no memory for a copy.
         """
         skeleton, tensors = take_apart(self._states.capture_part(order.rank, order.world_size))
         if copy:
@@ -160,8 +180,10 @@ class PartSaver:
         """The same, with copies of their elements."""
         originals = _tensors(tensors)
         buffers = self._buffers.fit(originals)
-        if buffers is None:
-            raise RuntimeError("the state has other tensors than when the ranks agreed on saving it")
+        if buffers is None:  # the state has come to have other tensors since it was looked at
+            self._buffers.make(kinds_of(originals))
+            buffers = self._buffers.fit(originals)
+        assert buffers is not None, "they are of the same kinds"
         copy_into(buffers, originals)
         copies = iter(buffers)
         return [

@@ -41,10 +41,13 @@ class ShardedModelState:
         return {**self.capture(), **found}
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """The rows that this rank owns, and its share of the buffers; see ``WrittenInParts``."""
-        if not self._optimizer.divided:
-            return shared_out(self.capture_to_save(), rank, world_size)
-        return {**shared_out(self.capture(), rank, world_size), "parameters": self._optimizer.written_params()}
+        """The rows that this rank owns, and the first rank's buffers; see ``WrittenInParts``."""
+        if self._optimizer.divided:
+            rows = {"parameters": self._optimizer.written_params()}
+        else:
+            whole = self.capture_to_save()
+            rows = shared_out({key: tree for key, tree in whole.items() if key != "buffers"}, rank, world_size)
+        return {**self.capture(), **rows} if rank == 0 else rows
 
     def capture_to_keep(self) -> Any:
         """What all hold: this rank's rows are kept with the optimizer's state."""

@@ -48,6 +48,7 @@ class Job:
             it, others after 2 more.
         settles_to: a rank that writes is waited for in steps up to this.
         between: called in each step.
+        evaluates: each epoch ends with an evaluation, in whose second step rank 0 asks for a checkpoint.
     """
 
     folder: Path
@@ -68,6 +69,7 @@ class Job:
     make: Callable[[], nn.Module] = Net
     data: Callable[[], torch.utils.data.TensorDataset] = data
     between: Callable[[Session, StateSaver, int], None] = lambda session, saver, step: None
+    evaluates: bool = False
     problems: dict[int, str] = dataclasses.field(default_factory=dict)
     saved: list[StateSaved] = dataclasses.field(default_factory=list)
 
@@ -117,6 +119,10 @@ class Job:
                     optimizer.zero_grad()
                     nn.functional.cross_entropy(wrapped(x), y).backward()
                     optimizer.step()
+                for number, _ in enumerate(er.AdaptiveDataLoader(self.data(), batch_size=12) if self.evaluates else ()):
+                    if number == 1 and session.rank == 0:
+                        saver.ask()
+                    self._wait_for(saver, 0)
             return Trained(parameters(model), optimizer.state_dict(), steps, session.rank, model.state_dict())
         except WorkerDismissed:
             if session.preempted:

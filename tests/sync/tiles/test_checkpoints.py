@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import read_manifest
 from elastic_ray.checkpoints.sharded.writing import write_part
+from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.consensus.intents import Announced, Intent
 from tests.loop.changing import Change, Kill
 from tests.sync.tiles.saving import Job
-from tests.sync.tiles.trained import assert_same_state
+from tests.sync.tiles.trained import Net, assert_same_state
 
 FOUR = (1, 2, 3, 4)
 
@@ -72,6 +75,53 @@ def test_a_replicated_job_writes_one_file_which_tiles_go_on_from(tmp_path: Path)
     wanted = Job(tmp_path / "third", strategy="all_reduce", states=job.read()).run(first).results[1]
     assert all(map(torch.equal, found.parameters, wanted.parameters))
     assert_same_state(found.state, wanted.state)
+
+
+class Counting(Net):
+    """Has a buffer that is different on each rank within a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().sum()
+        return super().forward(x)
+
+
+def test_a_checkpoint_asks_no_rank_in_a_collective_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks must know of each other for it rides on the step's own sums; buffers are the first rank's."""
+    asked: list[Intent] = []
+    agree_on = RankConsensus.agree_on
+
+    def noted(self: RankConsensus, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+        asked.append(what.intent)
+        return agree_on(self, what, payload)
+
+    monkeypatch.setattr(RankConsensus, "agree_on", noted)
+    seen: dict[int, set[float]] = {}
+
+    def between(session: Any, saver: Any, step: int) -> None:
+        (buffers,) = session.registry._buffers
+        seen.setdefault(step, set()).add(buffers._module.seen.item())
+        if session.rank == 0:
+            first[step] = buffers._module.seen.item()
+
+    first: dict[int, float] = {}
+    job = Job(tmp_path / "run", at=(1,), epochs=1, make=Counting, between=between)
+    job.run(FOUR)
+    (state,) = job.files()
+    assert (state.parts, state.steps) == (4, 5)
+    assert asked.count(Intent.BUFFERS) == 4, "that is when the group is entered"
+    assert job.read()["model/0"]["seen"].item() == first[5] and len(seen[5]) == 4, "and nothing is made equal for it"
+
+
+def test_a_checkpoint_is_saved_by_all_ranks_in_an_evaluation(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", epochs=1, evaluates=True)
+    job.run(FOUR)
+    (state,) = job.files()
+    assert (state.parts, state.steps) == (4, 8)
+    assert job.read()["run"]["ticks"] > 8
 
 
 def test_torchs_own_readers_read_it_in_a_plain_process(tmp_path: Path) -> None:

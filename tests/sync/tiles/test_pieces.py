@@ -74,6 +74,11 @@ class Writer:
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
         return self.answer
 
+    def standing(self) -> Readiness:
+        return self.answer
+
+    def begin(self) -> None: ...
+
 
 READY, NOT_YET, NEVER = Readiness.READY, Readiness.NOT_YET, Readiness.NEVER
 
@@ -89,17 +94,31 @@ READY, NOT_YET, NEVER = Readiness.READY, Readiness.NOT_YET, Readiness.NEVER
         ((READY, None, READY), False, Saving.ALONE),
     ],
 )
-def test_ranks_conclude_the_same(answers: tuple[Readiness | None, ...], now: bool, outcome: Saving) -> None:
+@pytest.mark.parametrize("rides", [False, True])
+def test_ranks_decide_the_same(
+    answers: tuple[Readiness | None, ...], now: bool, outcome: Saving, rides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secrets.randbits", lambda bits: (1 << bits) - 2)
     ranks = [SaveAgreement() for _ in answers]
     for rank, answer in zip(ranks, answers, strict=True):
         if answer is not None:
             rank.serve(Writer(answer))
-    ballots = [each.ballot(number, 3, divided=True, now=now) for number, each in enumerate(ranks)]
-    sums = [sum(each) for each in zip(*ballots, strict=True)]
-    assert {each.conclude(sums, number, 3, now=now) for number, each in enumerate(ranks)} == {outcome}
+    if rides:
+        ballots = [each.values(number, 3) for number, each in enumerate(ranks)]
+        for each in ranks:
+            each.conclude(torch.tensor(ballots, dtype=torch.float32).sum(0).tolist(), 3)
+        heard = [each.take_heard(3) for each in ranks]
+        assert heard[0] and all(each.take_heard(3) == () for each in ranks), "sums count at the edge of their step"
+    else:
+        ballots = [each.ballot(number, 3, divided=True, now=now) for number, each in enumerate(ranks)]
+        heard = [tuple(sum(each) for each in zip(*ballots, strict=True))] * 3
+    decided = {
+        each.decide(sums, number, 3, now=now) for number, (each, sums) in enumerate(zip(ranks, heard, strict=True))
+    }
+    assert decided == {outcome}
     orders = [each.take_order() for each in ranks]
     if outcome is Saving.TOGETHER:
-        assert len({order.token for order in orders if order is not None}) == 1
+        assert {order.token for order in orders if order is not None} == {"0ffffffff"}
         assert [order.rank for order in orders if order is not None] == [0, 1, 2]
     else:
         assert orders == [None] * 3
@@ -110,10 +129,11 @@ def test_ranks_conclude_the_same(answers: tuple[Readiness | None, ...], now: boo
 def test_what_a_group_has_agreed_on_does_not_count_in_the_next() -> None:
     agreement = SaveAgreement()
     agreement.serve(Writer(READY))
-    agreement.conclude([2.0, 7.0, 0.0, 0.0], 0, 2, now=False)
+    agreement.decide([2.0, 0.0, 7.0, 0.0, 0.0], 0, 2, now=False)
+    agreement.conclude([0.0, 7.0, 0.0, 0.0], 2)
     agreement.begin()
-    assert agreement.take_order() is None
-    agreement.conclude([2.0, 7.0, 0.0, 1.0], 0, 2, now=False)
+    assert agreement.take_order() is None and agreement.take_heard(2) == ()
+    agreement.decide([2.0, 0.0, 7.0, 0.0, 1.0], 0, 2, now=False)
     assert agreement.refusals == 1 and not agreement.together
     agreement.begin()
     assert agreement.together, "the rank that could not may have left"
