@@ -34,6 +34,9 @@ class Intent(enum.IntEnum):
     GATHER = 12
 
 
+_STEPPED = "which parameters have a gradient, and learning rates"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
     """What a rank announces.
@@ -81,7 +84,7 @@ class Announced:
             case Intent.UPDATE:
                 if self.detail & 1:
                     return f"divides the optimizer state of model {self.index} anew"
-                return f"steps the optimizer of model {self.index} (parameters with a gradient: {self.detail >> 1:08x})"
+                return f"steps the optimizer of model {self.index} ({_STEPPED}: {self.detail >> 1:08x})"
             case Intent.STATE:
                 return (
                     f"calls optimizer.state_dict() of model {self.index}, whose state lies with several ranks (call it "
@@ -94,7 +97,7 @@ class Announced:
                     "asks for the whole state (call state_dict() on all ranks; the first one gets it) of",
                     "steps the optimizer of",
                 )
-                with_which = f" (those with a gradient: {self.detail >> 2:08x})" if self.detail % 4 == 3 else ""
+                with_which = f" ({_STEPPED}: {self.detail >> 2:08x})" if self.detail % 4 == 3 else ""
                 return (
                     f"{does[self.detail % 4]} model {self.index}, whose parameters lie with several ranks{with_which}"
                 )

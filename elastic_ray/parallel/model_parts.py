@@ -115,11 +115,13 @@ class ModelParts:
 
         Raises:
             ValueError: its modules were sharded with different ``shard_size``.
-            StrategyError: the model has a sharded table as well, or its optimizer is not element-wise.
+            StrategyError: the model has a sharded table as well, or its optimizer is not element-wise; or parameters or
+                settings of its sharded modules were replaced.
         """
         # Torch's side of it takes a second to load, which models that are not sharded need not wait for.
         from elastic_ray.sync.sharded_parameters.checks import shard_size_of
         from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+        from elastic_ray.sync.sharded_parameters.fsdp_fields import check_places
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -139,6 +141,7 @@ class ModelParts:
                 "RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop and ASGD are so"
             )
         run, module, optimizer = self._run, self._module, self._optimizer
+        check_places(module)
         collectives = ShardCollectives(run, self._number, shard_size_of(module))
         shards = ShardedOptimizer(run, module, optimizer, self._number, collectives)
         denominators = RowDenominators(optimizer, shards)

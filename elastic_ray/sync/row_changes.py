@@ -124,7 +124,7 @@ class HandChanges:
         self._model = model
         self._looked_at: list[Tensor] = []
         self._seen = torch.empty(0)
-        self._found = False
+        self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Take its steps for updates, and what its hooks do behind them for changes by hand."""
@@ -139,7 +139,17 @@ class HandChanges:
 
     def note(self) -> None:
         """All is well so far."""
-        self._seen, self._found = self._now(), False
+        self._seen, self._found, self._suspected = self._now(), False, False
+
+    def suspect(self) -> None:
+        """Rows were given anew, on all ranks alike as far as this one knows: have that looked at before an update."""
+        self.note()
+        self._suspected = True
+
+    @property
+    def suspected(self) -> bool:
+        """Whether holders of the same rows are to be compared before the next update."""
+        return self._suspected or self.found
 
     @contextmanager
     def served(self) -> Iterator[None]:

@@ -31,8 +31,7 @@ class Update:
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
         """The one that this optimizer has made after it, in the group of this generation."""
-        rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-        return Update(self.number + 1, generation, rates)
+        return Update(self.number + 1, generation, rates_of(optimizer))
 
 
 class PendingUpdate:
@@ -155,6 +154,11 @@ def tiles_shown(
     return swapped(optimizer, hidden, [(part, groups[id(params[name])]) for name, part in shown], states)
 
 
-def trained_digest(params: Iterable[Tensor]) -> int:
-    """32 bits that tell apart which parameters have a gradient: all ranks must have the same ones."""
-    return zlib.crc32(bytes(p.grad is not None for p in params))
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Learning rates of its groups."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+
+
+def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """32 bits that tell apart which parameters have a gradient, and learning rates: all ranks must have the same."""
+    return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))

@@ -19,7 +19,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.optimizer_tiles.denominators import Denominators
 from elastic_ray.sync.optimizer_tiles.holder import TileHolder
-from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, trained_digest
+from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, update_digest
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.run_view import TileRun
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
@@ -131,9 +131,9 @@ class TiledOptimizer:
         self._close()
         if not self.divided:
             return True
-        run = self._run
+        run, update = self._run, update_digest(self.tiled, self._optimizer)
         try:
-            run.consensus.announce(Announced(Intent.UPDATE, self._number, trained_digest(self.tiled) << 1))
+            run.consensus.announce(Announced(Intent.UPDATE, self._number, update << 1))
             run.moment("vote")
             run.consensus.agreed()
             run.consensus.reductions_started()

@@ -45,6 +45,12 @@ NO_STRATEGY = (
 )
 
 
+_HOOKS = (
+    "Change gradients between backward() and optimizer.step(), or use register_post_accumulate_grad_hook() of the "
+    "parameters behind fully_shard(), which sees this rank's rows"
+)
+
+
 def key_of(shard_size: int | None) -> str:
     """Tells layouts apart of which step times are not to be mixed.
 
@@ -106,6 +112,16 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
             )
 
 
+def refuse_gradient_hooks(module: nn.Module) -> None:
+    """Raises ValueError: a sharded parameter has a hook on its gradient that torch never calls."""
+    for name, param in module.named_parameters():
+        if param._backward_hooks:
+            raise ValueError(
+                f"{name} has a hook of register_hook(), which torch does not call for a parameter that is sharded: its "
+                f"gradient comes from torch's reduction, not from autograd. {_HOOKS}"
+            )
+
+
 def check_module(module: nn.Module, shard_size: int | None = None) -> str:
     """What torch would say later or not at all; returns the kind of device of the parameters.
 
@@ -129,6 +145,12 @@ def check_module(module: nn.Module, shard_size: int | None = None) -> str:
             raise ValueError(
                 f"{name}.{param_name} has the shape {tuple(param.shape)}, and parameters are cut along their first "
                 "dimension: give it one element at least in one dimension, as torch.nn.Parameter(torch.ones(1))"
+            )
+        hooked: Any = param
+        if hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name}.{param_name} has a hook on its gradient, which torch's fully_shard leaves behind with the "
+                f"parameter that it replaces: it would not be called. {_HOOKS}"
             )
         if not param.is_contiguous():
             raise ValueError(f"{name}.{param_name} is not contiguous in memory: make it so with .contiguous() before")

@@ -20,11 +20,29 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
+from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
 
 _STATE = ("_state_ctx", "_fsdp_param_groups", "_is_root", "_training_state")
 _CONTEXT = ("post_backward_final_callback_queued", "iter_forward_root")
-_GROUP = ("mesh_info", "post_forward_mesh_info", "fsdp_params", "_training_state", "_to_sharded", "_reset_iter_state")
+_SETTINGS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce_hook": "set_all_reduce_hook"}
+_OTHER_SETTERS = (
+    *("set_reduce_scatter_divide_factor", "set_custom_all_gather", "set_custom_reduce_scatter"),
+    *("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"),
+)
+_CHANGED = (
+    "{setter}() is not served for elastic_ray.fully_shard: gradients are the mean over the samples of a step, whatever "
+    "the shares of the workers. Leave it out, and scale the loss where another scale is wanted"
+)
+_GROUP = (
+    "mesh_info",
+    "post_forward_mesh_info",
+    "fsdp_params",
+    "_training_state",
+    "_to_sharded",
+    "_reset_iter_state",
+    *_SETTINGS,
+)
 _PARAM = (
     *("mesh_info", "post_forward_mesh_info", "_shard_mesh", "_spmd_mesh", "_spmd_placements", "_sharding_spec"),
     *("sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size", "_sharded_param_data"),
@@ -171,6 +189,49 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
         for field in group.fsdp_params
         if hasattr(field, "_unsharded_param") and field._unsharded_param.requires_grad
     ]
+
+
+def check_places(module: nn.Module) -> None:
+    """Whether a sharded model has the parameters that torch has sharded, each in its place.
+
+    Raises:
+        StrategyError: another one is in the place of one of them.
+    """
+    names = {id(each): name for name, each in module.named_modules()}
+    for field in (field for group in groups_of(module) for field in group.fsdp_params):
+        info = field._module_info
+        places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        for owner, name in places:
+            if getattr(owner, name) is not field.sharded_param:
+                raise StrategyError(
+                    f"{names.get(id(owner), '')}.{name} is not the parameter that was sharded there, but was put in "
+                    "its place later: tie and replace parameters before fully_shard(), and load weights by "
+                    "load_state_dict()"
+                )
+
+
+def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
+    """Have a sharded module communicate by these, and user code change nothing of that.
+
+    Raises:
+        StrategyError: user code has done so already.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for field, setter in _SETTINGS.items():
+            if getattr(group, field) is not None:
+                raise StrategyError(_CHANGED.format(setter=setter))
+    unit.set_custom_all_gather(all_gather)
+    unit.set_custom_reduce_scatter(reduce_scatter)
+    unit.set_all_reduce_hook(all_reduce_hook)
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    for setter in (*_SETTINGS.values(), *_OTHER_SETTERS):
+        setattr(unit, setter, functools.partial(_refuse_setting, setter))
+
+
+def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
+    raise StrategyError(_CHANGED.format(setter=setter))
 
 
 def hollow_out(module: nn.Module, device: torch.device) -> None:

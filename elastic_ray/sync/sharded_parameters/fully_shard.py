@@ -100,6 +100,11 @@ def fully_shard(
 
 def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: Any) -> None:
     """Raises TypeError: an argument is of another type than ``fully_shard`` takes."""
+    if isinstance(module, (list, tuple)):
+        raise TypeError(
+            f"module must be one torch.nn.Module, but got a {type(module).__name__} of {len(module)}: shard each of "
+            "them by itself, or leave them to the module around them, as those must be that share a parameter"
+        )
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):

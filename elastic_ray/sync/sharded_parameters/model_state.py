@@ -72,10 +72,16 @@ class ShardedModelState:
             self._optimizer.take_whole(tree["parameters"])
 
 
+def _key(prefix: str, name: str) -> str:
+    """Of a parameter in a state dict: torch's activation checkpointing wraps modules, and keeps its own name out."""
+    return prefix + name.replace("_checkpoint_wrapped_module.", "")
+
+
 def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Before a sharded module loads a state dict: whole parameters in it become this rank's rows; see torch's hooks."""
     for name, param in module.named_parameters():
-        value = state_dict.get(prefix + name)
+        key = _key(prefix, name)
+        value = state_dict.get(key)
         if not is_sharded(param) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != param.shape:
             continue  # what does not fit torch tells of
         if stands_in(param):
@@ -84,7 +90,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
         parts = list(torch.chunk(value, mesh.size()))
         rank = mesh.get_group().rank()
         rows = parts[rank] if rank < len(parts) else value[:0]
-        state_dict[prefix + name] = shard_like(param, rows.to(param.device))
+        state_dict[key] = shard_like(param, rows.to(param.device))
 
 
 class StateDicts:
@@ -110,19 +116,33 @@ class StateDicts:
             return
         names = {id(each.param): each.name for each in self._optimizer.params}
         known = {
-            prefix + name: names[id(param)]
+            _key(prefix, name): names[id(param)]
             for name, param in module.named_parameters(remove_duplicate=False)
             if id(param) in names
         }
+        if strange := sharded - known.keys():
+            raise RuntimeError(
+                f"state_dict() of a sharded model has keys that are no names of its parameters, as {min(strange)!r}, "
+                "so whole tensors cannot be put there: rename keys behind state_dict(), not in a hook of a module"
+            )
         whole = self._optimizer.whole_params()
-        for name in sharded & known.keys():
+        for name in sharded:
             if known[name] in whole:
                 state_dict[name] = whole[known[name]]
             else:
                 del state_dict[name]
 
-    def _take(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+    def _take(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
+    ) -> None:
+        """Rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would put other parameters in the place of those that the optimizer of a "
+                "sharded model steps: leave assign=True out, or load before AdaptiveDataParallel and the optimizer are "
+                "made"
+            )
         for each in self._optimizer.params:
-            value = state_dict.get(prefix + each.name)
+            value = state_dict.get(_key(prefix, each.name))
             if isinstance(value, Tensor) and not is_sharded(value) and tuple(value.shape) == each.shape:
                 self._optimizer.load_param(each.name, value)

@@ -23,9 +23,9 @@ from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, is_finite, refuse_own
-from elastic_ray.sync.sharded_parameters.checks import CREATES_GRAPH, NO_STRATEGY, OF_ANOTHER_GROUP, SHARDED, key_of
+from elastic_ray.sync.sharded_parameters import checks
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, to_sharded, units_of
+from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, take_over, to_sharded, units_of
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -67,12 +67,8 @@ class ShardedGradients:
         module.register_forward_pre_hook(self._begin_anew, prepend=True)
         module.register_forward_hook(self._after_forward)
         for place, unit in enumerate(units_of(module)):
-            unit.set_custom_all_gather(GatherShards(collectives, place))  # type: ignore[arg-type]
-            unit.set_custom_reduce_scatter(ScatterGradients(collectives, place))  # type: ignore[arg-type]
-            unit.set_all_reduce_hook(collectives.weigh_alone)
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            gather, scatter = GatherShards(collectives, place), ScatterGradients(collectives, place)
+            take_over(unit, gather, scatter, collectives.weigh_alone)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -82,11 +78,12 @@ class ShardedGradients:
         Raises:
             RanksDisagreeError: others do something else here.
             RuntimeError: the model cannot be called here; the message says why.
-            ValueError: a parameter was unfrozen that the optimizer does not step.
+            ValueError: a parameter was unfrozen that the optimizer does not step, or has a hook that torch ignores.
             CommunicationFailedError: the group broke outside of steps.
         """
         run, step = self._run, self._run.ledger.step
         self._optimizer.check_memory()
+        checks.refuse_gradient_hooks(self._module)
         if self._trainable.changed():
             self._trainable.take_in()
             self._statistics.rebuilt()
@@ -142,9 +139,9 @@ class ShardedGradients:
     def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
         """A backward pass has reached the model's output."""
         if torch.is_grad_enabled():
-            raise RuntimeError(CREATES_GRAPH)
+            raise RuntimeError(checks.CREATES_GRAPH)
         if generation != self._run.group.generation:
-            raise RuntimeError(OF_ANOTHER_GROUP)
+            raise RuntimeError(checks.OF_ANOTHER_GROUP)
         self.entered()
 
     def entered(self) -> None:
@@ -172,7 +169,7 @@ class ShardedGradients:
         self._collectives.begin_pass(1.0 / run.group.world_size if step is None else step.weight(run.group.rank))
         try:
             if self._reduces:
-                self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, SHARDED.name))
+                self._collectives.begin(Announced(Intent.GRADIENTS, self._number, self._layout, checks.SHARDED.name))
             self._statistics.find_denominators()
         except CommunicationFailedError as error:
             self._fail(str(error))
@@ -323,17 +320,17 @@ class ShardedGradients:
     @property
     def strategy(self) -> Strategy:
         """For people."""
-        return SHARDED
+        return checks.SHARDED
 
     @property
     def strategy_name(self) -> str:
         """For people."""
-        return SHARDED.name
+        return checks.SHARDED.name
 
     @property
     def strategy_key(self) -> str:
         """Tells step times apart."""
-        return key_of(self._collectives.shard_size)
+        return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
         """Refuse another one.
@@ -341,7 +338,7 @@ class ShardedGradients:
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(NO_STRATEGY)
+        raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
         """Refuse: there is none.
@@ -349,7 +346,7 @@ class ShardedGradients:
         Raises:
             StrategyError: always.
         """
-        raise StrategyError(NO_STRATEGY)
+        raise StrategyError(checks.NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------
 

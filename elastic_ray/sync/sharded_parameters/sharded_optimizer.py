@@ -22,7 +22,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.unread import UnreadTensor
-from elastic_ray.sync.optimizer_tiles.pending import Update, trained_digest
+from elastic_ray.sync.optimizer_tiles.pending import Update, update_digest
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.row_changes import HandChanges
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
@@ -110,9 +110,10 @@ class ShardedOptimizer:
         self._close()
         if not self.divided:
             return True
-        run, voted, votes = self._run, False, torch.tensor([1.0, self._by_hand.found])
+        run, update = self._run, update_digest(self.tiled, self._optimizer)
+        voted, votes = False, torch.tensor([1.0, self._by_hand.suspected])
         try:
-            run.consensus.announce(Announced(Intent.SHARDS, self._number, trained_digest(self.tiled) << 2 | _STEP))
+            run.consensus.announce(Announced(Intent.SHARDS, self._number, update << 2 | _STEP))
             run.consensus.agreed()
             followed = self._grads_of_followed()
             voted = True
@@ -310,7 +311,7 @@ class ShardedOptimizer:
     def load_param(self, name: str, value: Tensor) -> None:
         """A whole parameter is given anew, on all ranks alike: take over the rows that this rank holds."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
-        self._by_hand.note()
+        self._by_hand.suspect()
         if self.divided:
             self._close()
 

@@ -17,7 +17,7 @@ from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters import fsdp_fields
 from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
-from tests.loop.changing import run_job
+from tests.loop.changing import Change, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, Case, Net, Run, data, run, sharded_net
 
 
@@ -50,6 +50,12 @@ def _two_sizes() -> tuple[Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def _hooked(register: str) -> nn.Module:
+    layer = nn.Linear(2, 2)
+    getattr(layer.weight, register)(lambda given: None)
+    return layer
+
+
 def _sharded_twice() -> nn.Module:
     return er.fully_shard(nn.Linear(2, 2))
 
@@ -63,6 +69,16 @@ def _sharded_twice() -> nn.Module:
         (_sharded_twice, {}, ValueError, "sharded already"),
         (lambda: nn.ModuleList([nn.Linear(2, 2)]), {}, ValueError, "does not support containers"),
         (lambda: "model", {}, TypeError, "module must be a torch.nn.Module, but got str"),
+        (
+            lambda: [nn.Linear(2, 2), nn.Linear(2, 2)],
+            {},
+            TypeError,
+            "one torch.nn.Module, but got a list of 2: shard each",
+        ),
+        *(
+            (lambda register=register: _hooked(register), {}, ValueError, r"Linear\.weight has a hook .* not be called")
+            for register in ("register_hook", "register_post_accumulate_grad_hook")
+        ),
         (Net, {"mesh": None}, TypeError, "has no mesh=.*the group is the job's"),
         (Net, {"offload_policy": None}, TypeError, "has no offload_policy=.*stay on the device"),
         (Net, {"shard": 1}, TypeError, "no argument 'shard'; it has module"),
@@ -104,6 +120,20 @@ def _by_torch() -> tuple[Any, Any]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def _with(change: Any) -> tuple[Any, Any]:
+    model = sharded_net()
+    change(model)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _tie(model: Any) -> None:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+
+
+def _replace(model: Any) -> None:
+    model.last.weight = nn.Parameter(model.last.weight.detach() * 2)
+
+
 def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
     model = sharded_net()
     return model, optimizer(model.parameters(), lr=0.1)
@@ -118,6 +148,14 @@ def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
         (_two_sizes, {}, ValueError, "shard_size must be the same for all modules.* is 2 for 0 and 3 for 1"),
         (_good, {"strategy": "zero1"}, StrategyError, "strategy must be left out.*'zero1'"),
         (_good, {"grad_scaler": torch.amp.GradScaler("cpu")}, StrategyError, "Train in bfloat16"),
+        (lambda: _with(_tie), {}, StrategyError, r"blocks\.1\.up\.weight is not the parameter .* before fully_shard"),
+        (lambda: _with(_replace), {}, StrategyError, r"last\.weight is not the parameter .*load_state_dict\(\)"),
+        (
+            lambda: _with(lambda model: model.blocks[0].set_gradient_divide_factor(1.0)),
+            {},
+            StrategyError,
+            r"set_gradient_divide_factor\(\) is not served .*scale the loss",
+        ),
         (lambda: _good(torch.optim.Adafactor), {}, StrategyError, "Adafactor cannot step a sharded model"),
     ],
 )
@@ -143,6 +181,22 @@ def test_a_sharded_model_has_no_strategy_to_change_and_no_gradients_to_keep_back
             call()
     with pytest.raises(RuntimeError, match="no_sync"):
         wrapped.no_sync()
+
+
+@pytest.mark.parametrize(
+    ("setter", "value"),
+    [
+        ("set_gradient_divide_factor", 4.0),
+        ("set_all_reduce_hook", print),
+        ("set_custom_reduce_scatter", None),
+        ("set_force_sum_reduction_for_comms", False),
+    ],
+)
+def test_how_gradients_are_reduced_is_not_to_be_changed(setter: str, value: Any) -> None:
+    model, optimizer = _good()
+    er.AdaptiveDataParallel(model, optimizer)
+    with pytest.raises(StrategyError, match=rf"{setter}\(\) is not served .* Leave it out"):
+        getattr(model.blocks[0], setter)(value)
 
 
 @pytest.mark.parametrize(("names", "owner"), [("_PARAM", "FSDPParam"), ("_DISPATCHER", "OpDispatcher")])
@@ -230,13 +284,43 @@ def _on_one(do: Any) -> Any:
             "gathers or reduces another part of model 0",
         ),
         (lambda run: run.model.last.weight.data.mul_(2.0), ReplicasDifferError, "rank 1 owns differ.*rank 0"),
+        (
+            lambda run: run.optimizer.param_groups[0].update(lr=0.5),
+            RanksDisagreeError,
+            "steps the optimizer .*which parameters have a gradient, and learning rates: [0-9a-f]{8}",
+        ),
     ],
-    ids=["calls", "optimizer state", "model state", "tensor", "changes rows"],
+    ids=["calls", "optimizer state", "model state", "tensor", "changes rows", "learning rate"],
 )
 def test_one_rank_that_does_otherwise_is_found_out(do: Any, error: type[Exception], text: str) -> None:
     for meta in (False, True):
         with pytest.raises((error, CommunicationFailedError), match=text):
             run(Case(clip=False, meta=meta, between=_on_one(do)), [], (1, 2))
+
+
+def test_weights_that_one_rank_loads_alone_are_found_before_the_next_update() -> None:
+    """Also where the group changes behind it, and one worker is left."""
+    do = _on_one(lambda run: run.model.load_state_dict({k: v + 1 for k, v in Net().state_dict().items()}))
+    with pytest.raises((ReplicasDifferError, CommunicationFailedError), match=r"rank \d owns differ"):
+        run(Case(clip=False, between=do), [Change(3, (1,))], (1, 2))
+
+
+def test_weights_are_not_assigned_behind_the_optimizers_back() -> None:
+    def between(run: Run, step: int) -> None:
+        run.model.load_state_dict(Net().state_dict(), assign=True)
+
+    with pytest.raises(RuntimeError, match=r"would put other parameters.* leave assign=True out"):
+        run(Case(between=between), [], (1,))
+
+
+def test_hooks_that_torch_would_not_call_are_refused() -> None:
+    def between(run: Run, step: int) -> None:
+        run.model.last.weight.register_hook(lambda grad: grad * 0.5)
+
+    with pytest.raises(
+        ValueError, match=r"last\.weight has a hook .*does not call .*register_post_accumulate_grad_hook"
+    ):
+        run(Case(between=between), [], (1,))
 
 
 def test_whole_batches_are_refused_also_by_one_worker() -> None:

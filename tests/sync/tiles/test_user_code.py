@@ -90,7 +90,10 @@ def _drop_a_gradient(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_a_rank_that_has_dropped_a_gradient_is_told(ranks: Ranks, strategy: str) -> None:
-    said = r"RanksDisagreeError: .*rank.* 1 steps the optimizer of model 0 \(parameters with a gradient: [0-9a-f]{8}\)"
+    said = (
+        r"RanksDisagreeError: .*rank.* 1 steps the optimizer of model 0 "
+        r"\(which parameters have a gradient, and learning rates: [0-9a-f]{8}\)"
+    )
     with pytest.raises(RankFailedError, match=said):
         ranks.run(_drop_a_gradient, strategy, world=3)
 
