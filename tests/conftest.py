@@ -21,6 +21,7 @@ SETTLE_S = 5.0
 GROUPS = {
     "clusters": r"local_cluster|ray_(cluster|nodes)|shared_cluster|^\s*import ray\b|tests\.tuning"
     r"|subprocess|multiprocessing|free_port",
+    "shards": r"tests\.sync\.sharded_parameters",
     "ranks": r"\branks\b|tests\.loop",
 }
 

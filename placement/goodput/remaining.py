@@ -134,19 +134,31 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
     return weights
 
 
-def overdue(views: Sequence[JobView], left_s: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """How late each job would be on an equal share from now on: 1 at most if it is not, NaN if it has no length.
+def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
+    """How late each job would be on an equal share from now on: 1 at most if it is not, NaN if it has not trained.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 
-    an estimate of finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from what the job knows of itself.
+    an estimate of finish-time fairness (Mahajan et al., "Themis", NSDI 2020) from what the job knows of itself, or, of
+    one without a length, from what it is taken to have left.
+
+    Args:
+        views: the jobs.
+        left_s: remaining time at speed 1 [s], (J,), NaN where unknown.
+        rate: progress at speed 1 [samples/s], (J,).
+        fair_speed: of each job on an equal share, (J,).
+        now_s: the time [s].
     """
     lateness = np.full(len(views), np.nan)
     for j, (view, left, speed) in enumerate(zip(views, left_s.tolist(), fair_speed.tolist(), strict=True)):
         missing = likely_left(view.progress)
-        if view.progress is None or missing is None or not missing > 0:
+        if view.progress is None or (missing is not None and not missing > 0):
             continue
-        whole_s = left * (1.0 + view.progress.done / missing) / max(speed, 1e-9)
+        if missing is not None:
+            whole_s = left * (1.0 + view.progress.done / missing) / max(speed, 1e-9)
+        else:
+            done_s = view.progress.done * (view.init_batch_size or 0) / max(float(rate[j]), 1e-9)
+            whole_s = (left + done_s) / max(speed, 1e-9)
         if whole_s > 0:
             age_s = max(now_s - view.submitted_s, 0.0)
             lateness[j] = (age_s + left / max(speed, 1e-9)) / whole_s

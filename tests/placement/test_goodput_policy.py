@@ -15,9 +15,11 @@ from placement.cluster.jobs import JobView, speeds
 from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation
 from placement.goodput.remaining import remaining
+from placement.goodput.speeds import GoodputCache
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
 from placement.policies.goodput.speed_value import SpeedValue
+from placement.policies.goodput.tables import build
 from placement.simulator.nodes.clusters import parse_cluster
 from tests.placement.views import model, view
 
@@ -69,6 +71,29 @@ def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
     chosen = sizes(views, parse_cluster("aws:6x4"))
     assert chosen["a"] >= chosen["c"] >= chosen["b"]
     assert chosen["a"] > chosen["b"]
+
+
+def test_one_job_of_a_new_model_does_not_make_all_share_evenly() -> None:
+    """With each known length p rises from ``fair_power`` to ``power``; what cannot be known counts as the mean."""
+    short, long = (gpu_view(job, progress=length(epochs)) for job, epochs in (("short", 3), ("long", 300)))
+    new = gpu_view("new", progress=Progress(done=10.0, epoch_ends=(10.0,)))
+    nodes, policy = parse_cluster("aws:4x4"), GoodputPolicy(crowd=3 / 16)
+
+    def power(*views: JobView) -> float:
+        return policy.utility(build(views, nodes, GoodputCache()), 100.0).power
+
+    assert power(new) == 0.0 and power(short, long, long) == 0.5
+    assert power(short, long, new) == pytest.approx(0.5 * 2 / 3) and power(short, new, new) == pytest.approx(0.5 / 3)
+    chosen = sizes([short, long, new], nodes)
+    assert chosen["short"] > chosen["new"] >= chosen["long"]
+
+
+def test_a_job_of_a_new_model_that_has_waited_for_long_comes_first() -> None:
+    """It is late by what it is taken to have left, as others are by their own lengths."""
+    views = [gpu_view(f"j{i}", progress=length(3), submitted_s=1e6) for i in range(8)]
+    views.append(gpu_view("new", progress=Progress(done=1.0, epoch_ends=(1.0,)), submitted_s=0.0))
+    targets = GoodputPolicy().decide(views, parse_cluster("aws:1x4"), 1e6)
+    assert targets["new"].workers > 0
 
 
 def test_a_job_that_has_yet_to_tell_its_length_makes_no_waiting_job_start_only_to_stop_again() -> None:

@@ -261,6 +261,7 @@ class Writer:
 class Two:
     """A group of two, of which this is the first rank."""
 
+    generation = 1
     rank, world_size = 0, 2
 
     @property

@@ -41,8 +41,9 @@ class GoodputPolicy:
       else pause for every short one that comes and goes. Where there is one GPU type, those that are idle in the
       outcome are given without that charge, to jobs that gain by them more than the pause costs and ``hysteresis``.
     * phi(s) = (s^p - 1) / p. With p = 0, log s, the sum is proportionally fair (Nash's bargaining solution): p =
-      ``fair_power`` unless the lengths of all jobs are known. Then p = ``power``, and on a crowded cluster (more than
-      ``crowd`` jobs for each worker that fits) the larger the crowd, the more, up to 1: the nearer each job is to one
+      ``fair_power`` where no length is known. Where all are, p = ``power``; where some are, p is between the two by
+      their part, and the others count as long as these are on average. On a crowded cluster (more than ``crowd`` jobs
+      for each worker that fits) p is larger with the crowd, up to 1: the nearer each job is to one
       worker, the less there is to gain by sharing evenly, and with p = 1 the sum becomes "shortest remaining time
       first", which is optimal where speed grows linearly. With fewer than half of ``crowd`` it falls towards 0: there
       is enough for all, and even shares end soonest.
@@ -66,7 +67,7 @@ class GoodputPolicy:
         hysteresis: relative gain that is worth taking a worker away from a running job for.
         exponent: a; 0 weighs all jobs alike.
         power: p where all lengths are known and jobs are between half of ``crowd`` and ``crowd``; see above.
-        fair_power: p where they are not.
+        fair_power: p where none is.
         late: estimated finish-time fairness from which a job weighs more.
         charge: least weight of what a pause costs, as a part of the largest ``JobView.weight``.
         sharpness: how sharply a job of twice the length counts as longer where there are ``crowd`` jobs; it is
@@ -142,11 +143,12 @@ class GoodputPolicy:
         views = instance.views
         left_s = seconds_left(views, instance.rate) if self.lengths else np.full(len(views), np.nan)
         untold = np.array([view.progress is None for view in views], dtype=np.bool_)
+        unknown = np.isnan(left_s) & ~untold
         if np.isfinite(left_s[~untold]).any():
-            # It has yet to start, and can tell nothing: it counts as long as the others are on average. Were its length
-            # unknown, lengths would count for nothing until it has told its own, and with each arrival jobs that wait
-            # would start, and stop again.
-            left_s = np.where(untold, np.nanmean(left_s[~untold]), left_s)
+            # One that has yet to start can tell nothing, and others may be the first of their model: they count as long
+            # as the rest is on average. Were they of unknown length, lengths would count for nothing until the last of
+            # them is known, and with each arrival jobs that wait would start, and stop again.
+            left_s = np.where(untold | unknown, np.nanmean(left_s[~untold]), left_s)
         known = len(views) > 0 and not np.isnan(left_s).any()
         room = self.crowd * max(float(instance.capacities.sum()), 1.0)
         crowd = len(views) / room if instance.alike and known else 1.0
@@ -157,15 +159,17 @@ class GoodputPolicy:
         if known:
             share = max(float(instance.capacities.sum()) / len(views), 1.0) if instance.alike else 1.0
             fair = np.where(instance.possible & (instance.sizes <= share), instance.speed, 0.0).max(axis=1, initial=0.0)
-            lateness = overdue(views, left_s, np.maximum(fair, 1.0), now_s)
+            lateness = overdue(views, left_s, instance.rate, np.maximum(fair, 1.0), now_s)
             weight = weight * np.clip(np.nan_to_num(lateness, nan=1.0) / self.late, 1.0, _MOST_URGENT)
         cost_s = np.array([view.resize_cost_s for view in views], dtype=np.float64)
         lasted_s = np.array([max(now_s - v.submitted_s, 0.0) / (v.restarts + 1) for v in views], dtype=np.float64)
+        guessed = float(unknown.mean()) if known else 1.0
+        power = self.power + guessed * (self.fair_power - self.power)
         return SpeedValue(
             weight=weight,
             left_s=left_s,
             cost_s=cost_s,
-            power=min(self.power * max(min(2.0 * crowd, 1.0), crowd), 1.0) if known else self.fair_power,
+            power=min(power * max(min(2.0 * crowd, 1.0), crowd), 1.0) if known else self.fair_power,
             horizon_s=np.maximum(self.horizon_s, lasted_s),
             hysteresis=self.hysteresis,
             charge=self.charge * max((view.weight for view in views), default=1.0),
