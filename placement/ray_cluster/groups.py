@@ -9,6 +9,7 @@ is no longer wanted is given back once it is fulfilled (:func:`withdraw`).
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Collection
@@ -24,6 +25,8 @@ from ray.util.placement_group import (
 
 from placement.cluster.cluster import TOLERANCE, Resources
 from placement.ray_cluster.snapshot import job_of, read_available
+
+logger = logging.getLogger("placement.nodes")
 
 _NEWS_S = 0.1  # what Ray sees free on its nodes changes as often
 _PENDING = ("PENDING", "PREPARED")
@@ -49,7 +52,11 @@ class Room:
         """
         async with self._lock:
             if time.monotonic() >= self._read_s + _NEWS_S:
-                self._available = await asyncio.to_thread(read_available)
+                try:
+                    self._available = await asyncio.to_thread(read_available)
+                except Exception as error:  # the control store may be away for a moment
+                    logger.warning("what is free on the nodes could not be read: %s", error)
+                    self._available = {}
                 self._read_s = time.monotonic()
         free = self._available.get(node_id, {})
         return all(free.get(name, 0.0) + TOLERANCE >= count * amount for name, amount in bundle.items() if amount > 0)
