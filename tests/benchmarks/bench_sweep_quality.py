@@ -11,7 +11,8 @@ What a slot computes is a stand-in, as in ``bench_tune.py``: `time.sleep` for ea
 depend on the local batch. That part is what makes small batches slow on accelerators; its share is that of `cifar10` in
 Pollux's published profiles of a Quadro RTX (41 ms for 32 samples, 90 ms for 257: as much as 163 samples).
 `ResourceChangingScheduler` is given a perfect split for nothing: one process sleeps as if n slots had a share each.
-Slot-hours are those that are reserved, working or not.
+Slot-hours are those that are reserved, working or not. A trial of ours starts three processes, where the others start
+one; on few cores that is a large part of a sweep of a minute. ``--longer 4`` makes all steps four times as long.
 """
 
 from __future__ import annotations
@@ -231,19 +232,19 @@ def configurations(task: Task, trials: int, seed: int) -> list[dict[str, Any]]:
     return [{"index": index, **each} for index, each in enumerate(drawn)]
 
 
-def run(system: str, name: str, trials: int, seed: int) -> dict[str, Any]:
+def run(system: str, name: str, trials: int, seed: int, longer: float = 1.0) -> dict[str, Any]:
     """One sweep on a cluster of its own; the times are None where the quality was not reached."""
     local = LocalCluster(num_cpus=SLOTS, _system_config=None)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-            row = _sweep(system, name, Path(folder), trials, seed)
+            row = _sweep(system, name, Path(folder), trials, seed, longer)
     finally:
         local.shutdown()
     print(f"  {row}", flush=True)
     return row
 
 
-def _sweep(system: str, name: str, folder: Path, trials: int, seed: int) -> dict[str, Any]:
+def _sweep(system: str, name: str, folder: Path, trials: int, seed: int, longer: float) -> dict[str, Any]:
     from ray import tune
     from ray.tune.schedulers import ASHAScheduler, ResourceChangingScheduler
     from ray.tune.schedulers.resource_changing_scheduler import DistributeResources
@@ -255,7 +256,7 @@ def _sweep(system: str, name: str, folder: Path, trials: int, seed: int) -> dict
         "inputs": inputs.numpy(),
         "labels": labels.numpy(),
         "changing": changing,
-        "sample_s": task.sample_s,
+        "sample_s": task.sample_s * longer,
     }
     scheduler: Any = ASHAScheduler(max_t=MOST_EPOCHS, grace_period=1, reduction_factor=3)
     if changing:
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--task", choices=tuple(TASKS), default=None)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--trials", type=int, default=16)
+    parser.add_argument("--longer", type=float, default=1.0, help="times that steps last longer")
     options = parser.parse_args()
     seeds, trials = (1, 8) if options.quick else (options.seeds, options.trials)
     rows: list[dict[str, Any]] = []
@@ -303,7 +305,8 @@ def main() -> None:
     try:
         for seed in range(seeds):
             for name in TASKS if options.task is None else (options.task,):
-                rows += [run(side, name, trials, seed) for side in SIDES if options.only in (None, side)]
+                sides = [side for side in SIDES if options.only in (None, side)]
+                rows += [run(side, name, trials, seed, options.longer) for side in sides]
         failed = False
     finally:
         clean_up(failed=failed)
