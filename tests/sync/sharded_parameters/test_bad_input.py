@@ -147,7 +147,6 @@ def _good(optimizer: Any = torch.optim.SGD) -> tuple[Any, Any]:
         (_by_torch, {}, StrategyError, "by torch's fully_shard or in a run before"),
         (_two_sizes, {}, ValueError, "shard_size must be the same for all modules.* is 2 for 0 and 3 for 1"),
         (_good, {"strategy": "zero1"}, StrategyError, "strategy must be left out.*'zero1'"),
-        (_good, {"grad_scaler": torch.amp.GradScaler("cpu")}, StrategyError, "Train in bfloat16"),
         (lambda: _with(_tie), {}, StrategyError, r"blocks\.1\.up\.weight is not the parameter .* before fully_shard"),
         (lambda: _with(_replace), {}, StrategyError, r"last\.weight is not the parameter .*load_state_dict\(\)"),
         (
@@ -163,6 +162,12 @@ def test_what_cannot_be_trained(make: Any, options: dict[str, Any], error: type[
     model, optimizer = make()
     with pytest.raises(error, match=text):
         er.AdaptiveDataParallel(model, optimizer, **options)
+
+
+def test_a_scaler_is_refused() -> None:
+    model, optimizer = _good()
+    with pytest.raises(StrategyError, match="Train in bfloat16"):
+        er.AdaptiveDataParallel(model, optimizer, grad_scaler=torch.amp.GradScaler("cpu"))
 
 
 def test_a_wrapped_model_cannot_be_sharded_any_more() -> None:
