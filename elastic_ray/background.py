@@ -28,6 +28,13 @@ class Background:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("work beside a controller's loop failed", exc_info=error)
 
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for all, and give up what has not ended by then."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+            self.cancel()
+            await asyncio.sleep(0)  # they end in their own turn
+
     def cancel(self) -> None:
         """Give up what has not ended."""
         for task in self._tasks:

@@ -297,6 +297,7 @@ class JobController:
         except Exception:  # those that wait for it learn of its end
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
+        await self._job.group.withdrawn()
         await asyncio.to_thread(self._forget)
         # exit_actor() raises an exception that only a task of Ray's own understands
         ray.kill(self._handle)

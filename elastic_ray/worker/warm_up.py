@@ -7,7 +7,7 @@ import resource
 
 import torch
 
-# What a train function or its first step imports, elastic_ray's own names among them. ray.train would be a quarter of
+# What a train function or its first step imports, elastic_ray's own names among them. ray.train would be a fifth of
 # the time of a start, and is imported in time by train functions that use it: beside the others' steps.
 _MODULES = (
     "elastic_ray.worker.worker",

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _VACATE_S = 0.5
 _ASK_OUTCOME_S = 10.0
 _LOOK_S = 0.1
+_WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a second
 
 
 class WorkerActors:
@@ -65,7 +66,7 @@ class WorkerActors:
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
         self._background = Background()
-        self._withdrawals = Background()  # they outlive the job, and end with the process of its controller
+        self._withdrawals = Background()
         self.process_infos: dict[str, ProcessInfo] = {}
 
     def reserve(self, worker: str, node: str) -> None:
@@ -258,6 +259,11 @@ class WorkerActors:
             self.release(worker, kill=worker not in self._results)
         self._background.cancel()
         self._processes.close(fit=True)
+        await self.withdrawn()
+
+    async def withdrawn(self) -> None:
+        """Nothing that was asked for, and not had, is left: a group would count for the next job of this name."""
+        await self._withdrawals.finish(_WITHDRAWN_S)
 
     def _may_come_out(self, worker: str) -> bool:
         process_info = self.process_infos.get(worker)

@@ -228,6 +228,10 @@ class WorkerGroup:
         """The job is over, and its processes are for others."""
         await self._actors.vacate()
 
+    async def withdrawn(self) -> None:
+        """Nothing that was asked for, and not had, is left."""
+        await self._actors.withdrawn()
+
     def heard(self, worker: str) -> bool:
         """A worker has said something; whether it matters.
 

@@ -99,9 +99,11 @@ def release(group: PlacementGroup) -> None:
 
 
 async def withdraw(group: PlacementGroup) -> None:
-    """Give back a group that may not be fulfilled yet: once it is, or after half a minute in which it was not."""
-    await ready(group, _WITHDRAWN_S)
-    release(group)
+    """Give back a group that may not be fulfilled yet: once it is, after half a minute, or where this is cancelled."""
+    try:
+        await ready(group, _WITHDRAWN_S)
+    finally:
+        release(group)
 
 
 def find(group_id: str) -> PlacementGroup:

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table
 
+from elastic_ray.background import Background
 from placement.ray_cluster.groups import Room, ready, release, reserve, withdraw
 from placement.ray_cluster.snapshot import group_name, on_head
 from tests.local_cluster import disconnect
@@ -56,6 +57,10 @@ def test_what_is_not_fulfilled_is_given_back_once_it_is() -> None:
         await asyncio.wait_for(going, 20.0)
         await becomes_free(room, node)
         assert not await room.holds({"CPU": 1.0}, "0" * 56, 1), "a node that is gone has no room"
+        withdrawals, third = Background(), reserve({"CPU": 64.0}, node, group_name("g", "3"))
+        withdrawals.start(withdraw(third))
+        await withdrawals.finish(0.2)
+        assert placement_group_table(third)["state"] == "REMOVED", "it would be the next job's of this name"
 
     asyncio.run(give_back())
 

@@ -6,12 +6,16 @@ Every model is asked: torch's side of it, which takes a second to load, is not l
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.spec import Strategy
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 
 ALONE = ("elastic_ray_alone",)
 """What the mesh is called that modules are sharded on before their model joins a run."""
@@ -112,12 +116,12 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
             )
 
 
-def refuse_gradient_hooks(module: nn.Module) -> None:
+def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
     """Raises ValueError: a sharded parameter has a hook on its gradient that torch never calls."""
-    for name, param in module.named_parameters():
-        if param._backward_hooks:
+    for each in params:
+        if each.param._backward_hooks:
             raise ValueError(
-                f"{name} has a hook of register_hook(), which torch does not call for a parameter that is sharded: its "
+                f"{each.name} has a hook of register_hook(), which torch does not call for a sharded parameter: its "
                 f"gradient comes from torch's reduction, not from autograd. {_HOOKS}"
             )
 

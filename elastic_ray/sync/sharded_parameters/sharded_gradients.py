@@ -83,7 +83,7 @@ class ShardedGradients:
         """
         run, step = self._run, self._run.ledger.step
         self._optimizer.check_memory()
-        checks.refuse_gradient_hooks(self._module)
+        checks.refuse_gradient_hooks(self._optimizer.params)
         if self._trainable.changed():
             self._trainable.take_in()
             self._statistics.rebuilt()
