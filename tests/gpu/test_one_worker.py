@@ -17,7 +17,7 @@ from tests.gpu.trained import STRATEGIES, check
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_worker_alone_trains_as_on_the_cpu(device: torch.device, strategy: str) -> None:
-    check(strategy, device, [], (1,))
+    check(strategy, device)
 
 
 def backend_of_one(device: torch.device) -> Any:

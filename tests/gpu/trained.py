@@ -1,15 +1,15 @@
-"""A model that is trained on a device while the group changes, and what it is to be."""
+"""A model that is trained on a device, and what it is to be."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import elastic_ray as er
-from tests.loop.changing import Change, Kill, run_job
+from tests.loop.changing import run_job
 from tests.sync.sharded_parameters.sharded import Net, data
 
 STRATEGIES = ("replicated", "zero1", "zero2", "fully_shard")
@@ -17,7 +17,7 @@ EPOCHS, BATCH = 2, 12
 CLOSE = 1e-3  # kernels of a GPU add up in another order
 
 
-def wrapped_net(strategy: str, device: torch.device) -> tuple[Net, torch.optim.Optimizer, nn.Module]:
+def wrapped_net(strategy: str, device: torch.device, **options: Any) -> tuple[Net, torch.optim.Optimizer, nn.Module]:
     """The model on the device, its optimizer, and what the loop calls."""
     model = Net().to(device)
     if strategy == "fully_shard":
@@ -26,8 +26,8 @@ def wrapped_net(strategy: str, device: torch.device) -> tuple[Net, torch.optim.O
         er.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=1e-2)
     if strategy in ("zero1", "zero2"):
-        return model, optimizer, er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", strategy=strategy)
-    return model, optimizer, er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        options["strategy"] = strategy
+    return model, optimizer, er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", **options)
 
 
 def train(strategy: str, device: torch.device) -> dict[str, Tensor] | None:
@@ -53,10 +53,10 @@ def reference() -> dict[str, Tensor]:
     return found
 
 
-def check(strategy: str, device: torch.device, script: Sequence[Change | Kill], first: tuple[int, ...]) -> None:
-    """Training on the device, while the group changes, ends as on the CPU."""
-    found = run_job(lambda: train(strategy, device), script, first=first, cuda=device.type == "cuda")
-    (whole,) = [own for own in found.results.values() if own is not None]
+def check(strategy: str, device: torch.device) -> None:
+    """Training on the device ends as on the CPU."""
+    (whole,) = run_job(lambda: train(strategy, device), cuda=device.type == "cuda").results.values()
+    assert whole is not None
     wanted = reference()
     assert whole.keys() == wanted.keys()
     for name, value in wanted.items():
