@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=8, num_gpus=1), pytest.mark.timeo
 
 EPOCHS = 3
 ROUGH = 0.1  # half precision, and a step less
+WAIT_S = 60.0
 PAUSE_S = 1.0  # in each step, until all has happened that is to happen: workers take seconds to start
 CHOICES = (*STRATEGIES, "compiled", "scaled")
 
@@ -88,14 +89,14 @@ def wait_for(handle: er.JobHandle, workers: int, without: int = 0) -> None:
         members = handle.workers()
         return len(members) == workers and all(each.pid != without for each in members)
 
-    wait_until(there, handle)
+    wait_until(there, handle, WAIT_S)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(shared_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Weights of one worker on the CPU, to which nothing happens."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    start(folder, torch.device("cpu"), "replicated", workers=(1, 1)).result(timeout=120)
+    start(folder, torch.device("cpu"), "replicated", workers=(1, 1)).result(timeout=WAIT_S)
     return dict(torch.load(folder / "replicated-cpu.pt"))
 
 
@@ -118,7 +119,7 @@ def test_a_worker_comes_and_another_is_killed(
     os.kill(victim.pid, signal.SIGKILL)
     wait_for(handle, 2, without=victim.pid)
     until.touch()
-    result = handle.result(timeout=120)
+    result = handle.result(timeout=WAIT_S)
     assert result.metrics is not None and result.metrics["cuda"] == float(device.type == "cuda")
     assert result.metrics["scale"] == (128.0 if choice == "scaled" else 1.0), "one step overflowed on one, all skip it"
     weights = torch.load(tmp_path / f"{choice}-{device.type}.pt")
@@ -138,11 +139,11 @@ def test_all_workers_are_killed_and_go_on_from_what_was_saved(
     until = tmp_path / "all has happened"
     handle = start(tmp_path, device, choice, workers=(2, 2), until=str(until))
     storage = RunStorage(str(tmp_path / "runs" / handle.job))
-    wait_until(lambda: handle.status().step >= 3 and bool(state_files(storage)), handle)
+    wait_until(lambda: handle.status().step >= 3 and bool(state_files(storage)), handle, WAIT_S)
     for each in handle.workers():
         os.kill(each.pid, signal.SIGKILL)
     until.touch()
-    handle.result(timeout=120)
+    handle.result(timeout=WAIT_S)
     assert EventKind.RESUMED in kinds(handle)
     weights = torch.load(tmp_path / f"{choice}-{device.type}.pt")
     for name, value in undisturbed.items():
