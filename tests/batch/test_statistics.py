@@ -172,16 +172,17 @@ def test_mixed_buckets_hold_ones_for_parameters_without_state() -> None:
 
 def test_preconditioner_is_kept_between_refreshes() -> None:
     model, optimizer = trained("adam", 10)
-    bucket = BucketPreconditioner(lambda: preconditioner(optimizer, list(model.parameters())), interval=4)
-    first = bucket.at(8)
+    bucket = BucketPreconditioner(interval=4)
+    compute = lambda: preconditioner(optimizer, list(model.parameters()))  # noqa: E731
+    first = bucket.at(8, compute)
     x, y = batch(8)
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-    assert bucket.at(11) is first
-    assert bucket.at(12) is not first
-    again = bucket.at(13)
+    assert bucket.at(11, compute) is first
+    assert bucket.at(12, compute) is not first
+    again = bucket.at(13, compute)
     bucket.invalidate()
-    assert bucket.at(13) is not again
+    assert bucket.at(13, compute) is not again
 
 
 # --- successive gradients ---
@@ -271,4 +272,4 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="groups must be 1 or more"):
         SuccessiveGradients(groups=0)
     with pytest.raises(ValueError, match="interval must be 1 or more"):
-        BucketPreconditioner(lambda: None, interval=0)
+        BucketPreconditioner(interval=0)

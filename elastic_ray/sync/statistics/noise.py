@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -126,8 +125,8 @@ class NoiseTracker:
         if not self._adam_like:
             return None
         if bucket.index not in self._preconditioners:
-            self._preconditioners[bucket.index] = BucketPreconditioner(functools.partial(bucket.preconditioner, source))
-        return self._preconditioners[bucket.index].at(self._step)
+            self._preconditioners[bucket.index] = BucketPreconditioner()
+        return self._preconditioners[bucket.index].at(self._step, lambda: bucket.preconditioner(source))
 
     def collect(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
 from elastic_ray.session.current import session_of_thread
+from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.test_meta import Live
 from tests.sync.tiles.saving import Job
 
 LAYER_BYTES = (64 * 64 + 64) * 4
+STEPS = 40  # the optimizer's state is warm, and statistics are measured in its units more than once
 
 
 def _model(device: str) -> nn.Sequential:
@@ -38,12 +41,15 @@ def _trained() -> int:
         er.fully_shard(model, device="cpu")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-        loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 64)), batch_size=12)
+        loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(STEPS * 12, 64)), batch_size=12)
         for _ in er.remaining_epochs_until(1):
             for (x,) in loader:
                 optimizer.zero_grad()
                 wrapped(x).pow(2).mean().backward()
                 optimizer.step()
+    er.barrier()
+    kept = [each for each in gc.get_objects() if type(each) in (MeanRows, ScatteredRows)]
+    assert not kept, "statistics have kept gradients of a step, as large as the whole model"
     return live.peak
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.statistics import LEAST_PART, REFRESHED_EVERY, WARM_STEPS, denominators, is_adam_like
+from elastic_ray.batch.statistics import LEAST_PART, REFRESHED_EVERY, WARM_STEPS, compact, denominators, is_adam_like
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
 
@@ -84,5 +84,5 @@ class RowDenominators:
             if square > 0:
                 size = sizes.get(place, params[place].local.new_empty(0))
                 floor = LEAST_PART * math.sqrt(square / math.prod(params[place].shape))
-                self._found[place] = torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny)))
+                self._found[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
         self._round = step // REFRESHED_EVERY
