@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from elastic_ray.cli.output import count
+
 State = Literal["ok", "warn", "fail"]
 
 _PACKAGE = "elastic-ray"
@@ -129,9 +131,9 @@ def check_nccl() -> Check:
     sums = [torch.zeros_like(each) for each in ones]
     nccl.all_reduce(ones, sums)  # type: ignore[no-untyped-call]
     if any(float(each.sum()) != 4.0 * len(ones) for each in sums):
-        return Check(name="NCCL", state="fail", detail=f"an all-reduce over {len(ones)} GPUs gave a wrong sum")
+        return Check(name="NCCL", state="fail", detail=f"an all-reduce over {count(len(ones), 'GPU')} gave a wrong sum")
     version = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
-    return Check(name="NCCL", state="ok", detail=f"{version}; an all-reduce over {len(ones)} GPUs is right")
+    return Check(name="NCCL", state="ok", detail=f"{version}; an all-reduce over {count(len(ones), 'GPU')} is right")
 
 
 def check_ports() -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,22 @@ if TYPE_CHECKING:
 
 _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
 _in_worker = False
+_latest: Session | None = None  # of this process
 
 
 def session_of_thread() -> Session | None:
-    """The session of this thread's train loop; None where nothing has asked for one."""
-    return _session.get()
+    """The session of this thread's train loop; None where nothing has asked for one.
+
+    Torch runs backward passes on a GPU in threads of its own, and hooks, ``autograd.Function.backward`` and what is
+    recomputed of a forward pass with them: they belong to the run that was set last in this process.
+    """
+    session = _session.get()
+    return _latest if session is None and _is_in_backward() else session
+
+
+def _is_in_backward() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._current_graph_task_id() != -1
 
 
 def check_present(session: object) -> None:
@@ -30,19 +42,21 @@ def check_present(session: object) -> None:
 
 def set_session(session: Session | None) -> None:
     """Set (or forget) the session of this thread's train loop."""
+    global _latest
     _session.set(session)
+    _latest = session
 
 
 def set_worker_session(session: Session | None) -> None:
     """The same in a worker of a job, where no other thread may take itself for a run of its own."""
     global _in_worker
-    _session.set(session)
+    set_session(session)
     _in_worker = session is not None
 
 
 def check_thread() -> None:
     """Raise RuntimeError in a thread of a worker that knows nothing of the job: what it calls would be lost."""
-    if _in_worker and _session.get() is None:
+    if _in_worker and session_of_thread() is None:
         raise RuntimeError(
             f"elastic_ray was called in thread {threading.current_thread().name!r}, which knows nothing of the job: "
             "call it in the train function's own thread, or start the other one with "

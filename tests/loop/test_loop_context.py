@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import elastic_ray as er
-from elastic_ray.session.current import set_worker_session
+from elastic_ray.session.current import set_session, set_worker_session
 from tests.loop.ranks import Ranks
 from tests.loop.test_preemption import session_of
 from tests.loop.trainee import numbers
@@ -143,3 +143,22 @@ def test_another_thread_of_a_worker_is_no_run_of_its_own() -> None:
     finally:
         set_worker_session(None)
     assert in_thread(lambda: er.get_context().get_world_size()) == [1], "without a trainer any thread may train"
+
+
+@pytest.mark.parametrize("in_worker", [True, False])
+def test_a_thread_of_torchs_backward_pass_belongs_to_the_run(in_worker: bool) -> None:
+    """As those are in which it works on a GPU, that know nothing of the thread that has called ``backward()``."""
+
+    def backward() -> list[Any]:
+        x, seen = torch.ones(1, requires_grad=True), list[Any]()
+        y = x * 2
+        y.register_hook(lambda grad: seen.append(er.get_context()))
+        y.backward()
+        return seen
+
+    session = session_of()
+    (set_worker_session if in_worker else set_session)(session)
+    try:
+        assert in_thread(backward) == [[er.get_context()]]
+    finally:
+        set_worker_session(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -37,6 +37,36 @@ def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, by one sum over them; a sum may overflow where no element has."""
     return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
+
+
+class Finiteness:
+    """Whether all tensors of a backward pass are finite; of those on a GPU nobody waits to know before it is asked.
+
+    Args:
+        is_waited_for: whether to find out at once of a tensor, which of one on a GPU waits for all that the GPU has yet
+            to do.
+    """
+
+    def __init__(
+        self, is_waited_for: Callable[[torch.Tensor], bool] = lambda tensor: tensor.device.type == "cpu"
+    ) -> None:
+        self._is_waited_for = is_waited_for
+        self._so_far = True
+        self._open: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Another one, which may change afterwards."""
+        if not self._is_waited_for(tensor):
+            self._open.append(tensor.isfinite().all())
+        elif self._so_far:
+            self._so_far = is_finite(tensor)
+
+    def found(self) -> bool:
+        """Whether all so far were finite."""
+        found, self._open = self._open, []
+        if found:
+            self._so_far = bool(torch.stack(found).all()) and self._so_far
+        return self._so_far
 
 
 def check_gradients(

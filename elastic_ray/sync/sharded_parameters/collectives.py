@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.sync.operations.gradient_checks import is_finite
+from elastic_ray.sync.operations.gradient_checks import Finiteness
 from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
 from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 
@@ -65,7 +65,7 @@ class ShardCollectives:
         shard_size: as above.
         layout: of the present group; for its first step some followers may be others than they are to be.
         weight: of this rank's gradients in those of the step.
-        own_is_finite: whether all gradients of the latest backward pass were on this rank.
+        finiteness: of this rank's own gradients in the latest backward pass.
     """
 
     def __init__(self, run: ShardRun, number: int, shard_size: int | None = None) -> None:
@@ -76,7 +76,7 @@ class ShardCollectives:
         self._sequence = _Sequence()
         self._unit = -1  # number of the sharded module that is gathered
         self._joins = False  # this rank has no sample, and all know what comes next
-        self.own_is_finite = True
+        self.finiteness = Finiteness()
         self.weight = 1.0
 
     def follow(self, entered: Callable[[], None]) -> None:
@@ -159,7 +159,7 @@ class ShardCollectives:
         Args:
             weight: share of this rank's samples in the step's mean gradient.
         """
-        self.weight, self.own_is_finite = weight, True
+        self.weight, self.finiteness = weight, Finiteness()
 
     def weigh_alone(self, tensor: Tensor) -> None:
         """Torch makes no reduce-scatter in a group of one: weigh the gradients of a sharded module here, in place."""
@@ -191,7 +191,7 @@ class ShardCollectives:
         """
         self._entered()
         tensor.mul_(self.weight)
-        self.own_is_finite = self.own_is_finite and is_finite(tensor)
+        self.finiteness.add(tensor)
         parts = self._summed(f"scatter {unit} {_like(tensor)}", output, tensor, self.peers)
         if parts is None or (self.layout.is_replicated and not self._sum_over_owners(output, unit)):
             output.zero_()

@@ -22,7 +22,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, is_finite, refuse_own
+from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, Finiteness, refuse_own
 from elastic_ray.sync.sharded_parameters import checks
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, take_over, to_sharded, units_of
@@ -225,8 +225,11 @@ class ShardedGradients:
         """Agree on the step by what would ride on the reduction of its gradients."""
         run, consensus, group = self._run, self._run.consensus, self._run.group
         flags = [0.0] * (group.world_size + 1)
-        flags[group.rank] = float(not self._collectives.own_is_finite)
-        flags[-1] = float(any(not is_finite(grad) for grad in self._gradients() if grad is not None))
+        mean = Finiteness()
+        for grad in self._gradients():
+            if grad is not None:
+                mean.add(grad)
+        flags[group.rank], flags[-1] = float(not self._collectives.finiteness.found()), float(not mean.found())
         own = [*consensus.control_values(group.rank), *consensus.step_tag()]
         values = torch.tensor([*own, *flags, *self._statistics.values()], dtype=torch.float64)
         self._collectives.comes_next("the end of a backward pass")

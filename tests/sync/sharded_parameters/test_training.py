@@ -17,6 +17,8 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.session.current import session_of_thread
+from elastic_ray.sync.operations.gradient_checks import Finiteness
+from elastic_ray.sync.sharded_parameters import collectives, sharded_gradients
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup, mesh_of_one
 from elastic_ray.sync.sharded_parameters.row_layout import layout_of
@@ -136,7 +138,14 @@ def test_a_hook_before_the_step_sees_gradients_of_whole_parameters(script: list[
     check(Case(clip=False, between=_clips_in_a_hook), script, (1, 2, 3))
 
 
-def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named() -> None:
+@pytest.mark.parametrize("asks", ["at once", "at the end, as on a GPU"])
+def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named(
+    asks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if asks != "at once":
+        for module in (collectives, sharded_gradients):
+            monkeypatch.setattr(module, "Finiteness", lambda: Finiteness(lambda tensor: False))
+
     def trained() -> Any:
         model = sharded_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

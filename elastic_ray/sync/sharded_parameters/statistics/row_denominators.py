@@ -77,8 +77,11 @@ class RowDenominators:
             size = denominators(own.states[view], options, view.dtype)
             if size is not None:
                 sizes[place] = size.reshape(-1)
-        counted = sizes if counts else {}
-        squares = [float(counted[each].square().sum()) if each in counted else 0.0 for each in range(len(params))]
+        squares = [0.0] * len(params)
+        if counts and sizes:  # a look at all of them at once: each waits for all that a GPU has yet to do
+            found = torch.stack([size.square().sum(dtype=torch.float64) for size in sizes.values()]).tolist()
+            for place, square in zip(sizes, found, strict=True):
+                squares[place] = square
         self._found = {}
         for place, square in enumerate(add_up(squares)):
             if square > 0:
