@@ -60,7 +60,8 @@ class Communicator:
         timeout_s: longest wait of one collective for a slow peer.
         form_timeout_s: longest wait for all ranks to come and connect.
         host: address of this machine that its peers can reach.
-        cuda: also form an NCCL group, if each rank has a GPU of its own; the same on all ranks.
+        gpu: number of the GPU that this rank trains on: also form an NCCL group, if each rank has one of its own. None
+            on all ranks where they train without.
         secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
             who can reach it. Empty where the ranks share none.
 
@@ -78,7 +79,7 @@ class Communicator:
         timeout_s: float,
         form_timeout_s: float,
         host: str,
-        cuda: bool = False,
+        gpu: int | None = None,
         secret: str = "",
     ) -> None:
         self.rank = rank
@@ -104,7 +105,7 @@ class Communicator:
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         others = set(Connections.of_process())
         try:
-            nonces, apart = _meet(named, rank, world_size, _gpu() if cuda else "")
+            nonces, apart = _meet(named, rank, world_size, _uuid_of(gpu) if gpu is not None else "")
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
@@ -117,8 +118,8 @@ class Communicator:
                 store.tell_at_once()  # NCCL's first rank tells, and asks for nothing
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
-            if cuda and apart:
-                self._nccl = _form_nccl(named, rank, world_size, timeout_s)
+            if gpu is not None and apart:
+                self._nccl = _form_nccl(named, rank, world_size, timeout_s, gpu)
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
@@ -370,9 +371,9 @@ def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes]
     return nonces, len({nonce.partition(b" ")[2] for nonce in nonces}) == world_size
 
 
-def _gpu() -> str:
-    """What tells this process's GPU from all others."""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+def _uuid_of(gpu: int) -> str:
+    """What tells a GPU of this process from all others."""
+    return str(torch.cuda.get_device_properties(gpu).uuid)
 
 
 def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float) -> Any:
@@ -384,7 +385,7 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float, gpu: int) -> Any:
     """An NCCL backend whose communicator can be aborted."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -393,6 +394,8 @@ def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     options._timeout = timedelta(seconds=timeout_s)
     backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
     # The first collective builds the communicator: do it here, in the background, not in the first step.
-    backend.allreduce([torch.ones(1, device="cuda")]).wait()
-    torch.cuda.synchronize()
+    # In this thread, "cuda" would be another GPU than in the train function's that has called set_device().
+    with torch.cuda.device(gpu):
+        backend.allreduce([torch.ones(1, device="cuda")]).wait()
+        torch.cuda.synchronize()
     return backend

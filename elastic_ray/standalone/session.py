@@ -142,14 +142,16 @@ def session_after(earlier: Session) -> Session:
 def standalone_session() -> Session:
     """A session for this process: under ``torchrun`` one of its group, else alone."""
     place = _place()
+    gpu = None
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        gpu = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        torch.cuda.set_device(gpu)
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{place.world_size}"
     at = f"{run} at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     _SESSIONS[at] += 1  # by the store: a rank that found no peers at one begins anew with them at the next
     prefix = f"elastic_ray/{run}/{_SESSIONS[at]}"
     departures = Departures(prefix, place.rank, place.world_size)
-    membership = _membership(place, functools.partial(_form, prefix, departures))
+    membership = _membership(place, functools.partial(_form, prefix, departures, gpu))
     controller = StandaloneController(place.world_size, membership.post)
     session = Session(
         str(place.rank),
@@ -198,8 +200,8 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
     return membership
 
 
-def _form(prefix: str, departures: Departures, spec: GenerationSpec, rank: int) -> Communicator:
-    """The group's communicator.
+def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
+    """The group's communicator; ``gpu`` is the one that this process trains on.
 
     Raises:
         CommunicationFailedError: its store is not to be found, or a rank did not come.
@@ -218,7 +220,7 @@ def _form(prefix: str, departures: Departures, spec: GenerationSpec, rank: int) 
         timeout_s=_COLLECTIVE_TIMEOUT_S,
         form_timeout_s=_FORM_TIMEOUT_S,
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
-        cuda=torch.cuda.is_available(),
+        gpu=gpu,
     )
 
 

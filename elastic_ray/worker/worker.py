@@ -294,7 +294,7 @@ class Worker:
                 timeout_s=elastic.collective_timeout_s,
                 form_timeout_s=elastic.switch_timeout_s,
                 host=self._host,
-                cuda=bool(assignment.gpu_ids),
+                gpu=0 if assignment.gpu_ids else None,  # the process sees no others
                 secret=assignment.secret,
             )
 

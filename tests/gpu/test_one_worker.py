@@ -24,7 +24,7 @@ def backend_of_one(device: torch.device) -> Any:
     """As a generation forms it."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     if device.type == "cuda":
-        return _form_nccl(store, 0, 1, 10.0)
+        return _form_nccl(store, 0, 1, 10.0, 0)
     return _form_gloo(store, 0, 1, dist.ProcessGroupGloo.create_device(hostname="127.0.0.1"), time.monotonic() + 10.0)
 
 

@@ -34,5 +34,5 @@ def test_collectives_and_state_of_the_device(device: torch.device) -> None:
             assert torch.equal(own["large"].cpu(), large) and own["small"].tolist() == [1.0] * 3
         return [*summed.tolist(), *root.tolist(), *gathered.tolist()]
 
-    for found in on_ranks(2, work, cuda=device.type == "cuda"):
+    for found in on_ranks(2, work, gpu=0 if device.type == "cuda" else None):
         assert found == [3.0] * 4 + [1.0] * 2 + [1.0, 1.0, 2.0, 2.0], found

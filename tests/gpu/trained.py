@@ -55,7 +55,7 @@ def reference() -> dict[str, Tensor]:
 
 def check(strategy: str, device: torch.device) -> None:
     """Training on the device ends as on the CPU."""
-    (whole,) = run_job(lambda: train(strategy, device), cuda=device.type == "cuda").results.values()
+    (whole,) = run_job(lambda: train(strategy, device), gpu=0 if device.type == "cuda" else None).results.values()
     assert whole is not None
     wanted = reference()
     assert whole.keys() == wanted.keys()
