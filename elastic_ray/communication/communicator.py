@@ -60,8 +60,7 @@ class Communicator:
         timeout_s: longest wait of one collective for a slow peer.
         form_timeout_s: longest wait for all ranks to come and connect.
         host: address of this machine that its peers can reach.
-        gpu: number of the GPU that this rank trains on: also form an NCCL group, if each rank has one of its own. None
-            on all ranks where they train without.
+        gpu: also form an NCCL group of these, if each rank has another one; None on all ranks without.
         secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
             who can reach it. Empty where the ranks share none.
 
