@@ -12,7 +12,7 @@ VARIABLE = "ELASTIC_RAY_TEST_DEVICE"
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """A GPU, or what the environment names in its place; without either the test is skipped, before a cluster starts."""
+    """A GPU, or what the environment names in its place; without either the test is skipped before a cluster starts."""
     named = os.environ.get(VARIABLE, "cuda")
     if named not in ("cuda", "cpu"):
         raise ValueError(f"{VARIABLE} must be cuda or cpu, but got {named!r}")
