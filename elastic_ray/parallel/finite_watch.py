@@ -15,7 +15,8 @@ from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 class FiniteWatch:
     """One model's, on one rank. Gradients are reduced by then, so that all ranks see and do the same.
 
-    What AMP's scaler finds it leaves out by itself, and none of it comes by here.
+    What AMP's scaler finds it leaves out by itself, and none of it comes by here. With a fused optimizer it does: that
+    leaves it out in its own kernels.
 
     Args:
         context: the run.
@@ -37,12 +38,15 @@ class FiniteWatch:
         """Whether anybody wants to know."""
         return self._nonfinite != "ignore"
 
-    def are_finite(self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None) -> bool:
+    def are_finite(
+        self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
+    ) -> bool:
         """Whether what the optimizer is about to apply is finite; tells of a streak of steps where it is not.
 
         Args:
             params: the parameters.
             suspects: ranks with gradients that were not finite when they were reduced, None where all were.
+            scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
 
         Raises:
             NonFiniteGradientsError: it is not, and that is to end the training.
@@ -62,6 +66,8 @@ class FiniteWatch:
         if not elsewhere and sliced and self._grads_are_finite(grads):
             self._streak = False
             return True
+        if scaled:
+            return False
         text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)
         if not self._streak:
             self._streak = True

@@ -372,7 +372,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Whether the update is to be made; one that is left out leaves neither statistics nor buffers behind."""
         saved = self._saved_buffers
         left_out = False
-        if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks):
+        scaled = getattr(self._optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step
+        if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks, scaled=scaled):
             self._statistics.applied()
         else:
             self._statistics.invalidate()  # what it has measured is of no use
