@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic_ray.batch.device_numbers import Number, added
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
@@ -91,7 +92,7 @@ class FiniteWatch:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
         order = math.inf if grads[0].is_cuda else 2.0
-        largest = torch.stack([each.float() for each in torch._foreach_norm(grads, order)]).sum()
+        largest = total(torch._foreach_norm(grads, order))
         if largest.is_cuda and self._nonfinite == "warn" and self._context.group.world_size == 1:
             # Nobody waits for the GPU: what the step before has found is known by now.
             before, self._lagging = self._lagging, largest
@@ -118,6 +119,17 @@ class FiniteWatch:
                 f'{", ".join(bad[:5])}{more}. AdaptiveDataParallel(..., nonfinite="skip") leaves out updates that '
                 'are not finite, "raise" ends the job at the first, "ignore" takes such a result for a success'
             )
+
+
+def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, in float32; a model's parameters may be on several devices."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in numbers:
+        by_device.setdefault(each.device, []).append(each.float())
+    found: Number = 0.0
+    for mine in by_device.values():
+        found = added(found, torch.stack(mine).sum())
+    return torch.as_tensor(found)
 
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
