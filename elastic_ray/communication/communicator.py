@@ -52,7 +52,8 @@ class Communicator:
         connections: of both gloo groups.
 
     Args:
-        store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
+        store: where the ranks find each other; None for a group of one. Once the group is formed, only NCCL
+            uses it, where two ranks first send to each other.
         prefix: name of this generation in the store, never used before.
         rank: rank of this process.
         world_size: number of ranks; with 1 no group is formed.
@@ -119,6 +120,8 @@ class Communicator:
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
                 self._nccl = form_nccl(named, rank, world_size, timeout_s, gpu)
+                if isinstance(store, BootstrapStore):
+                    store.stay_open()
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"

@@ -314,3 +314,23 @@ def test_no_process_can_connect_to_a_group_that_has_formed() -> None:
             with pytest.raises(TimeoutError):
                 socket.create_connection(("127.0.0.1", port), 0.3)
         assert list(pool.map(add_up, formed)) == [[3.0] * 3] * 2
+
+
+def test_ranks_that_send_long_after_the_group_was_formed_find_each_other() -> None:
+    """NCCL connects a pair of ranks through the store when they first send to each other."""
+    with local_controller() as controller:
+        first, second = (
+            BootstrapStore(LocalCaller(controller, f"w{rank + 1}", 1), 0.5, rank=rank, world_size=2) for rank in (0, 1)
+        )
+        for store in (first, second):
+            store.tell_at_once()
+        time.sleep(0.6)
+        first.set("0:1", b"an id")
+        with pytest.raises(RuntimeError, match="in vain waited for 0:1"):
+            second.get("0:1")
+        second.stay_open()
+        assert second.get("0:1") == b"an id"
+        begin_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="in vain waited for 1:2"):
+            second.get("1:2")
+        assert time.monotonic() - begin_s < 5.0
