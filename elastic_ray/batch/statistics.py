@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from elastic_ray.batch.device_numbers import with_steps_read
 from elastic_ray.batch.noise_scale import estimate_successive
 from placement.goodput.model import NoiseScale
 
@@ -157,7 +158,8 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
         None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    pieces: list[Tensor | None] = [_piece(optimizer.state.get(p, {}), groups.get(id(p), {}), p) for p in params]
+    states = with_steps_read([optimizer.state.get(p, {}) for p in params])
+    pieces = [_piece(state, groups.get(id(p), {}), p) for state, p in zip(states, params, strict=True)]
     if all(piece is None for piece in pieces):
         return None
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
@@ -179,7 +181,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
     """What the optimizer divides gradients of this type by, in float32 at least.
 
     Args:
-        state: of the parameter, or rows of it.
+        state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
         group: the optimizer's options.
         dtype: of the parameter.
 
@@ -351,7 +353,7 @@ class SuccessiveGradients:
             return None
         sums = torch.zeros(self._groups, 3, device=next(iter(self._rows.values()))[1].device)
         for group, row in self._rows.values():
-            sums[group] += row
+            sums[group] += row.to(sums.device)
         self._rows, self._first = {}, None
         return PairNorms(sums=sums, batch_size=self._batch_size)
 

@@ -15,7 +15,7 @@ from elastic_ray.authentication import sign, verify
 _GENERATIONS_KEPT = 4  # the present one, the one that is being formed, and those that are being given up
 _LONGEST_KEY = 256
 _LARGEST_VALUE_BYTES = 1 << 16
-_KEYS_PER_MEMBER = 64
+_KEYS_PER_MEMBER = 1024  # NCCL has one for each peer that a rank sends to
 _LONGEST_WAIT_S = 60.0
 
 

@@ -32,7 +32,8 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
 
     Args:
         caller: the way to the controller.
-        timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more.
+        timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more, unless the
+            store is to :meth:`stay_open`.
         rank: rank of the member.
         world_size: number of members.
 
@@ -45,7 +46,9 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._caller = caller
         self._rank = rank
         self._world_size = world_size
+        self._timeout_s = timeout_s
         self._until_s = time.monotonic() + timeout_s
+        self._stays_open = False
         self._known: dict[str, bytes] = {}
         self.told: dict[str, bytes] = {}
         self._waits = True  # who sets something waits for something next, as gloo does: then one call does both
@@ -54,6 +57,10 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     def tell_at_once(self) -> None:
         """From now on, who sets something need not wait for anything next."""
         self._waits = False
+
+    def stay_open(self) -> None:
+        """The group is formed, and each wait has a timeout of its own: NCCL connects two ranks when they first send."""
+        self._stays_open = True
 
     def set(self, key: str, value: Any) -> None:
         """Tell the others."""
@@ -75,7 +82,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         Raises:
             RuntimeError: they did not come in time, or the controller refuses to answer.
         """
-        until_s = self._until_s
+        until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
             until_s = min(until_s, time.monotonic() + timeout.total_seconds())
         while missing := tuple(key for key in keys if key not in self._known):

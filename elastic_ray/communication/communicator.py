@@ -7,7 +7,6 @@ one forms in the background while the present one trains, and a broken one can b
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import threading
 import time
@@ -23,12 +22,12 @@ from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.kept_groups import keep_group
+from elastic_ray.communication.nccl import CUDA_POLL_S, form_nccl, has_run, uuid_of
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from elastic_ray.monitoring.traffic import Traffic
 
 _BRIEFLY = timedelta(milliseconds=100)
-_CUDA_POLL_S = 2e-4
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
@@ -53,7 +52,8 @@ class Communicator:
         connections: of both gloo groups.
 
     Args:
-        store: where the ranks find each other; None for a group of one. Not used again once the group is formed.
+        store: where the ranks find each other; None for a group of one. Once the group is formed, only NCCL
+            uses it, where two ranks first send to each other.
         prefix: name of this generation in the store, never used before.
         rank: rank of this process.
         world_size: number of ranks; with 1 no group is formed.
@@ -104,7 +104,7 @@ class Communicator:
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         others = set(Connections.of_process())
         try:
-            nonces, apart = _meet(named, rank, world_size, _uuid_of(gpu) if gpu is not None else "")
+            nonces, apart = _meet(named, rank, world_size, uuid_of(gpu) if gpu is not None else "")
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]
@@ -118,7 +118,9 @@ class Communicator:
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
-                self._nccl = _form_nccl(named, rank, world_size, timeout_s, gpu)
+                self._nccl = form_nccl(named, rank, world_size, timeout_s, gpu)
+                if isinstance(store, BootstrapStore):
+                    store.stay_open()
         except (RuntimeError, ValueError) as error:
             raise CommunicationFailedError(
                 f"{prefix}: rank {rank} of {world_size} could not connect: {error}"
@@ -288,14 +290,16 @@ class Communicator:
             try:
                 for work in works:
                     work.wait()
+                if self._nccl is not None and not has_run(works, self._voided, deadline):
+                    return
             except RuntimeError as error:
                 failure.append(str(error).split("\n", 1)[0])
             done.set()
             self._wake.set()
 
         self._wake.clear()
-        threading.Thread(target=block, name="transfer", daemon=True).start()
         deadline = time.monotonic() + self.timeout_s + 1.0
+        threading.Thread(target=block, name="transfer", daemon=True).start()
         while not done.is_set() and not self._voided.is_set() and time.monotonic() < deadline:
             self._wake.wait(0.25)
             self._wake.clear()
@@ -329,7 +333,7 @@ class Communicator:
 
             work.get_future().add_done_callback(finish)
         else:
-            poll_s = _CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
+            poll_s = CUDA_POLL_S  # a CUDA future is done when the kernel is queued, not when it has run
         while not (finished or work.is_completed() or self._voided.is_set()):
             wake.wait(poll_s)
             wake.clear()
@@ -370,11 +374,6 @@ def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes]
     return nonces, len({nonce.partition(b" ")[2] for nonce in nonces}) == world_size
 
 
-def _uuid_of(gpu: int) -> str:
-    """What tells a GPU of this process from all others."""
-    return str(torch.cuda.get_device_properties(gpu).uuid)
-
-
 def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float) -> Any:
     """A gloo backend of all ranks, connected by ``until_s``."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -382,19 +381,3 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
     options._devices = [device]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-def _form_nccl(store: Any, rank: int, world_size: int, timeout_s: float, gpu: int) -> Any:
-    """An NCCL backend whose communicator can be aborted."""
-    # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    # The first collective builds the communicator: do it here, in the background, not in the first step.
-    # In this thread, "cuda" would be another GPU than in the train function's that has called set_device().
-    with torch.cuda.device(gpu):
-        backend.allreduce([torch.ones(1, device="cuda")]).wait()
-        torch.cuda.synchronize()
-    return backend

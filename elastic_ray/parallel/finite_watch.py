@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic_ray.batch.device_numbers import Number, added
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
@@ -15,7 +16,8 @@ from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
 class FiniteWatch:
     """One model's, on one rank. Gradients are reduced by then, so that all ranks see and do the same.
 
-    What AMP's scaler finds it leaves out by itself, and none of it comes by here.
+    What AMP's scaler finds it leaves out by itself, and none of it comes by here. With a fused optimizer it does: that
+    leaves it out in its own kernels.
 
     Args:
         context: the run.
@@ -37,12 +39,15 @@ class FiniteWatch:
         """Whether anybody wants to know."""
         return self._nonfinite != "ignore"
 
-    def are_finite(self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None) -> bool:
+    def are_finite(
+        self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
+    ) -> bool:
         """Whether what the optimizer is about to apply is finite; tells of a streak of steps where it is not.
 
         Args:
             params: the parameters.
             suspects: ranks with gradients that were not finite when they were reduced, None where all were.
+            scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
 
         Raises:
             NonFiniteGradientsError: it is not, and that is to end the training.
@@ -62,6 +67,8 @@ class FiniteWatch:
         if not elsewhere and sliced and self._grads_are_finite(grads):
             self._streak = False
             return True
+        if scaled:
+            return False
         text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)
         if not self._streak:
             self._streak = True
@@ -85,7 +92,7 @@ class FiniteWatch:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
         order = math.inf if grads[0].is_cuda else 2.0
-        largest = torch.stack([each.float() for each in torch._foreach_norm(grads, order)]).sum()
+        largest = total(torch._foreach_norm(grads, order))
         if largest.is_cuda and self._nonfinite == "warn" and self._context.group.world_size == 1:
             # Nobody waits for the GPU: what the step before has found is known by now.
             before, self._lagging = self._lagging, largest
@@ -112,6 +119,17 @@ class FiniteWatch:
                 f'{", ".join(bad[:5])}{more}. AdaptiveDataParallel(..., nonfinite="skip") leaves out updates that '
                 'are not finite, "raise" ends the job at the first, "ignore" takes such a result for a success'
             )
+
+
+def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, in float32; a model's parameters may be on several devices."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for each in numbers:
+        by_device.setdefault(each.device, []).append(each.float())
+    found: Number = 0.0
+    for mine in by_device.values():
+        found = added(found, torch.stack(mine).sum())
+    return torch.as_tensor(found)
 
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,16 +105,38 @@ def count_optimizer_steps(scheduler: Any, ledger: UpdateLedger, schedule: str) -
     _override(scheduler, step=step)
 
 
+def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """What tells a scaler's present scale, and what takes that back; neither waits for the GPU that it is on."""
+    return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
+
+
+def _unread_scale(scaler: Any) -> Any:
+    """Its scale; ``state_dict()`` would read it."""
+    scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
+    if isinstance(scale, torch.Tensor) and isinstance(tracker, torch.Tensor):
+        return scale.clone(), tracker.clone()
+    return scaler.state_dict()  # it was not used yet
+
+
+def _take_back_scale(scaler: Any, kept: Any) -> None:
+    """Have a scaler go on from a scale that it had."""
+    if isinstance(kept, tuple):
+        for present, before in zip((scaler._scale, scaler._growth_tracker), kept, strict=True):
+            present.copy_(before)
+    else:
+        scaler.load_state_dict(kept)
+
+
 def keep_scale_while_accumulating(scaler: Any, ledger: UpdateLedger) -> None:
     """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
     original = type(scaler).update
 
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> None:
-        before = self.state_dict() if ledger.accumulating else None
+        before = _unread_scale(self) if ledger.accumulating else None
         original(self, *args, **kwargs)
         if before is not None:
-            self.load_state_dict(before)
+            _take_back_scale(self, before)
 
     _override(scaler, update=update)
 

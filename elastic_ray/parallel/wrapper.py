@@ -29,6 +29,7 @@ from elastic_ray.parallel.patches import (
     patch_state_dict,
     patch_step,
     patch_zero_grad,
+    scale_rollback,
 )
 from elastic_ray.parallel.refusals import (
     bounded_tables,
@@ -284,7 +285,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 after_step(self._scaler, optimizer, saved.mend)
             keep_scale_while_accumulating(self._scaler, self._run.ledger)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
-            states.register_rollback(self._scaler.state_dict, self._scaler.load_state_dict, f"grad_scaler/{index}")
+            states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
@@ -372,7 +373,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Whether the update is to be made; one that is left out leaves neither statistics nor buffers behind."""
         saved = self._saved_buffers
         left_out = False
-        if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks):
+        scaled = getattr(self._optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step
+        if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks, scaled=scaled):
             self._statistics.applied()
         else:
             self._statistics.invalidate()  # what it has measured is of no use

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import sys
 import threading
+import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("elastic_ray_session", default=None)
 _in_worker = False
-_latest: Session | None = None  # of this process
+_latest: weakref.ref[Session] | None = None  # of this process; its thread keeps it
 
 
 def session_of_thread() -> Session | None:
@@ -22,7 +23,9 @@ def session_of_thread() -> Session | None:
     recomputed of a forward pass with them: they belong to the run that was set last in this process.
     """
     session = _session.get()
-    return _latest if session is None and _is_in_backward() else session
+    if session is None and _latest is not None and _is_in_backward():
+        return _latest()
+    return session
 
 
 def _is_in_backward() -> bool:
@@ -44,7 +47,7 @@ def set_session(session: Session | None) -> None:
     """Set (or forget) the session of this thread's train loop."""
     global _latest
     _session.set(session)
-    _latest = session
+    _latest = weakref.ref(session) if session is not None else None
 
 
 def set_worker_session(session: Session | None) -> None:

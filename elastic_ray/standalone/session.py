@@ -144,7 +144,10 @@ def standalone_session() -> Session:
     place = _place()
     gpu = None
     if torch.cuda.is_available():
-        gpu = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        chosen = torch.cuda.current_device() if begun else 0
+        local_rank = int(os.environ.get("LOCAL_RANK", place.local_rank))
+        gpu = own_gpu(local_rank, chosen, torch.cuda.device_count())
         torch.cuda.set_device(gpu)
     run = f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{place.world_size}"
     at = f"{run} at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -166,6 +169,17 @@ def standalone_session() -> Session:
     if place.rank == 0:
         controller.measure(session)
     return session
+
+
+def own_gpu(local_rank: int, chosen: int, count: int) -> int:
+    """The GPU of this process.
+
+    Args:
+        local_rank: of the process on its node.
+        chosen: the present GPU, which is the first one unless user code has chosen another.
+        count: GPUs that the process sees.
+    """
+    return chosen or local_rank % count
 
 
 def _place() -> RankInfo:

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ray.communication.communicator import _form_gloo, _form_nccl
+from elastic_ray.communication.communicator import _form_gloo
 from elastic_ray.communication.gradient_group import GradientGroup
+from elastic_ray.communication.nccl import form_nccl
 from elastic_ray.monitoring.traffic import Traffic
 from tests.gpu.trained import STRATEGIES, check
 
@@ -24,7 +25,7 @@ def backend_of_one(device: torch.device) -> Any:
     """As a generation forms it."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     if device.type == "cuda":
-        return _form_nccl(store, 0, 1, 10.0, 0)
+        return form_nccl(store, 0, 1, 10.0, 0)
     return _form_gloo(store, 0, 1, dist.ProcessGroupGloo.create_device(hostname="127.0.0.1"), time.monotonic() + 10.0)
 
 

@@ -189,13 +189,13 @@ def test_other_choices_leave_the_statistics_alone(ranks: Ranks, world: int | Non
         assert "parameters or buffers" in result["error"] and result["seen"][-1] == 12
 
 
-def scaled(_: int) -> dict[str, Any]:
+def scaled(fused: bool, nonfinite: str) -> dict[str, Any]:
     """A loss scale that is far too high at first, as always with AMP."""
     torch.manual_seed(1)
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, nonfinite=nonfinite)
     loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(64, 2)), batch_size=8)
     session = current_session()
     told: list[str] = []
@@ -207,12 +207,17 @@ def scaled(_: int) -> dict[str, Any]:
             scaler.step(optimizer)
             scaler.update()
     session.finish()
-    return {"told": told, "scale": scaler.get_scale()}
+    return {"told": told, "scale": scaler.get_scale(), "state": [p.detach().clone() for p in model.parameters()]}
 
 
-def test_what_amp_leaves_out_is_no_fault(ranks: Ranks) -> None:
-    for result in ranks.run(scaled, 0, world=2):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("nonfinite", ["warn", "raise", "skip"])
+@pytest.mark.parametrize("world", [None, 2])
+def test_what_amp_leaves_out_is_no_fault(ranks: Ranks, world: int | None, nonfinite: str, fused: bool) -> None:
+    results = ranks.run(scaled, fused, nonfinite, world=world)
+    for result in [results] if world is None else results:
         assert result["told"] == [] and result["scale"] < 2.0**127
+        assert all(p.isfinite().all() for p in result["state"])
 
 
 def test_an_unknown_choice_is_refused() -> None:

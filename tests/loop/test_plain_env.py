@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import elastic_ray as er
+from elastic_ray.standalone.session import own_gpu
 from elastic_ray.state.layout import difference, packed
 from tests.loop.ranks import Ranks
 
@@ -173,3 +174,12 @@ def test_what_a_loop_tracks_alone_lies_where_no_package_is_looked_for(tmp_path: 
     assert Path(er.get_tracker_dir()) == tmp_path / "runs" / "user"
     monkeypatch.setenv("ELASTIC_RAY_TRACKER_DIR", str(tmp_path / "there"))
     assert Path(er.get_tracker_dir()) == tmp_path / "there" and (tmp_path / "there").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "chosen", "count", "gpu"), [(0, 0, 1, 0), (2, 0, 4, 2), (5, 0, 4, 1), (0, 3, 4, 3), (1, 2, 4, 2)]
+)
+def test_a_gpu_that_user_code_has_chosen_stays_the_present_one(
+    local_rank: int, chosen: int, count: int, gpu: int
+) -> None:
+    assert own_gpu(local_rank, chosen, count) == gpu

@@ -77,7 +77,7 @@ def test_generations_do_not_hear_each_other_and_waits_end() -> None:
         (call("w2", tells={"a": b"x"}), "w2 may not write what w1 has written"),
         (call("w2", tells={"b": b"x" * 100_000}), "too long"),
         (call("w2", tells={"b" * 1000: b""}), "too long"),
-        (call("w2", tells={str(number): b"" for number in range(1000)}), "writes more than 64 keys"),
+        (call("w2", tells={str(number): b"" for number in range(2000)}), "writes more than 1024 keys"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -314,3 +314,31 @@ def test_no_process_can_connect_to_a_group_that_has_formed() -> None:
             with pytest.raises(TimeoutError):
                 socket.create_connection(("127.0.0.1", port), 0.3)
         assert list(pool.map(add_up, formed)) == [[3.0] * 3] * 2
+
+
+def test_ranks_that_send_long_after_the_group_was_formed_find_each_other() -> None:
+    """NCCL connects a pair of ranks through the store when they first send to each other."""
+    with local_controller() as controller:
+        first, second = (
+            BootstrapStore(LocalCaller(controller, f"w{rank + 1}", 1), 0.5, rank=rank, world_size=2) for rank in (0, 1)
+        )
+        for store in (first, second):
+            store.tell_at_once()
+        time.sleep(0.6)
+        first.set("0:1", b"an id")
+        with pytest.raises(RuntimeError, match="in vain waited for 0:1"):
+            second.get("0:1")
+        second.stay_open()
+        assert second.get("0:1") == b"an id"
+        begin_s = time.monotonic()
+        with pytest.raises(RuntimeError, match="in vain waited for 1:2"):
+            second.get("1:2")
+        assert time.monotonic() - begin_s < 5.0
+
+
+def test_a_rank_may_have_hundreds_of_peers() -> None:
+    """NCCL has the first of each pair tell something."""
+    with local_controller() as controller:
+        caller = LocalCaller(controller, "w1", 1)
+        caller.tell({f"0:{peer}": b"an id" for peer in range(1, 500)})
+        assert len(caller.ask(("0:499",), 5.0, {})) == 499

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from elastic_ray.sync import Strategy
+from elastic_ray.sync.averaging.algorithms import DiLoCo
 from elastic_ray.sync.spec import Average
 from tests.loop.ranks import Ranks
 from tests.sync.drifting import Loop, adam, reference, sgd
@@ -36,3 +38,13 @@ def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, m
         replicas = torch.stack([seen[step].after for _, seen in found])
         torch.testing.assert_close(replicas.mean(0), mean, rtol=0, atol=1e-9)
         assert not torch.equal(replicas[0], replicas[1]), "between averages they differ"
+
+
+def test_what_an_outer_optimizer_has_of_a_checkpoint_goes_to_its_parameters() -> None:
+    param = torch.ones(3, device="meta")  # takes the place of a GPU
+    outer = DiLoCo(0.7, 0.9)
+    outer.restore({"anchor": {"w": torch.ones(3)}, "momentum": {"w": torch.ones(3)}})
+    model: Any = SimpleNamespace(named={"w": param})
+    outer.begin(model)
+    captured = outer.capture()
+    assert [captured[key]["w"].device for key in ("anchor", "momentum")] == [param.device] * 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 import elastic_ray as er
+from elastic_ray.parallel.patches import scale_rollback
+from tests.batch.test_device_numbers import Waits
 from tests.loop.changing import Change, run_job
 from tests.loop.ranks import Ranks
 from tests.sync.drifting import BATCH, EPOCHS, STEPS, net, rows, sgd, weights
@@ -58,3 +61,19 @@ def test_a_group_that_changes_goes_on_alike() -> None:
     ).results
     (_, ours, model), (_, theirs, other) = results[2], results[3]
     assert torch.equal(ours[-1], theirs[-1]) and torch.equal(model, other)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_what_a_lost_step_takes_back_of_a_scaler_is_not_read(used: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    if used:
+        scaler.scale(torch.ones(1))
+    snapshot, take_back = scale_rollback(scaler)
+    with Waits() as waits:
+        kept = copy.deepcopy(snapshot())
+    scaler.scale(torch.ones(1))
+    scaler.update(8.0)
+    with Waits() as more:
+        take_back(kept)
+    assert waits.count == more.count == 0
+    assert scaler.get_scale() == 256.0 and scaler.state_dict()["_growth_tracker"] == 0

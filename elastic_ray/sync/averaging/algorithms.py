@@ -95,7 +95,10 @@ class DiLoCo:
     def begin(self, model: AveragedModel) -> None:
         """Where the first round begins; parameters that are new begin here as well."""
         for name, p in model.named.items():
-            if name not in self._anchor or self._anchor[name].shape != p.shape:
+            anchor = self._anchor.get(name)
+            if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU
+                self._anchor[name], self._momentum[name] = anchor.to(p.device), self._momentum[name].to(p.device)
+            else:
                 self._anchor[name] = p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 

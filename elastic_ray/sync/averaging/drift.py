@@ -172,6 +172,7 @@ class Drift:
         self._take(agreed)
         if agreed is not None and self._averager is not None and "averager" in agreed:
             self._averager.restore(agreed["averager"])
+            self._begun = False  # it is to find its tensors beside their parameters
         if holds:
             self._marker = marker
             take_scale(self.scaler, amp)
@@ -212,4 +213,12 @@ class Drift:
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
             p.copy_(agreed[f"p{index}"])  # type: ignore[index]
             if f"s{index}" in agreed:  # type: ignore[operator]
-                self._optimizer.state[p] = agreed[f"s{index}"]  # type: ignore[index]
+                self._optimizer.state[p] = _beside(p, agreed[f"s{index}"])  # type: ignore[index]
+
+
+def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """What is on a GPU of an optimizer's state, on that of the parameter: ranks agree on the present one."""
+    return {
+        key: value.to(param.device) if isinstance(value, torch.Tensor) and value.is_cuda else value
+        for key, value in state.items()
+    }

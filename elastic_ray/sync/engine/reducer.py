@@ -8,12 +8,14 @@ buffers of its own: one that was given up can never write into ``.grad``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.steps.step import StepView
@@ -75,6 +77,7 @@ class GradientReducer:
         self._carried, self._statistics, self._grad_scale = carried, statistics, grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
+        self._one_at_a_time = threading.Lock()
         self._build()
         self._step: StepView | None = None
         self._open = True  # until the optimizer steps
@@ -144,19 +147,20 @@ class GradientReducer:
         self._reduction.asked()
 
     def _on_gradient(self, index: int, param: torch.Tensor) -> None:
-        """A parameter's gradient is there; reduce what is full."""
-        if self._carried.watched is param:
-            self._carried.look(param)
-        if not self._running:
-            if not self._sync:
-                self._carried.add(self._ledger.step, local=True)
-                refuse_weights(self._ledger.step)
-                return
-            self._begin()
-        pending = self._pending
-        pending[index] -= 1
-        if not pending[index] and self._reduces:
-            self._launch_ready()
+        """A parameter's gradient is there; reduce what is full. Torch calls it in a thread of each device."""
+        with self._one_at_a_time:
+            if self._carried.watched is param:
+                self._carried.look(param)
+            if not self._running:
+                if not self._sync:
+                    self._carried.add(self._ledger.step, local=True)
+                    refuse_weights(self._ledger.step)
+                    return
+                self._begin()
+            pending = self._pending
+            pending[index] -= 1
+            if not pending[index] and self._reduces:
+                self._launch_ready()
 
     def _begin(self) -> None:
         """The first gradient of a backward pass: find out what is to become of the pass."""
@@ -330,7 +334,7 @@ class GradientReducer:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
                 if self._measures:
                     self._statistics.measure_mean(self._buckets, first=True)
-                self._conclude_statistics(step, lambda: [float(norm) for norm in self._statistics.local_norms()])
+                self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
         elif not self._weights.leave_out(step, self._buckets) and self._measures:
             self._pair(step)
         if step is not None and step.is_last_micro and not self._ledger.failed:

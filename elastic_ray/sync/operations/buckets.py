@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 
+from elastic_ray.batch.device_numbers import read
 from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.operations.protocol import GradientBucket
@@ -211,7 +212,7 @@ def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tupl
 
 def are_finite(buckets: Sequence[GradientBucket]) -> bool:
     """Whether all gradients in the buckets are finite, by one sum over each."""
-    totals = [bucket.total() for bucket in buckets]
-    total = float(totals[0] if len(totals) == 1 else torch.stack(totals).sum())
     # A sum may overflow where no gradient has.
-    return math.isfinite(total) or all(bucket.is_finite() for bucket in buckets)
+    return math.isfinite(sum(read([bucket.total() for bucket in buckets]))) or all(
+        bucket.is_finite() for bucket in buckets
+    )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from elastic_ray.batch.device_numbers import read, with_steps_read
 from elastic_ray.batch.statistics import DENOMINATOR, REFRESHED_EVERY, WARM_STEPS, denominators, is_adam_like
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
@@ -90,9 +91,11 @@ class Denominators:
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         # Parameters keep their memory format where they are whole, and so do these.
         found = {name: torch.empty_like(params[name], dtype=torch.bfloat16) for name in held.tiling.names}
-        for span, view in held.spans():
+        spans = list(held.spans())
+        states = with_steps_read([held.states[view] for _, view in spans])
+        for (span, _), state in zip(spans, states, strict=True):
             param = params[span.name]
-            size = denominators(held.states[view], groups[id(param)], param.dtype)
+            size = denominators(state, groups[id(param)], param.dtype)
             place = part_of(found[span.name], span)
             if size is None:
                 place.fill_(_NONE)
@@ -100,7 +103,10 @@ class Denominators:
                 place.copy_(size)
         rank, world = communicator.rank, communicator.world_size
         Publisher(held.tiling, senders, found, rank, world).run(communicator)
+        firsts = read([size.view(-1)[0] for size in found.values()])
         self._gathered = {
-            params[name]: {DENOMINATOR: size} for name, size in found.items() if float(size.view(-1)[0]) != _NONE
+            params[name]: {DENOMINATOR: size}
+            for (name, size), first in zip(found.items(), firsts, strict=True)
+            if first != _NONE
         }
         self._outdated = False

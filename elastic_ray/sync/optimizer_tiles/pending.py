@@ -15,6 +15,9 @@ from torch.nn import Parameter
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
 from elastic_ray.sync.optimizer_tiles.swapped import swapped
 
+_BY_SCALER = ("grad_scale", "found_inf")
+"""What AMP's scaler tells a fused optimizer of a step, which then divides gradients, or leaves the update out."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
@@ -65,6 +68,7 @@ class PendingUpdate:
         ]
         held.drop_gradients()
         self._options = options_of(optimizer)
+        self._by_scaler = {name: getattr(optimizer, name) for name in _BY_SCALER if hasattr(optimizer, name)}
 
     def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
         """Make the update.
@@ -85,6 +89,7 @@ class PendingUpdate:
         with (
             as_then(self._optimizer, self._options, rates),
             self._without_others(),
+            self._scaled(),
             tiles_shown(self._optimizer, self._params, shown, states),
         ):
             apply()
@@ -92,6 +97,17 @@ class PendingUpdate:
             for view, part in made:
                 self._held.states[view] = states[part]
                 view.copy_(part)
+
+    @contextmanager
+    def _scaled(self) -> Iterator[None]:
+        """The optimizer with what AMP's scaler has told it of the update; gradients have its scale in them."""
+        for name, value in self._by_scaler.items():
+            setattr(self._optimizer, name, value)
+        try:
+            yield
+        finally:
+            for name in self._by_scaler:
+                delattr(self._optimizer, name)
 
     @contextmanager
     def _without_others(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ class StoredStates:
             for param in group["params"]:
                 if param not in known:
                     continue
-                placed = _placed(known.pop(param), param, group)
+                placed = placed_state(known.pop(param), param.device, group)
                 if id(param) in kept:
                     state.pop(param, None)
                     self._states[param] = placed
@@ -84,17 +84,17 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
     return any(isinstance(value, UnreadTensor) for value in state.values())
 
 
-def _placed(state: Mapping[str, Any], param: Parameter, options: Mapping[str, Any]) -> State:
+def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
     """A state whose tensors are where torch has them, or will be once they are read; a checkpoint's are on the CPU.
 
     Args:
         state: of a parameter.
-        param: the parameter.
+        device: of the parameter.
         options: of its group. Torch counts steps on the CPU unless it is told to be fused or capturable.
     """
     on_cpu = () if options.get("fused") or options.get("capturable") else ("step",)
     return {
-        key: _to(param.device, value) if isinstance(value, Tensor | UnreadTensor) and key not in on_cpu else value
+        key: _to(device, value) if isinstance(value, Tensor | UnreadTensor) and key not in on_cpu else value
         for key, value in state.items()
     }
 

@@ -16,6 +16,7 @@ from elastic_ray.state.tree import receive_state, send_state
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import peers
 from elastic_ray.sync.optimizer_tiles.states import State
+from elastic_ray.sync.optimizer_tiles.stored import placed_state
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of, rows_of
 
@@ -273,21 +274,31 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
     return Pieces(tuple(value.shape), value.dtype, ((0, value.detach()),) if start == 0 else ())
 
 
-def placed(value: Any, param: ShardedParam) -> Any:
-    """A value of a parameter's state in a checkpoint, whose rows are to be where the parameter is."""
-    if isinstance(value, Tensor | UnreadTensor) and tuple(value.shape) == param.shape:
-        return value.to(param.local.device)
-    return value.read() if isinstance(value, UnreadTensor) else value
+def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> State:
+    """A parameter's state that was given whole, as by a checkpoint: what is no rows is where torch has it.
+
+    Rows that are not there yet are read, or copied there, once they are taken.
+
+    Args:
+        state: it.
+        param: the parameter.
+        options: of its group in the optimizer.
+    """
+    return {
+        key: value.whole() if isinstance(value, UnreadTensor) and tuple(value.shape) != param.shape else value
+        for key, value in placed_state(state, param.local.device, options).items()
+    }
 
 
 def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
     """A parameter's state cut to some of its rows, in memory of its own."""
-    state = {key: value.read() if isinstance(value, UnreadTensor) else value for key, value in state.items()}
-    return {
-        key: (value[start:stop] if tuple(value.shape) == shape else value).clone(
-            memory_format=torch.contiguous_format  # stand-ins have no strides
-        )
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
+    found: State = {}
+    for key, value in state.items():
+        if isinstance(value, UnreadTensor):
+            found[key] = value.rows(start, stop) if tuple(value.shape) == shape else value.whole()
+        elif isinstance(value, Tensor):
+            rows = value[start:stop] if tuple(value.shape) == shape else value
+            found[key] = rows.clone(memory_format=torch.contiguous_format)  # stand-ins have no strides
+        else:
+            found[key] = value
+    return found

@@ -347,11 +347,11 @@ class ShardHolder:
     def take_states(self) -> None:
         """The optimizer was given whole states: keep those of the rows that this rank holds."""
         self.check_memory()
+        options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):
-            state = self._state_of(each)
+            state = placed(self._state_of(each), each, options.get(id(each.param), {}))
             if place in self._held.unread:
-                states = {key: placed(value, each) for key, value in state.items()}
-                self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **states}
+                self._held.unread[place] = {VALUE: self._held.unread[place][VALUE], **state}
             for shard, held in self._held.shards.items():
                 if place in held.views:
                     start, stop = rows_of(self._held.counts[place], shard)

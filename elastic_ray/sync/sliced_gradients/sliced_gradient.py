@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,19 @@ ADDS_UP = (
     'the last within no_sync(), or use strategy="zero1"'
 )
 _WAITS = "is still being reduced: read it when backward() has returned"
+
+_last_read: tuple[weakref.ref[Tensor], int, float] | None = None
+
+
+def _number(factor: Any) -> float:
+    """A factor as a number. That of a clipped norm comes with each gradient by itself, and is read of a GPU once."""
+    global _last_read
+    if not isinstance(factor, Tensor) or factor.is_inference():
+        return float(factor)
+    known = _last_read
+    if known is None or known[0]() is not factor or known[1] != factor._version:
+        known = _last_read = weakref.ref(factor), factor._version, float(factor)
+    return known[2]
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,7 +74,7 @@ class Content:
 
     def multiply(self, factor: Any) -> None:
         """By a number."""
-        number = float(factor)
+        number = _number(factor)
         for part in self.parts.values():
             part.mul_(factor)
         if self.norm is not None:
@@ -193,7 +207,8 @@ def _norm(
     whole = dim is None or sorted(each % grad.ndim for each in dim) == list(range(grad.ndim))
     if order != 2 or not whole or keepdim or grad.content.norm is None:
         raise ValueError("another norm")
-    return torch.tensor(grad.content.norm, dtype=dtype or grad.dtype, device=grad.device)
+    # torch.tensor() of a number on a GPU would wait for all that the GPU has yet to do.
+    return torch.full((), grad.content.norm, dtype=dtype or grad.dtype, device=grad.device)
 
 
 def _norms(given: Any, grads: Any, order: Any = 2, dtype: Any = None) -> list[Tensor]:
@@ -219,7 +234,7 @@ def _multiply(given: Any, grad: Any, factor: Any) -> Any:
 def _divide(given: Any, grad: Any, factor: Any) -> Any:
     if isinstance(factor, Tensor) and factor.numel() != 1:
         raise ValueError("no number")
-    number = float(factor)
+    number = _number(factor)
     return _multiply(given, grad, 1.0 / number if number else math.copysign(math.inf, number))
 
 

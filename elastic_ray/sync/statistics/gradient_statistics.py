@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.steps.step import StepView
@@ -14,7 +15,6 @@ from elastic_ray.sync.operations.protocol import MeasuredGradient
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
 
-_Norm = float | torch.Tensor
 _AddUp = Callable[[Sequence[float]], list[float]]
 
 
@@ -39,8 +39,8 @@ class GradientStatistics:
         self._replicas = 1
         self._initial_batch_size = 0
         self._noise_due = self._variance_due = self._norms_due = False
-        self._carried: list[_Norm] = []  # of the micro-steps before
-        self._local: list[_Norm] = []
+        self._carried: list[Number] = []  # of the micro-steps before
+        self._local: list[Number] = []
         self._first = self._preconditioned = False
         self._mean: list[float] | None = None  # squared norms of the mean gradient, in the noise scale's units
         self._plain_mean: list[float] | None = None  # without preconditioning
@@ -152,22 +152,24 @@ class GradientStatistics:
         if self._noise_due:
             preconditioner = self.noise.preconditioner(bucket)
             norm = bucket.squared_norm(preconditioner) / weight
-            self._local[bucket.group] += norm
+            self._local[bucket.group] = added(self._local[bucket.group], norm)
             norm = norm if preconditioner is None else None
         if self._variance_due:
             norm = bucket.squared_norm(None) / weight if norm is None else norm
-            self._local[self._groups + bucket.group] += norm
+            place = self._groups + bucket.group
+            self._local[place] = added(self._local[place], norm)
 
-    def local_norms(self) -> list[_Norm]:
+    def local_norms(self) -> list[Number]:
         """Of this rank's gradients, all micro-steps so far."""
-        return [carried + local for carried, local in zip(self._carried, self._local, strict=True)]
+        return [added(carried, local) for carried, local in zip(self._carried, self._local, strict=True)]
 
     def write_norms(self, place: torch.Tensor) -> None:
         """The same, to be added up over the ranks."""
         norms, groups = self.local_norms(), self._groups
         for due, part in ((self._noise_due, slice(groups)), (self._variance_due, slice(groups, 2 * groups))):
             if due:
-                place[part] = torch.stack([torch.as_tensor(norm) for norm in norms[part]])
+                for at, norm in zip(place[part], norms[part], strict=True):
+                    at.copy_(norm) if isinstance(norm, torch.Tensor) else at.fill_(norm)  # a frozen group's has none
 
     def measure_mean(self, buckets: Sequence[MeasuredGradient], *, first: bool, add_up: _AddUp | None = None) -> None:
         """The buckets hold the step's mean gradient.
@@ -263,9 +265,10 @@ class GradientStatistics:
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
             found = parts if bucket.sliced else sums
-            found[bucket.group] += bucket.squared_norm(preconditioner)
-        whole = add_up([float(each) for each in parts]) if add_up is not None else parts
-        return [float(each) + float(part) for each, part in zip(sums, whole, strict=True)]
+            found[bucket.group] = added(found[bucket.group], bucket.squared_norm(preconditioner))
+        known = read([*sums, *parts])
+        whole = add_up(known[self._groups :]) if add_up is not None else known[self._groups :]
+        return [each + part for each, part in zip(known[: self._groups], whole, strict=True)]
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import read
+
 
 @torch.no_grad()
 def with_update_norms(
@@ -80,4 +82,4 @@ def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Se
 
 def _norm(tensors: list[torch.Tensor]) -> float:
     """2-norm of all of them together."""
-    return math.hypot(*(float(norm) for norm in torch._foreach_norm(tensors))) if tensors else 0.0
+    return math.hypot(*read(torch._foreach_norm(tensors))) if tensors else 0.0

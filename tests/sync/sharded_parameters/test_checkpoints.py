@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from elastic_ray.checkpoints.automatic import CorruptStateError
 from elastic_ray.state.unread import UnreadTensor
+from elastic_ray.sync.sharded_parameters.held_shards import placed, rows_of_state
 from tests.loop.changing import Kill
 from tests.sync.sharded_parameters.sharded import CLOSE, OPTIMIZERS, Net, data, meta_net, sharded_net
 from tests.sync.tiles.saving import Job
@@ -153,3 +155,19 @@ def test_where_a_node_has_a_disk_of_its_own_rank_0_gathers_a_model_from_meta_and
     state = saving.files()[0]
     assert state.parts == 0 and state.steps < 16
     check(tmp_path, job(tmp_path / "second", states=saving.open(), meta=True).run((1, 2, 3, 4)).results)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("option", ["fused", "capturable", None])
+def test_states_of_a_checkpoint_go_where_torch_has_them(option: str | None, late: bool) -> None:
+    moment, step = torch.zeros(6, 2), torch.tensor(3.0)
+    state: dict[str, Any] = {"step": step, "exp_avg": moment, "name": "adamw"}
+    if late:
+        flat = moment.view(-1)
+        state["exp_avg"] = UnreadTensor(
+            shape=(6, 2), dtype=moment.dtype, elements=lambda start, stop: flat[start:stop].clone()
+        )
+    param: Any = SimpleNamespace(local=torch.empty(6, 2, device="meta"), shape=(6, 2))  # takes the place of a GPU
+    found = rows_of_state(placed(state, param, {option: True} if option else {}), (6, 2), 1, 4)
+    assert (found["exp_avg"].shape, found["exp_avg"].device.type) == ((3, 2), "meta")
+    assert found["step"].device.type == ("meta" if option else "cpu") and found["name"] == "adamw"

@@ -19,6 +19,7 @@ from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import Case, Net, check, data, meta_net, sharded_net
 
@@ -392,3 +393,11 @@ def test_what_is_for_models_on_meta_is_not_ignored_for_others(options: dict[str,
     (name,) = options
     with pytest.raises(ValueError, match=f"{name} is for modules that were built on the meta device, but Linear has"):
         er.fully_shard(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what torch keeps for GPUs that are not there yet")
+def test_generators_of_devices_that_the_model_is_not_on_are_left_alone() -> None:
+    torch.cuda.manual_seed_all(7)
+    queued = torch.cuda._lazy_seed_tracker.manual_seed_all_cb
+    initialise(nn.Linear(2, 2), [], 3, lambda place, value: None)
+    assert queued and torch.cuda._lazy_seed_tracker.manual_seed_all_cb is queued

@@ -345,3 +345,22 @@ def test_adding_to_a_gradient_by_hand_is_not_called_a_second_backward() -> None:
     grad = SlicedGradient(torch.zeros(3), Content(waits=False, norm=1.0))
     with pytest.raises(RuntimeError, match=r"lies in slices .* can compute 'add_'"):
         grad.add_(torch.ones(3))
+
+
+def test_clipping_and_a_scaler_do_not_wait_for_each_gradient() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(5)]
+    for param in params:
+        content = Content(parts={0: torch.full((4,), 2.0)})
+        content.know(16.0, 0, 0)
+        param.grad = SlicedGradient(param, content)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        scaler.unscale_(torch.optim.SGD(params, 0.1))
+        nn.utils.clip_grad_norm_(params, 1.0)
+    reads = sum(each.count for each in profile.key_averages() if each.key == "aten::_local_scalar_dense")
+    assert reads <= 2  # of the scaler's inverse, and of the norm's
+    wanted = torch.full((4,), 0.5 / 5**0.5 / (1.0 + 1e-6 / 5**0.5))
+    for param in params:
+        assert isinstance(param.grad, SlicedGradient)
+        torch.testing.assert_close(param.grad.part(0, 4), wanted)

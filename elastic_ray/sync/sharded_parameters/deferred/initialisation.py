@@ -109,7 +109,9 @@ def initialise(
     cuda = sorted({each.local.device.index for each in params if each.local.device.type == "cuda"})
     made: set[int] = set()
     with _ONE_AT_A_TIME, torch.random.fork_rng(devices=cuda), torch.no_grad():
-        torch.manual_seed(seed)
+        # Not torch.manual_seed(), which would begin those of other devices anew, too.
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[index] for index in cuda)):
+            generator.manual_seed(seed)
         for name, each in module.named_modules():
             if each in _KNOWN:
                 for place, value in _made(name or type(each).__name__.removeprefix("FSDP"), each, places):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_ray.batch.device_numbers import with_steps_read
 from elastic_ray.batch.statistics import LEAST_PART, REFRESHED_EVERY, WARM_STEPS, compact, denominators, is_adam_like
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
@@ -72,9 +73,10 @@ class RowDenominators:
         """
         own, groups, params = self._shards.own, self._shards.groups, self._shards.params
         sizes: dict[int, Tensor] = {}
-        for place, view in own.views.items():
+        states = with_steps_read([own.states[view] for view in own.views.values()])
+        for (place, view), state in zip(own.views.items(), states, strict=True):
             options = self._optimizer.param_groups[groups[place]] if place in groups else {}
-            size = denominators(own.states[view], options, view.dtype)
+            size = denominators(state, options, view.dtype)
             if size is not None:
                 sizes[place] = size.reshape(-1)
         squares = [0.0] * len(params)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elastic_ray.batch.device_numbers import read
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
@@ -187,7 +188,7 @@ class ShardStatistics:
             self._statistics.collect_alone(step, self._mean_rows(), 1.0)
             return
         mean = self._statistics.own_part_of_mean(self._mean_rows())
-        self._conclude(step, [float(norm) for norm in self._statistics.local_norms()], mean)
+        self._conclude(step, read(self._statistics.local_norms()), mean)
 
     @property
     def _concludes(self) -> bool:
@@ -200,7 +201,7 @@ class ShardStatistics:
         if self._concludes:
             mean = statistics.own_part_of_mean(self._mean_rows())
             counted = self._collectives.is_first_owner
-            own = [*map(float, statistics.local_norms()), *(mean if counted else [0.0] * len(mean))]
+            own = [*read(statistics.local_norms()), *(mean if counted else [0.0] * len(mean))]
         first, moved = self._run.group.rank == 0, self._moved.values(len(self._trainable.groups))
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 

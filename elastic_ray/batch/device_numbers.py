@@ -1,0 +1,47 @@
+"""Single numbers that lie on devices: added up there, and read with one wait for each device (torch).
+
+To read a number of a GPU is to wait for all that the GPU has yet to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Number: TypeAlias = float | Tensor
+"""A float, or a tensor without dimensions."""
+
+
+def added(one: Number, other: Number) -> Number:
+    """Their sum, on the device of the first one that is on a GPU: a model's parameters may be on several."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.device != other.device and one.is_cuda:
+        other = other.to(one.device) if other.is_cuda else other
+    return one + other
+
+
+def read(numbers: Sequence[Number]) -> list[float]:
+    """All of them, as floats."""
+    found = [0.0 if isinstance(each, Tensor) else float(each) for each in numbers]
+    places: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(numbers):
+        if isinstance(each, Tensor):
+            places.setdefault(each.device, []).append(place)
+    for mine in places.values():
+        tensors = [torch.as_tensor(numbers[place]) for place in mine]
+        values = torch.stack(tensors).tolist() if len(tensors) > 1 else [tensors[0]]
+        for place, value in zip(mine, values, strict=True):
+            found[place] = float(value)
+    return found
+
+
+def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """What an optimizer keeps of parameters, with its counts of steps as floats; fused ones have them on the GPU."""
+    counted = [place for place, state in enumerate(states) if isinstance(state.get("step"), Tensor)]
+    steps = read([states[place]["step"] for place in counted])
+    found = list(states)
+    for place, step in zip(counted, steps, strict=True):
+        found[place] = {**states[place], "step": step}
+    return found

@@ -1,0 +1,56 @@
+"""Numbers on devices. Those of GPUs are fakes of torch's own, which says where tensors of two devices meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_ray.batch.device_numbers import added, read, with_steps_read
+from elastic_ray.batch.statistics import preconditioner
+
+
+class Waits(TorchDispatchMode):
+    """Counts reads of single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_are_read_in_their_order_by_one_look() -> None:
+    with Waits() as waits:
+        found = read([1.0, torch.tensor(2.0), torch.tensor(3), 4.0, torch.tensor(5.0, dtype=torch.float64)])
+    assert found == [1.0, 2.0, 3.0, 4.0, 5.0] and waits.count == 0
+    assert read([]) == [] and read([torch.tensor(2.5)]) == [2.5]
+
+
+@pytest.mark.parametrize(("one", "other", "there"), [(0, 1, 0), (1, 0, 1), (None, 1, 1), (1, None, 1), (0, 0, 0)])
+def test_sums_stay_on_a_gpu(one: int | None, other: int | None, there: int) -> None:
+    with FakeTensorMode():
+        first, second = (torch.empty((), device="cpu" if gpu is None else f"cuda:{gpu}") for gpu in (one, other))
+        found = added(added(0.0, first), second)
+    assert isinstance(found, torch.Tensor) and found.device == torch.device("cuda", there)
+
+
+def test_preconditioners_of_a_fused_optimizer_do_not_wait_for_each_count_of_steps() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(6):
+        model(torch.randn(3, 2)).square().mean().backward()
+        optimizer.step()
+    with Waits() as waits:
+        found = preconditioner(optimizer, list(model.parameters()))
+    assert found is not None and not (found == 1.0).all() and waits.count == 0
+
+
+def test_states_without_a_count_are_as_they_are() -> None:
+    states = [{"step": torch.tensor(3.0), "other": 1}, {}, {"step": 2}]
+    assert with_steps_read(states) == [{"step": 3.0, "other": 1}, {}, {"step": 2}]
