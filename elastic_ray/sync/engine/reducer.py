@@ -77,7 +77,7 @@ class GradientReducer:
         self._carried, self._statistics, self._grad_scale = carried, statistics, grad_scale
         self._trainable = trainable
         self._hooks: list[Any] = []
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()
         self._build()
         self._step: StepView | None = None
         self._open = True  # until the optimizer steps

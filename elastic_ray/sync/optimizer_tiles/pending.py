@@ -101,6 +101,7 @@ class PendingUpdate:
     @contextmanager
     def _scaled(self) -> Iterator[None]:
         """The optimizer with what AMP's scaler has told it of the update; gradients have its scale in them."""
+        present = {name: getattr(self._optimizer, name) for name in self._by_scaler if hasattr(self._optimizer, name)}
         for name, value in self._by_scaler.items():
             setattr(self._optimizer, name, value)
         try:
@@ -108,6 +109,8 @@ class PendingUpdate:
         finally:
             for name in self._by_scaler:
                 delattr(self._optimizer, name)
+            for name, value in present.items():
+                setattr(self._optimizer, name, value)
 
     @contextmanager
     def _without_others(self) -> Iterator[None]:
