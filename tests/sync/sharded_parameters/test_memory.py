@@ -24,7 +24,7 @@ from tests.sync.sharded_parameters.test_meta import Live
 from tests.sync.tiles.saving import Job
 
 LAYER_BYTES = (64 * 64 + 64) * 4
-STEPS = 40  # the optimizer's state is warm, and statistics are measured in its units more than once
+STEPS = 18  # the optimizer's state is warm, and statistics are measured in its units more than once
 
 
 def _model(device: str) -> nn.Sequential:
