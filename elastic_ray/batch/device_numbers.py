@@ -17,8 +17,8 @@ Number: TypeAlias = float | Tensor
 
 def added(one: Number, other: Number) -> Number:
     """Their sum, on the device of the first one that is on a GPU: a model's parameters may be on several."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.device != other.device and one.is_cuda:
-        other = other.to(one.device) if other.is_cuda else other
+    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_cuda and other.is_cuda:
+        other = other.to(one.device)
     return one + other
 
 

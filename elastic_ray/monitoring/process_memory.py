@@ -26,20 +26,11 @@ def host_bytes() -> int:
 
 
 def device_bytes() -> int:
-    """What torch's allocator holds of all CUDA devices [bytes]; 0 for a process that has not used one."""
-    return sum(held for _, held in _devices())
-
-
-def _devices() -> list[tuple[int, int]]:
-    """Numbers of the CUDA devices that this process uses, with the bytes that torch's allocator holds of them.
-
-    Which one is the present device is a thing of each thread, and others ask than the train function's.
-    """
+    """What torch's allocator holds of the present CUDA device [bytes]; 0 for a process that has not used one."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        return []
-    held = [(number, int(torch.cuda.memory_reserved(number))) for number in range(torch.cuda.device_count())]
-    return [each for each in held if each[1]]
+        return 0
+    return int(torch.cuda.memory_reserved())
 
 
 def major_faults() -> int:
@@ -77,10 +68,12 @@ def _group_used(proc: Path, groups: Path) -> float:
 
 
 def _device_used() -> float:
-    """Of the memory of the CUDA device that has least left, by all of its users; 0 for a process that uses none."""
+    """Of the present CUDA device's memory, by all of its users; 0 for a process that has not used one."""
     torch: Any = sys.modules.get("torch")
-    left = [torch.cuda.mem_get_info(number) for number, _ in _devices()]
-    return max((1.0 - float(free) / float(total) for free, total in left), default=0.0)
+    if torch is None or not torch.cuda.is_initialized():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return 1.0 - float(free) / float(total)
 
 
 def _text(path: Path) -> str:

@@ -23,14 +23,16 @@ def session_of_thread() -> Session | None:
     recomputed of a forward pass with them: they belong to the run that was set last in this process.
     """
     session = _session.get()
-    if session is None and _latest is not None and _is_in_backward():
+    if session is None and _latest is not None and _is_thread_of_torch():
         return _latest()
     return session
 
 
-def _is_in_backward() -> bool:
+def _is_thread_of_torch() -> bool:
+    """Whether this thread works on a backward pass, and no Python code has started it."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch._C._current_graph_task_id() != -1
+    in_backward = torch is not None and torch._C._current_graph_task_id() != -1
+    return in_backward and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def check_present(session: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import os
 import subprocess
@@ -147,7 +148,10 @@ def test_another_thread_of_a_worker_is_no_run_of_its_own() -> None:
 
 @pytest.mark.parametrize("in_worker", [True, False])
 def test_a_thread_of_torchs_backward_pass_belongs_to_the_run(in_worker: bool) -> None:
-    """As those are in which it works on a GPU, that know nothing of the thread that has called ``backward()``."""
+    """As those are in which it works on a GPU, that know nothing of the thread that has called ``backward()``.
+
+    One that user code has started is none of these.
+    """
 
     def backward() -> list[Any]:
         x, seen = torch.ones(1, requires_grad=True), list[Any]()
@@ -156,9 +160,19 @@ def test_a_thread_of_torchs_backward_pass_belongs_to_the_run(in_worker: bool) ->
         y.backward()
         return seen
 
+    found: list[Any] = []
+    done = threading.Event()
+
+    def run() -> None:
+        found.extend(backward())
+        done.set()
+
     session = session_of()
     (set_worker_session if in_worker else set_session)(session)
     try:
-        assert in_thread(backward) == [[er.get_context()]]
+        _thread.start_new_thread(run, ())  # one that Python's threading does not know, as torch's own
+        assert done.wait(30.0) and found == [er.get_context()]
+        (other,) = in_thread(backward)
+        assert "knows nothing of the job" in other if in_worker else other != found
     finally:
         set_worker_session(None)

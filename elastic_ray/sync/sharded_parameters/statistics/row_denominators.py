@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.device_numbers import with_steps_read
+from elastic_ray.batch.device_numbers import read, with_steps_read
 from elastic_ray.batch.statistics import LEAST_PART, REFRESHED_EVERY, WARM_STEPS, compact, denominators, is_adam_like
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
@@ -79,11 +79,8 @@ class RowDenominators:
             size = denominators(state, options, view.dtype)
             if size is not None:
                 sizes[place] = size.reshape(-1)
-        squares = [0.0] * len(params)
-        if counts and sizes:  # a look at all of them at once: each waits for all that a GPU has yet to do
-            found = torch.stack([size.square().sum(dtype=torch.float64) for size in sizes.values()]).tolist()
-            for place, square in zip(sizes, found, strict=True):
-                squares[place] = square
+        counted = sizes if counts else {}
+        squares = read([counted[each].square().sum() if each in counted else 0.0 for each in range(len(params))])
         self._found = {}
         for place, square in enumerate(add_up(squares)):
             if square > 0:
