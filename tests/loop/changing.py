@@ -20,6 +20,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0
+_NOTICE_S = 1.0  # after the first news of a failure, all get another group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Change:
 class Kill:
     """A worker dies when it has committed ``step`` steps and comes to ``moment``; ``last``: as the last of all.
 
-    Workers that are in ``after`` have come there before.
+    Workers that are in ``after`` have come there before, or to ``after_moment`` where that is another one.
     Workers that are in ``joins`` enter with the group that is formed then.
     """
 
@@ -44,6 +45,7 @@ class Kill:
     last: bool = False
     joins: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    after_moment: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +139,7 @@ class _Job:
         self._reached: set[tuple[int, str, int]] = set()
         self._announced: dict[int, int] = {}  # generation that a step's change leads to
         self._failed: set[tuple[int, int]] = set()  # worker and generation
+        self._suspected: dict[int, float] = {}  # generation, and when one of its members wanted another
         self.members: tuple[int, ...] = ()
         self.outcome = Outcome()
 
@@ -147,6 +150,7 @@ class _Job:
         while any(thread.is_alive() for thread in self._threads.values()):
             for thread in list(self._threads.values()):
                 thread.join(0.05)
+            self._act_on_notice()
             if self._errors:
                 break
         if self._errors:
@@ -194,7 +198,15 @@ class _Job:
         """Once all members want another group and none of them is dead, announce one of all, as the controller does."""
         with self._lock:
             self._failed.add((worker, generation))
+            self._suspected.setdefault(generation, time.monotonic())
             if generation == self._generation and all((each, generation) in self._failed for each in self.members):
+                self.announce(self.members, void=True)
+
+    def _act_on_notice(self) -> None:
+        """So also where some want it for long, and the others wait for those in vain."""
+        with self._lock:
+            since = self._suspected.get(self._generation)
+            if since is not None and time.monotonic() - since > _NOTICE_S:
                 self.announce(self.members, void=True)
 
     def announce(self, workers: tuple[int, ...], *, void: bool = False) -> int:
@@ -217,7 +229,7 @@ class _Job:
         for kill in list(self._kills):
             if (kill.worker, kill.step, kill.moment) == (worker, step, moment):
                 self._kills.remove(kill)
-                self._wait_for(self.members if kill.last else kill.after, moment, step)
+                self._wait_for(self.members if kill.last else kill.after, kill.after_moment or moment, step)
                 raise _Killed(kill.joins)
         if (worker, step, moment) in self._holds:
             self._holds.remove((worker, step, moment))
