@@ -91,6 +91,10 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
                 raise RuntimeError(f"in vain waited for {', '.join(missing)}")
             tells, self._untold = self._untold, {}
             self._known.update(self._caller.ask(self._with_others(missing), left_s, tells))
+        if self._untold and not all(key in self.told for key in keys):
+            # The others are ahead, and an earlier answer had this of theirs already: no call is due that would tell it.
+            tells, self._untold = self._untold, {}
+            self._caller.tell(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """These keys, and what else this member is about to ask for.

@@ -140,6 +140,8 @@ class _Job:
         self._announced: dict[int, int] = {}  # generation that a step's change leads to
         self._failed: set[tuple[int, int]] = set()  # worker and generation
         self._suspected: dict[int, float] = {}  # generation, and when one of its members wanted another
+        self._told: tuple[int, ...] = ()  # workers that know of the latest generation
+        self._void = False  # whether that voids those before it
         self.members: tuple[int, ...] = ()
         self.outcome = Outcome()
 
@@ -164,7 +166,7 @@ class _Job:
         def form(spec: GenerationSpec, rank: int) -> Communicator:
             return member(self._controller, rank, spec.world_size, generation=spec.generation, **self._options)
 
-        membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: None)
+        membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: self.form_again(generation))
         session = Session(f"w{worker}", membership, _Link(self, worker), faults=_Script(self, worker))  # type: ignore[arg-type]
         self._sessions[worker] = session
         thread = threading.Thread(target=self._work, args=(worker, session), daemon=True)
@@ -202,6 +204,15 @@ class _Job:
             if generation == self._generation and all((each, generation) in self._failed for each in self.members):
                 self.announce(self.members, void=True)
 
+    def form_again(self, generation: int) -> None:
+        """A group could not be formed: the same one is tried under another number, as the controller does."""
+        with self._lock:
+            if generation != self._generation:
+                return
+            self.outcome.groups.pop()
+            again = self.announce(self.members, void=self._void, also=self._told)
+            self._announced = {step: again if of == generation else of for step, of in self._announced.items()}
+
     def _act_on_notice(self) -> None:
         """So also where some want it for long, and the others wait for those in vain."""
         with self._lock:
@@ -209,10 +220,10 @@ class _Job:
             if since is not None and time.monotonic() - since > _NOTICE_S:
                 self.announce(self.members, void=True)
 
-    def announce(self, workers: tuple[int, ...], *, void: bool = False) -> int:
+    def announce(self, workers: tuple[int, ...], *, void: bool = False, also: tuple[int, ...] = ()) -> int:
         """Tell everybody of the next group."""
         self._generation += 1
-        concerned = dict.fromkeys([*self.members, *workers])
+        self._told, self._void = tuple(dict.fromkeys([*self.members, *workers, *also])), void
         self.members = workers
         self.outcome.groups.append(workers)
         spec = GenerationSpec(
@@ -220,7 +231,7 @@ class _Job:
             members=tuple(Member(worker=f"w{each}", node="here") for each in workers),
             void_below=self._generation if void else 0,
         )
-        for each in concerned:
+        for each in self._told:
             self._sessions[each].membership.post(spec)
         return self._generation
 
@@ -250,8 +261,12 @@ class _Job:
                     if each not in self.members:
                         self.start(each)
                 self._announced[step] = self.announce(self._changes[step])
-        generation = self._announced[step]
-        _wait(lambda: membership.generation >= generation or membership.prepared_spec(generation) is not None)
+
+        def formed() -> bool:
+            generation = self._announced[step]
+            return membership.generation >= generation or membership.prepared_spec(generation) is not None
+
+        _wait(formed)
 
 
 def _wait(until: Callable[[], bool]) -> None:

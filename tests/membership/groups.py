@@ -42,8 +42,10 @@ class LocalController:
 def local_controller(**options: Any) -> Iterator[LocalController]:
     """A controller for the length of a test."""
     controller = LocalController(**options)
-    yield controller
-    controller.close()
+    try:
+        yield controller
+    finally:
+        controller.close()
 
 
 class LocalCaller:

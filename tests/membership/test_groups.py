@@ -336,6 +336,20 @@ def test_ranks_that_send_long_after_the_group_was_formed_find_each_other() -> No
         assert time.monotonic() - begin_s < 5.0
 
 
+def test_what_is_set_is_told_also_where_nothing_is_to_be_waited_for() -> None:
+    """A rank that hears late has heard with one answer what the others told after it."""
+    with local_controller() as controller:
+        first, second = (
+            BootstrapStore(LocalCaller(controller, f"w{rank + 1}", 1), 5.0, rank=rank, world_size=2) for rank in (0, 1)
+        )
+        LocalCaller(controller, "w1", 1).tell({"a/0": b"1", "b/0": b"2"})
+        assert second.get("a/0") == b"1"
+        second.set("b/1", b"3")
+        assert second.get("b/1") == b"3"
+        assert second.get("b/0") == b"2"
+        assert first.get("b/1") == b"3"
+
+
 def test_a_rank_may_have_hundreds_of_peers() -> None:
     """NCCL has the first of each pair tell something."""
     with local_controller() as controller:
