@@ -58,9 +58,11 @@ SLOW = {
     "custom_policy.py",
     "digits.py",
     "gpt_sharded.py",
+    "huggingface_text.py",
     "lightning_digits.py",
     "ray_data_parquet.py",
     "recommender.py",
+    "torchtrainer_unchanged.py",
     "tune_digits.py",
 }
 

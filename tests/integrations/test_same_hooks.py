@@ -252,6 +252,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("case", TRANSFORMERS)
 def test_transformers(case: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

@@ -24,6 +24,7 @@ def kept() -> nn.Module:
     return sharded_net(reshard_after_forward=False)
 
 
+@pytest.mark.matrix(every=5)
 @pytest.mark.parametrize("options", [{}, {"nested": "before"}, {"nested": "after"}, {"grad": True}], ids=str)
 @pytest.mark.parametrize("model", [sharded_net, in_groups, kept])
 def test_a_job_grows_beyond_the_samples_of_an_evaluation(

@@ -56,8 +56,8 @@ def _trained() -> int:
 @pytest.mark.parametrize(
     ("first", "script", "least"),
     [
-        ((1, 2, 3, 4), [], 4),
-        ((1, 2, 3, 4), [Change(2, (2, 3, 4, 5))], 4),
+        pytest.param((1, 2, 3, 4), [], 4, marks=pytest.mark.slow),
+        pytest.param((1, 2, 3, 4), [Change(2, (2, 3, 4, 5))], 4, marks=pytest.mark.slow),
         ((1, 2, 3, 4, 5), [Kill(2, 2, "vote")], 4),
         ((1, 2, 3, 4), [Change(2, (1, 2))], 2),
     ],

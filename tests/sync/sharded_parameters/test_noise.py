@@ -99,6 +99,7 @@ def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], *,
         assert sqr == pytest.approx(exact_sqr, rel=rel, abs=1e-4 * exact_var)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("optimizer", list(MAKERS))
 @pytest.mark.parametrize(
     ("workers", "options"),

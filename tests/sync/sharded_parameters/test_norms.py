@@ -125,6 +125,7 @@ def check(
     return found
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("optimizer", list(MAKERS))
 @pytest.mark.parametrize(
     ("workers", "options"),

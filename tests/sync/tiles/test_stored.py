@@ -104,6 +104,7 @@ def unread(states: dict[str, Any]) -> list[UnreadTensor]:
     return [value for state in kept for value in state.values() if isinstance(value, UnreadTensor)]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("optimizer", "written", "strategy", "workers", "least_bytes"),
     [
