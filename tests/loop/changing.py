@@ -190,6 +190,8 @@ class _Job:
                 left = tuple(each for each in self.members if each != worker)
                 self.announce((*left, *killed.joins), void=True)
         except BaseException as error:
+            # Were its group left to Python's collector, some thread of a later test would wait for pending operations.
+            session.membership.close(broken=True)
             self._errors.append(error)
             self._ready[worker].set()
 
