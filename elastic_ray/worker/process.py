@@ -29,15 +29,12 @@ class WorkerProcess:
 
     def __init__(self, owner: ProcessOwner | None = None) -> None:
         from elastic_ray.worker.ownership import Ownership
-        from elastic_ray.worker.start_slots import start_slot
+        from elastic_ray.worker.warm_up import warm_up
 
         self._lock = threading.Lock()
         self._ownership: Ownership = Ownership(owner)
         self._worker: Worker | None = None
-        with start_slot():
-            from elastic_ray.worker.warm_up import warm_up
-
-            warm_up()
+        warm_up()
 
     def memory_bytes(self) -> int | None:
         """Sign of life for a pool: its resident memory; None of a process that has a job."""

@@ -1,11 +1,22 @@
-"""SHELL: what a worker process does before it belongs to a job, so that no first step waits for it."""
+"""SHELL: what a worker process does before it belongs to a job, so that no first step waits for it.
+
+What it imports is work for a processor alone. Where more processes start on a machine than there are processors, they
+take turns: all of them would else be ready at the end only, and the first step would wait for the last import.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib
+import os
 import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import torch
+from ray._private import worker as _ray_worker
 
 # What a train function or its first step imports, elastic_ray's own names among them. ray.train would be a fifth of
 # the time of a start, and is imported in time by train functions that use it: beside the others' steps.
@@ -16,17 +27,74 @@ _MODULES = (
     "torch.utils.data",
     "torch.distributed",
 )
+_POLL_S = 0.02
+_WAIT_S = 30.0
 
 
 def warm_up() -> None:
     """Import modules, and run torch once forward, backward and through an optimizer; CUDA stays untouched."""
-    for name in _MODULES:
-        importlib.import_module(name)
-    weight = torch.ones(8, 8, requires_grad=True)
-    (torch.ones(8, 8) @ weight).sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
+    with start_slot():
+        import torch
+
+        for name in _MODULES:
+            importlib.import_module(name)
+        weight = torch.ones(8, 8, requires_grad=True)
+        (torch.ones(8, 8) @ weight).sum().backward()  # type: ignore[no-untyped-call]
+        torch.optim.SGD([weight], lr=0.0).step()  # the first optimizer of a process imports half of torch's compiler
 
 
 def resident_bytes() -> int:
     """Resident memory of this process, at its peak."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextlib.contextmanager
+def start_slot(
+    folder: Path | None = None, *, slots: int | None = None, timeout_s: float = _WAIT_S
+) -> Iterator[int | None]:
+    """Hold one of the machine's slots for starts; a process that ends gives its own back.
+
+    Args:
+        folder: where the slots' files are, whom the cluster's user alone may write to; None for the Ray session's.
+        slots: how many there are; None for as many as this process may use processors.
+        timeout_s: longest wait [s]; then the start goes on beside the others.
+
+    Yields:
+        The slot's number; None without one.
+    """
+    slot, file = None, -1
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        with contextlib.suppress(OSError, AttributeError):  # the process starts without turns then
+            folder = folder or _session_folder()
+            folder.mkdir(mode=0o700, exist_ok=True)
+            slot, file = _take(folder, slots or len(os.sched_getaffinity(0)), deadline_s)
+        yield slot
+    finally:
+        if slot is not None:
+            os.close(file)
+
+
+def _session_folder() -> Path:
+    """Of the Ray node that this process belongs to."""
+    node: Any = _ray_worker._global_node
+    return Path(node.get_session_dir_path()) / "elastic_ray_starts"
+
+
+def _take(folder: Path, slots: int, deadline_s: float) -> tuple[int | None, int]:
+    """A slot and the open file that holds it; (None, -1) where none came free in time."""
+    while True:
+        for slot in range(slots):
+            file = os.open(folder / str(slot), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+            except OSError:
+                os.close(file)
+                raise
+            else:
+                return slot, file
+        if time.monotonic() > deadline_s:
+            return None, -1
+        time.sleep(_POLL_S)

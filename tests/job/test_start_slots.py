@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ray.worker.start_slots import start_slot
+from elastic_ray.worker.warm_up import start_slot
 
 _START = """
 import sys, time
 from pathlib import Path
-from elastic_ray.worker.start_slots import start_slot
+from elastic_ray.worker.warm_up import start_slot
 folder, slots = Path(sys.argv[1]), int(sys.argv[2])
 with start_slot(folder / "slots", slots=slots) as slot:
     begun = time.monotonic()

@@ -20,6 +20,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0
+_ATTEMPTS = 3  # to form a group
 _NOTICE_S = 1.0  # after the first news of a failure, all get another group
 
 
@@ -142,10 +143,19 @@ class _Job:
         self._suspected: dict[int, float] = {}  # generation, and when one of its members wanted another
         self._told: tuple[int, ...] = ()  # workers that know of the latest generation
         self._void = False  # whether that voids those before it
+        self._attempts = 0  # to form it
+        self._over = False
         self.members: tuple[int, ...] = ()
         self.outcome = Outcome()
 
     def run(self, first: Sequence[int]) -> Outcome:
+        try:
+            return self._run(first)
+        finally:
+            with self._lock:
+                self._over = True
+
+    def _run(self, first: Sequence[int]) -> Outcome:
         for worker in first:
             self.start(worker)
         self.announce(tuple(first))
@@ -209,10 +219,12 @@ class _Job:
     def form_again(self, generation: int) -> None:
         """A group could not be formed: the same one is tried under another number, as the controller does."""
         with self._lock:
-            if generation != self._generation:
+            if generation != self._generation or self._over or self._attempts >= _ATTEMPTS:
                 return
+            attempts = self._attempts
             self.outcome.groups.pop()
             again = self.announce(self.members, void=self._void, also=self._told)
+            self._attempts = attempts + 1
             self._announced = {step: again if of == generation else of for step, of in self._announced.items()}
 
     def _act_on_notice(self) -> None:
@@ -225,6 +237,7 @@ class _Job:
     def announce(self, workers: tuple[int, ...], *, void: bool = False, also: tuple[int, ...] = ()) -> int:
         """Tell everybody of the next group."""
         self._generation += 1
+        self._attempts = 1
         self._told, self._void = tuple(dict.fromkeys([*self.members, *workers, *also])), void
         self.members = workers
         self.outcome.groups.append(workers)

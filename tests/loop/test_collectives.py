@@ -198,7 +198,7 @@ def test_what_a_newcomer_repeats_counts_once(when: int, passes: int) -> None:
 def test_a_rank_that_missed_the_end_of_one_is_given_its_result() -> None:
     """Rank 1's collective breaks when the others have its result; they are in the next one meanwhile."""
     performed: dict[str, list[int]] = collections.defaultdict(list)
-    broken = threading.Event()
+    broken, known = threading.Event(), threading.Event()
 
     def numbered(number: int) -> int:
         session = current_session()
@@ -209,8 +209,11 @@ def test_a_rank_that_missed_the_end_of_one_is_given_its_result() -> None:
             if session.worker == "w2" and session.progress.steps == PER_EPOCH and not broken.is_set():
                 broken.set()
                 raise CommunicationFailedError("a connection broke at the end")
+            if session.worker == "w1" and session.progress.steps == PER_EPOCH:
+                known.set()
             if session.worker == "w3" and session.progress.steps == PER_EPOCH:
                 assert broken.wait(30.0)
+                assert known.wait(30.0)
             return to_bytes(total)
 
         return int(from_bytes(session.collectives.call("numbered", number, perform, lambda: to_bytes(-1))))
