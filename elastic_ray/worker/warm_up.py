@@ -16,7 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 from ray._private import worker as _ray_worker
+
+from placement.storage.private_files import check_own, make_directory, open_append
 
 # What a train function or its first step imports, elastic_ray's own names among them. ray.train would be a fifth of
 # the time of a start, and is imported in time by train functions that use it: beside the others' steps.
@@ -49,29 +52,29 @@ def resident_bytes() -> int:
 
 
 @contextlib.contextmanager
-def start_slot(
-    folder: Path | None = None, *, slots: int | None = None, timeout_s: float = _WAIT_S
-) -> Iterator[int | None]:
+def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_s: float = _WAIT_S) -> Iterator[bool]:
     """Hold one of the machine's slots for starts; a process that ends gives its own back.
 
     Args:
-        folder: where the slots' files are, whom the cluster's user alone may write to; None for the Ray session's.
+        folder: where the slots' files are, of this user alone; None for one in the Ray session's.
         slots: how many there are; None for as many as this process may use processors.
         timeout_s: longest wait [s]; then the start goes on beside the others.
 
     Yields:
-        The slot's number; None without one.
+        Whether it holds one.
     """
-    slot, file = None, -1
+    file = None
     deadline_s = time.monotonic() + timeout_s
     try:
-        with contextlib.suppress(OSError, AttributeError):  # the process starts without turns then
-            folder = folder or _session_folder()
-            folder.mkdir(mode=0o700, exist_ok=True)
-            slot, file = _take(folder, slots or len(os.sched_getaffinity(0)), deadline_s)
-        yield slot
+        # Where there is no such folder, or it is another user's, processes start without turns.
+        with contextlib.suppress(OSError, AttributeError):
+            path = str(folder or _session_folder())
+            make_directory(pyarrow.fs.LocalFileSystem(), path, private=True)
+            check_own(path)
+            file = _take(path, slots or len(os.sched_getaffinity(0)), deadline_s)
+        yield file is not None
     finally:
-        if slot is not None:
+        if file is not None:
             os.close(file)
 
 
@@ -81,11 +84,11 @@ def _session_folder() -> Path:
     return Path(node.get_session_dir_path()) / "elastic_ray_starts"
 
 
-def _take(folder: Path, slots: int, deadline_s: float) -> tuple[int | None, int]:
-    """A slot and the open file that holds it; (None, -1) where none came free in time."""
+def _take(folder: str, slots: int, deadline_s: float) -> int | None:
+    """The open file that holds a slot; None where no slot came free in time."""
     while True:
         for slot in range(slots):
-            file = os.open(folder / str(slot), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = open_append(os.path.join(folder, str(slot)), private=True)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -94,7 +97,7 @@ def _take(folder: Path, slots: int, deadline_s: float) -> tuple[int | None, int]
                 os.close(file)
                 raise
             else:
-                return slot, file
+                return file
         if time.monotonic() > deadline_s:
-            return None, -1
+            return None
         time.sleep(_POLL_S)

@@ -221,10 +221,8 @@ class _Job:
         with self._lock:
             if generation != self._generation or self._over or self._attempts >= _ATTEMPTS:
                 return
-            attempts = self._attempts
             self.outcome.groups.pop()
-            again = self.announce(self.members, void=self._void, also=self._told)
-            self._attempts = attempts + 1
+            again = self.announce(self.members, void=self._void, also=self._told, attempts=self._attempts + 1)
             self._announced = {step: again if of == generation else of for step, of in self._announced.items()}
 
     def _act_on_notice(self) -> None:
@@ -234,10 +232,12 @@ class _Job:
             if since is not None and time.monotonic() - since > _NOTICE_S:
                 self.announce(self.members, void=True)
 
-    def announce(self, workers: tuple[int, ...], *, void: bool = False, also: tuple[int, ...] = ()) -> int:
+    def announce(
+        self, workers: tuple[int, ...], *, void: bool = False, also: tuple[int, ...] = (), attempts: int = 1
+    ) -> int:
         """Tell everybody of the next group."""
         self._generation += 1
-        self._attempts = 1
+        self._attempts = attempts
         self._told, self._void = tuple(dict.fromkeys([*self.members, *workers, *also])), void
         self.members = workers
         self.outcome.groups.append(workers)

@@ -129,7 +129,7 @@ _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 def _serve(pipe: Connection) -> None:
     import torch
 
-    from elastic_ray.session.current import session_of_thread, set_session
+    from elastic_ray.session.current import set_session
 
     multiprocessing.set_start_method("fork", force=True)  # as in a process of torchrun, not in one that was spawned
     stacks = _stack_file(os.getpid()).open("w")
@@ -149,8 +149,6 @@ def _serve(pipe: Connection) -> None:
         try:
             answer = pickle.dumps((True, function(*args)))
         except BaseException as error:
-            if (session := session_of_thread()) is not None:
-                session.membership.close(broken=True)  # else the next function would wait for what is pending
             try:
                 answer = pickle.dumps((False, (error, traceback.format_exc())))
             except Exception:
