@@ -6,7 +6,7 @@ E ||g||^2 = ||G||^2 + tr(Sigma) / B (McCandlish et al. 2018, appendix A.1). With
     sqr = ||G||^2                the signal
     var = tr(Sigma) / M0         the noise of a gradient at the initial batch
 
-All values are per parameter group until ``SmoothedNoise.value`` adds the groups up. No torch here.
+All values are per parameter group until ``SmoothedNoise.whole`` adds the groups up. No torch here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ WINDOW = 1000.0
 
 MIN_WINDOW = 16.0
 WINDOW_SHARE = 0.25
+
+LEAST_FRESH = 1 / 8
+"""Largest share of one estimate in the average once there are some: one of two gradients says little by itself."""
+
+LEAST_UPDATES = 4
+"""Estimates before their scatter tells signal from noise."""
+
+_SIZE_SHARE = 1 / 4  # of one estimate in the present size of the gradient
+_LARGEST_JUMP = 16.0  # of the gradient's size from one estimate to the next, in its units
 
 
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
@@ -63,40 +72,12 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
     if samples < 2:
         raise ValueError(
             f"samples must be 2 or more gradients to tell signal from noise, but got {samples}; "
-            "for one gradient per step use estimate_successive"
+            "one gradient per step is measured in two halves (elastic_ray.batch.halving)"
         )
     _check_scale(scale)
     sqr = (samples * sq_norm_of_mean - mean_sq_norm) / (samples - 1)
     var = (mean_sq_norm - sq_norm_of_mean) * scale / (samples - 1)
     return NoiseScale(sqr=sqr, var=var)
-
-
-def estimate_successive(*, prev_sq_norm: float, sq_norm: float, dot: float, scale: float) -> NoiseScale:
-    """Signal and noise when there is one gradient per step: two consecutive steps serve as two samples.
-
-    Let g' and g be the gradients of steps t - 1 and t, each over a batch of M = ``scale`` x M0 samples. If
-    one step moves G little, they are K = 2 independent gradients of equal size whose mean is a gradient over
-    2 M samples, hence at scale 2 M / M0:
-
-        a = (||g'||^2 + ||g||^2) / 2         b = ||(g' + g) / 2||^2 = (||g'||^2 + ||g||^2 + 2 <g', g>) / 4
-
-        sqr = 2 b - a           = <g', g>
-        var = (a - b) 2 M / M0  = (||g' - g||^2 / 2) M / M0
-
-        E sqr = <G', G>         E var = tr(Sigma) / M0 + (||G' - G||^2 / 2) M / M0
-
-    For G' = G that is what ``estimate`` gives for several replicas; a G that turns within one step adds to
-    the noise and takes from the signal, so the one-replica estimate errs towards a noisier gradient.
-
-    Args:
-        prev_sq_norm: ||g'||^2.
-        sq_norm: ||g||^2.
-        dot: <g', g>.
-        scale: batch of *one* of the two gradients / initial batch (both had the same), above 0.
-    """
-    a = (prev_sq_norm + sq_norm) / 2
-    b = (prev_sq_norm + sq_norm + 2 * dot) / 4
-    return estimate(mean_sq_norm=a, sq_norm_of_mean=b, samples=2, scale=2 * scale)
 
 
 def estimate_groups(
@@ -112,31 +93,60 @@ def estimate_groups(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseSignal:
+    """How well the signal of a model's gradients is known.
+
+    Attributes:
+        present: the smoothed squared norm of the mean gradient stands out of its own standard error.
+        size: present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of
+            Adam's kind.
+        updates: estimates so far.
+    """
+
+    present: bool
+    size: float
+    updates: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothedNoise:
     """Moving averages of ``sqr`` and ``var`` per parameter group, plain numbers that any process can be sent.
 
     An update after n steps at scale S decays what was known by theta = exp(-n S / w), so that memory is
     counted in samples and not in steps (AdaptDL: theta = 0.999^S). The window w grows as a quarter of what
     has been seen, from 16 up to ``window`` steps at the initial batch: the wild gradients of the first steps
-    are soon forgotten, later the average is long. Weights decay alike, and average = decayed sum / decayed
-    weight has no bias towards 0.
+    are soon forgotten, later the average is long. One estimate never weighs more than ``LEAST_FRESH`` once there are
+    eight. Weights decay alike, and average = decayed sum / decayed weight has no bias towards 0.
+
+    Averages are in units of the gradient's size E ||g||^2 at the initial batch when each estimate came (of the
+    estimates before it, so that the unit and the estimate are independent). Gradients shrink by orders of magnitude
+    while a model learns, and the old, large ones would otherwise decide what is known of the noise for long.
+
+    The average of ``sqr`` has a standard error, by the scatter of the estimates: with weights w_i and n = (sum w_i)^2 /
+    sum w_i^2, its square is sum w_i^2 (x_i - x)^2 / (sum w_i)^2 x n / (n - 1).
 
     Attributes:
-        sqr: decayed sums of the signal, one per parameter group; empty before the first update.
+        sqr: decayed sums of the signal, one per parameter group, in units of the size; empty before the first update.
         var: decayed sums of the noise, likewise.
         weight: decayed sum of the weights, in [0, 1].
-        elapsed: progress since (re)start of the averages, in steps at the initial batch.
+        squares: decayed sum of their squares.
+        first: decayed sums of squared weight x signal, of each parameter group and then of all together.
+        second: decayed sums of squared weight x squared signal, likewise.
+        size: present size E ||g||^2 of a gradient at the initial batch.
+        elapsed: progress since the start of the averages, in steps at the initial batch.
         window: longest memory, in steps at the initial batch.
-        successive: the latest update came from successive gradients (one replica).
         updates: number of updates taken in.
     """
 
     sqr: tuple[float, ...] = ()
     var: tuple[float, ...] = ()
     weight: float = 0.0
+    squares: float = 0.0
+    first: tuple[float, ...] = ()
+    second: tuple[float, ...] = ()
+    size: float = 0.0
     elapsed: float = 0.0
     window: float = WINDOW
-    successive: bool = False
     updates: int = 0
 
     def __post_init__(self) -> None:
@@ -148,23 +158,18 @@ class SmoothedNoise:
             )
 
     def update(
-        self,
-        sqr: float | Sequence[float],
-        var: float | Sequence[float],
-        scale: float,
-        *,
-        steps: float = 1.0,
-        successive: bool = False,
+        self, sqr: float | Sequence[float], var: float | Sequence[float], scale: float, *, steps: float = 1.0
     ) -> SmoothedNoise:
-        """The averages with one more raw estimate; self where any of its values is not finite.
+        """Return the averages with one more raw estimate; self where it is not finite, or 0 throughout.
 
         Args:
             sqr: raw signal, one value per parameter group (or one float for a single group); may be negative.
             var: raw noise, likewise.
             scale: global batch / initial batch of the step, above 0.
             steps: optimizer steps since the update before, where statistics are sampled rarely.
-            successive: the estimate comes from ``estimate_successive``. Where that changes, the window starts
-                anew: values stay, but the other estimator's bias is forgotten within a few steps.
+
+        Raises:
+            ValueError: a scale that is not a finite number above 0, or values of another number of groups.
         """
         _check_scale(scale)
         new_sqr, new_var = _values(sqr), _values(var)
@@ -173,69 +178,100 @@ class SmoothedNoise:
                 f"sqr and var must have one value for each of the {len(self.sqr) or len(new_sqr)} parameter "
                 f"groups, but got {len(new_sqr)} and {len(new_var)}"
             )
-        if not all(map(math.isfinite, (*new_sqr, *new_var))):
-            return self
-        elapsed = steps * scale + (self.elapsed if successive == self.successive else 0.0)
+        if not all(map(math.isfinite, (*new_sqr, *new_var))) or not any((*new_sqr, *new_var)):
+            return self  # an overflow; or no gradient, which says nothing of its noise
+        size = max(math.fsum((*new_sqr, *new_var)), 0.0)
+        unit = max(self.size or size, size / _LARGEST_JUMP, TINY)
+        signal = [value / unit for value in new_sqr]
+        noise = [value / unit for value in new_var]
+        signals = [*signal, math.fsum(signal)]
+        elapsed = steps * scale + self.elapsed
         span = min(max(elapsed * WINDOW_SHARE, MIN_WINDOW), self.window)
         fresh = -math.expm1(-steps * scale / span)  # 1 - theta, and not 0 for a small scale
-        zeros = (0.0,) * len(new_sqr)
+        fresh = min(fresh, max(1.0 / (self.updates + 1), LEAST_FRESH))
+        kept, zeros = 1.0 - fresh, (0.0,) * len(signals)
         return dataclasses.replace(
             self,
-            sqr=_decayed(self.sqr or zeros, new_sqr, fresh),
-            var=_decayed(self.var or zeros, new_var, fresh),
-            weight=(1 - fresh) * self.weight + fresh,
+            sqr=_added(self.sqr or zeros[1:], kept, signal, fresh),
+            var=_added(self.var or zeros[1:], kept, noise, fresh),
+            weight=kept * self.weight + fresh,
+            squares=kept**2 * self.squares + fresh**2,
+            first=_added(self.first or zeros, kept**2, signals, fresh**2),
+            second=_added(self.second or zeros, kept**2, [x * x for x in signals], fresh**2),
+            size=self.size + _SIZE_SHARE * (size - self.size) if self.updates else size,
             elapsed=elapsed,
-            successive=successive,
             updates=self.updates + 1,
         )
 
     def add(
-        self,
-        estimates: Sequence[NoiseScale] | None,
-        scale: float,
-        *,
-        steps: float = 1.0,
-        successive: bool = False,
+        self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0
     ) -> SmoothedNoise:
-        """``update`` with raw estimates, one per parameter group; self for None (a step that overflowed)."""
+        """Return ``update`` with raw estimates, one per parameter group; self for None (a step that overflowed)."""
         if estimates is None:
             return self
-        sqr, var = [group.sqr for group in estimates], [group.var for group in estimates]
-        return self.update(sqr, var, scale, steps=steps, successive=successive)
+        return self.update([group.sqr for group in estimates], [group.var for group in estimates], scale, steps=steps)
 
     @property
-    def groups(self) -> tuple[NoiseScale, ...]:
-        """The average of each parameter group, both values at least ``TINY``; empty before any update."""
-        return tuple(
-            NoiseScale(sqr=max(sqr / self.weight, TINY), var=max(var / self.weight, TINY))
-            for sqr, var in zip(self.sqr, self.var, strict=True)
-        )
+    def signal(self) -> NoiseSignal:
+        """How well the signal is known."""
+        return NoiseSignal(present=self.has_signal, size=self.size, updates=self.updates)
 
     @property
-    def value(self) -> NoiseScale | None:
-        """The whole model's average, both values at least ``TINY``; None before the first update.
+    def has_signal(self) -> bool:
+        """True if the whole model's signal stands out of its own standard error."""
+        return self.updates >= LEAST_UPDATES and self._signal(len(self.sqr)) > self._error(len(self.sqr))
 
-        Groups are added up before the floor, so that a group's negative estimate cancels what it should.
+    def groups(self, scale: float = 1.0) -> tuple[NoiseScale, ...]:
+        """Return the noise of each parameter group; see :meth:`whole`. Empty before any update."""
+        return tuple(self._floored(place, self.var[place], scale) for place in range(len(self.sqr)))
+
+    def whole(self, scale: float = 1.0) -> NoiseScale | None:
+        """Return the whole model's noise; None before the first update.
+
+        A signal below its own standard error counts as that error: less is not known to be there, and none at all
+        would read as endless noise. While no signal stands out it is taken to be var / sqrt(scale) at least, so that
+        the gain is at most the square root of the scale. Both values are at least ``TINY``.
+
+        Args:
+            scale: present global batch / initial batch, above 0.
         """
-        if not self.updates:
-            return None
-        return NoiseScale(
-            sqr=max(math.fsum(self.sqr) / self.weight, TINY), var=max(math.fsum(self.var) / self.weight, TINY)
-        )
+        return self._floored(len(self.sqr), math.fsum(self.var), scale) if self.updates else None
+
+    def _floored(self, place: int, var_sum: float, scale: float) -> NoiseScale:
+        var = max(var_sum / self.weight, 0.0)
+        sqr = max(self._signal(place), self._error(place))
+        if not self.has_signal:
+            sqr = max(sqr, var / math.sqrt(max(scale, 1.0)) if scale > 1.0 else 0.0)
+        return NoiseScale(sqr=max(sqr * self.size, TINY), var=max(var * self.size, TINY))
+
+    def _signal(self, place: int) -> float:
+        """Return the average signal of a group, or of all behind the last one, in units of the size."""
+        sums = self.sqr[place] if place < len(self.sqr) else math.fsum(self.sqr)
+        return sums / self.weight
+
+    def _error(self, place: int) -> float:
+        """Return its standard error; 0 while there are too few estimates to tell."""
+        count = self.weight**2 / self.squares if self.squares else 0.0
+        if self.updates < LEAST_UPDATES or count <= 1.0:
+            return 0.0
+        mean = self._signal(place)
+        scatter = self.second[place] - 2.0 * mean * self.first[place] + mean * mean * self.squares
+        return math.sqrt(max(scatter, 0.0) * count / (count - 1.0)) / self.weight
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for joiners and ``torch.load(weights_only=True)``."""
+        """Return plain lists and numbers, for joiners and ``torch.load(weights_only=True)``."""
         state = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**state, "sqr": list(self.sqr), "var": list(self.var)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in state.items()}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SmoothedNoise:
-        """What ``to_dict`` wrote."""
-        return cls(**{**state, "sqr": tuple(state["sqr"]), "var": tuple(state["var"])})
+        """Return what ``to_dict`` wrote."""
+        found: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
+        return cls(**found)
 
 
-def _decayed(old: Sequence[float], new: Sequence[float], fresh: float) -> tuple[float, ...]:
-    return tuple((1 - fresh) * o + fresh * n for o, n in zip(old, new, strict=True))
+def _added(old: Sequence[float], kept: float, new: Sequence[float], fresh: float) -> tuple[float, ...]:
+    return tuple(kept * o + fresh * n for o, n in zip(old, new, strict=True))
 
 
 def _values(values: float | Sequence[float]) -> tuple[float, ...]:

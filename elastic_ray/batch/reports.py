@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
+from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.stragglers.reports import SlowWorker
 from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
@@ -100,6 +101,7 @@ class StepReport:
     group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
     rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
     time of the first step after the last change of group; None before that was committed, and before any change.
+    ``signal`` is what is known of the gradient's signal beside its ``noise``.
     """
 
     generation: int
@@ -124,3 +126,4 @@ class StepReport:
     learning_rate_factor: float | None = None
     parts: tuple[MeasuredPart, ...] = ()
     first_step_s: float | None = None
+    signal: NoiseSignal | None = None

@@ -124,6 +124,28 @@ RULES: dict[str, Callable[[], ScalingRule]] = {
 """Every rule by the name that users give it; tests run over all of them."""
 
 
+GROWTH_A_STEP = 2.0 ** (1 / 8)
+"""By what a factor that follows the noise grows at most from one step to the next: it doubles in 8 steps."""
+
+
+def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, ...]:
+    """Return factors that are no larger than those of the step before allow; they may fall at once.
+
+    A larger batch, or a noise that rose in one estimate, changes the factor at once. What the gradients then are shows
+    only after some steps, and a rate that was too large for as many has destroyed the run by then.
+
+    Args:
+        factors: what a rule wants, one for each parameter group.
+        held: of the step before, likewise; empty for none.
+
+    Example:
+        >>> [round(factor, 3) for factor in held_back((4.0, 0.5), (1.0, 1.0))]
+        [1.091, 0.5]
+    """
+    known = held if len(held) == len(factors) else (1.0,) * len(factors)
+    return tuple(min(new, max(old, 1.0) * GROWTH_A_STEP) for new, old in zip(factors, known, strict=True))
+
+
 def by_name(name: str) -> ScalingRule:
     """The rule of that name, with its default options.
 

@@ -2,27 +2,22 @@
 
 Every result is a tensor on the gradients' device and costs no synchronisation with the host until somebody
 reads it. Values that are not finite (an overflow under AMP) pass through and are left out where they are
-read: ``noise_scale.estimate_groups`` and ``PairNorms.estimates`` give None for them.
+read: ``noise_scale.estimate_groups`` gives None for them.
 
 Attention, replicas: a learning rate depends on these numbers, so ranks must compute them from identical
 tensors (reduced gradients, reduced norms, optimizer state after the broadcast) or parameters drift apart.
-Hence ``BucketPreconditioner.invalidate`` and ``SuccessiveGradients.reset`` at every change of generation, on
-every rank.
+Hence ``BucketPreconditioner.invalidate`` at every change of generation, on every rank.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from elastic_ray.batch.device_numbers import with_steps_read
-from elastic_ray.batch.noise_scale import estimate_successive
-from placement.goodput.model import NoiseScale
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
@@ -30,7 +25,7 @@ WARM_STEPS = 5
 REFRESHED_EVERY = 16
 """Steps after which preconditioners are computed anew."""
 
-LEAST_PART = 1e-3
+LEAST_PART = 1e-2
 """Part of the root mean square of a parameter's denominators under which one counts as this."""
 
 DENOMINATOR = "denominator"
@@ -62,11 +57,7 @@ def compact(values: Tensor) -> Tensor:
     The range is the same. Rounding by up to 2^-9 of each value adds 1e-6 of a gradient's squared norm to the variance
     that two of them show.
     """
-    return values.to(_compact_type(values))
-
-
-def _compact_type(values: Tensor) -> torch.dtype:
-    return torch.bfloat16 if values.dtype == torch.float32 else values.dtype
+    return values.to(torch.bfloat16) if values.dtype == torch.float32 else values
 
 
 _State = Mapping[str, Any]
@@ -155,7 +146,7 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
 
     Entry for entry as ``torch.cat([p.reshape(-1) for p in params])``, in float32 (float64 for float64
     parameters). 1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had
-    a gradient would count with up to 1 / eps = 1e8; denominators are therefore floored at a thousandth of
+    a gradient would count with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of
     their parameter's root mean square, so that one waking coordinate cannot pass for the whole gradient.
 
     Returns:
@@ -199,7 +190,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """A thousandth of the root mean square, under which a denominator counts as this."""
+    """A hundredth of the root mean square, under which a denominator counts as this."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 
@@ -239,144 +230,3 @@ class BucketPreconditioner:
     def invalidate(self) -> None:
         """Forget it: for every rank, when the generation or the optimizer's state changes."""
         self._round = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PairNorms:
-    """Norms of two consecutive gradients, on device.
-
-    Attributes:
-        sums: [parameter groups, 3]: ||g'||^2, ||g||^2 and <g', g> of each parameter group.
-        batch_size: samples behind each of the two gradients.
-    """
-
-    sums: Tensor
-    batch_size: int
-
-    def estimates(self, init_batch_size: int) -> tuple[NoiseScale, ...] | None:
-        """Raw noise scale per parameter group; None where a gradient was not finite. Waits for the device."""
-        scale = self.batch_size / init_batch_size
-        rows = self.sums.tolist()
-        if not all(math.isfinite(value) for row in rows for value in row):
-            return None
-        return tuple(
-            estimate_successive(prev_sq_norm=prev, sq_norm=now, dot=dot, scale=scale) for prev, now, dot in rows
-        )
-
-
-class PartialGradient(Protocol):
-    """A flat gradient most of whose elements are zero. It does not change."""
-
-    def pair_norms(self, previous: Any, precond: Any) -> Tensor:
-        """||P g'||^2, ||P g||^2 and <P g', P g> with the previous gradient g', which is of its kind."""
-
-
-FlatGradient: TypeAlias = Tensor | PartialGradient
-
-
-class SuccessiveGradients:
-    """Keeps the flat gradients of one step in ``every`` and pairs them with the next step's.
-
-    Cost: half the size of the gradients in memory; per ``every`` steps one copy and three dot products per bucket.
-
-    Per step, after backward and before ``optimizer.step``::
-
-        if pairs.wants(step):
-            for index, flat in enumerate(buckets):
-                pairs.add(step, index, flat, batch_size=M, group=..., precond=..., grad_scale=...)
-            norms = pairs.take()  # PairNorms at the second step of a pair, else None
-    """
-
-    def __init__(self, *, groups: int = 1, every: int = 8) -> None:
-        if groups < 1:
-            raise ValueError(f"groups must be 1 or more parameter groups, but got {groups}")
-        if every < 2:
-            raise ValueError(f"every must be 2 or more steps, as a pair takes two, but got {every}")
-        self._groups = groups
-        self._every = every
-        self._kept: dict[int, tuple[FlatGradient, float | Tensor]] = {}
-        self._first: tuple[int, int] | None = None  # step and batch size of the kept gradients
-        self._rows: dict[int, tuple[int, Tensor]] = {}  # group and norms of each bucket of the pair's second step
-        self._batch_size = 0
-
-    def wants(self, step: int) -> bool:
-        """Whether this step belongs to a pair."""
-        return step % self._every in (0, 1)
-
-    def add(
-        self,
-        step: int,
-        bucket: int,
-        flat: FlatGradient,
-        *,
-        batch_size: int,
-        group: int = 0,
-        precond: Any = None,
-        grad_scale: float | Tensor = 1.0,
-    ) -> None:
-        """Take in one bucket of a step; no-op for steps that belong to no pair.
-
-        Pairs whose steps do not follow each other or differ in batch size are dropped. A bucket that is added again
-        in the same step (several backward passes) replaces what it held.
-
-        Args:
-            step: number of the step, counting up by one.
-            bucket: any key of the bucket; its size must not change until ``reset``.
-            flat: its gradient, flat, or what stands for it; a bucket of several parameter groups is added in pieces
-                under different keys.
-            batch_size: global batch M of the step.
-            group: parameter group of the bucket.
-            precond: diagonal preconditioner, the present one for both gradients; of the gradient's own kind.
-            grad_scale: AMP's loss scale that is still in ``flat``; divided out.
-        """
-        phase = step % self._every
-        if phase == 0:
-            self._keep(step, bucket, flat, batch_size, grad_scale)
-        elif phase == 1 and self._first == (step - 1, batch_size) and bucket in self._kept:
-            previous, previous_scale = self._kept[bucket]
-            row = _pair_norms(previous, flat, precond).to(torch.float32)
-            self._rows[bucket] = group, row / _scales(previous_scale, grad_scale, row)
-            self._batch_size = batch_size
-
-    def _keep(self, step: int, bucket: int, flat: FlatGradient, batch_size: int, grad_scale: float | Tensor) -> None:
-        """Keep the first gradient of a pair, in the memory of the one before where that fits."""
-        if self._first != (step, batch_size):
-            self._first, self._rows = (step, batch_size), {}
-        old = self._kept[bucket][0] if bucket in self._kept else None
-        buffer: FlatGradient = flat
-        if isinstance(flat, Tensor):
-            dtype = _compact_type(flat)
-            fits = isinstance(old, Tensor) and old.shape == flat.shape and old.dtype == dtype
-            buffer = old.copy_(flat) if isinstance(old, Tensor) and fits else flat.detach().to(dtype, copy=True)
-        # The scaler changes its tensor in place.
-        self._kept[bucket] = (buffer, grad_scale.clone() if isinstance(grad_scale, Tensor) else grad_scale)
-
-    def take(self) -> PairNorms | None:
-        """The norms of a pair just completed, once; None in between."""
-        if not self._rows:
-            return None
-        sums = torch.zeros(self._groups, 3, device=next(iter(self._rows.values()))[1].device)
-        for group, row in self._rows.values():
-            sums[group] += row.to(sums.device)
-        self._rows, self._first = {}, None
-        return PairNorms(sums=sums, batch_size=self._batch_size)
-
-    def reset(self) -> None:
-        """Drop kept gradients and their memory: when replicas join, or parameters change by other means."""
-        self._kept.clear()
-        self._rows, self._first = {}, None
-
-
-def _pair_norms(previous: FlatGradient, flat: FlatGradient, precond: Any) -> Tensor:
-    """See ``PartialGradient``."""
-    if not isinstance(flat, Tensor):
-        return flat.pair_norms(previous, precond)
-    assert isinstance(previous, Tensor)
-    u, v = _weighted(previous, precond), _weighted(flat, precond)
-    return torch.stack((torch.dot(u, u), torch.dot(v, v), torch.dot(u, v)))
-
-
-def _scales(previous: float | Tensor, now: float | Tensor, like: Tensor) -> Tensor:
-    """c'^2, c^2 and c' c, the factors by which loss scales c' and c have blown up the three norms."""
-    p, n = (torch.as_tensor(c, dtype=like.dtype, device=like.device).reshape(()) for c in (previous, now))
-    return torch.stack((p * p, n * n, p * n))

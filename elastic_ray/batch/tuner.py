@@ -12,7 +12,10 @@ import math
 import statistics
 from collections import OrderedDict, deque
 
-from elastic_ray.batch.limits import BatchChoice, BatchLimits, split
+from elastic_ray.batch.growth import MAX_GROWTH, GrowthWatch
+from elastic_ray.batch.halving import LEAST_HALF
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within, split
+from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.reports import outdated
 from placement.goodput.model import GoodputModel, NoiseScale, Observation, ThroughputModel, fit
 from placement.knowledge.knowledge import Prior
@@ -30,11 +33,16 @@ __all__ = [
 HYSTERESIS = 0.05
 """Predicted gain in goodput below which the batch stays."""
 
-MIN_STEPS = 10
+MIN_STEPS = 8
 """Steps that must have been measured at a global batch before it may grow further."""
 
-MAX_GROWTH = 2
-"""Factor by which the global batch grows at most in one decision."""
+LARGE_GAIN = 0.5
+"""Predicted gain in goodput from which a decision may take a larger step."""
+
+TRIED_AFTER = 20
+"""Steps at the only batch size that was measured, after which a second is tried once."""
+
+TRIED_FACTOR = 1.5
 
 _REPORTS = 15  # latest reports of a configuration whose median counts
 _CONFIGURATIONS = 64  # configurations remembered; the one not seen for longest goes first
@@ -122,6 +130,8 @@ class BatchTuner:
         self._batch_size = 0
         self._steps = 0
         self._prior: Prior | None = None
+        self._tried = False
+        self._watch = GrowthWatch(limits.init_batch_size)
 
     @property
     def upper(self) -> int | None:
@@ -207,6 +217,10 @@ class BatchTuner:
     def set_noise(self, noise: NoiseScale | None) -> None:
         """Use this smoothed noise scale from now on; None (not known) keeps the one there is."""
         self._noise = noise or self._noise
+
+    def set_signal(self, signal: NoiseSignal | None, *, batch_size: int, steps: int) -> None:
+        """Take what is known of the gradient's signal after ``steps`` steps of the run, the latest at ``batch_size``."""
+        self._watch.observe(batch_size=batch_size, steps=steps, signal=signal)
 
     def snapshot(self) -> TunerSnapshot:
         """All that the tuner knows, as a value."""
@@ -303,13 +317,41 @@ class BatchTuner:
         """The best batch within reach where it beats the hysteresis, else ``keep``; and why."""
         if self.limits.fixed:
             return keep, f"the batch is fixed at {self.limits.init_batch_size}: {_cut(keep, replicas)}"
-        model, limit, stays = self.model, self._limit(now), f"the batch stays {self.limits.size_of(keep, replicas)}"
+        limits, model, stays = self.limits, self.model, f"the batch stays {self.limits.size_of(keep, replicas)}"
+        limit = self._limit(now, MAX_GROWTH)
         forced = self._forced(keep, replicas, now)
         if self.limits.one_size:
             return keep, forced or f"{stays}: it may not be another"
+        if (back := self._watch.step_back()) is not None:
+            return cut_within(limits, back.batch_size, replicas), back.reason
         if model is None:
-            missing = "noise scale" if self._noise is None else "throughput model"
-            return keep, forced or f"{stays}: no {missing} yet"
+            return keep, forced or f"{stays}: {self._missing(keep, replicas)}"
+        if self._tries(replicas, keep, limit):
+            self._tried = True
+            size = min(limit, int(limits.size_of(keep, replicas) * TRIED_FACTOR))
+            second = cut_within(limits, size, replicas)
+            return second, f"a second batch size is measured: {_cut(second, replicas)}"
+        kept = model.goodput(nodes, replicas, keep.atomic_bsz, keep.accum_steps)
+        goodput, atomic_bsz, accum_steps = self._best(model, nodes, replicas, limit)
+        if self._watch.growth > MAX_GROWTH:
+            further = self._best(model, nodes, replicas, self._limit(now, self._watch.growth))
+            if further[0] > kept * (1 + LARGE_GAIN):
+                goodput, atomic_bsz, accum_steps = further
+        if goodput <= 0:
+            return keep, forced or f"{stays}: no other batch within the limits fits {replicas} workers"
+        predicted = f"goodput {kept:,.0f} -> {goodput:,.0f} samples/s ({goodput / kept - 1:+.0%})"
+        if goodput > kept * (1 + HYSTERESIS):
+            best = BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
+            return best, f"{predicted} with {_cut(best, replicas)} instead of {_cut(keep, replicas)}"
+        hindrance = self._watch.hindrance
+        return keep, forced or (
+            f"{stays}: {hindrance}"
+            if hindrance
+            else f"{stays}: {predicted} with the best up to {limit}, not above the hysteresis of {HYSTERESIS:.0%}"
+        )
+
+    def _best(self, model: GoodputModel, nodes: int, replicas: int, limit: int) -> tuple[float, int, int]:
+        """Return goodput and cut of the best batch up to ``limit``."""
         goodput, atomic_bsz, accum_steps = model.best(
             nodes,
             replicas,
@@ -317,16 +359,32 @@ class BatchTuner:
             atomic_bsz_range=self.atomic_bsz_range,
             accumulation=self.limits.gradient_accumulation,
         )
-        if goodput <= 0:
-            return keep, forced or f"{stays}: no other batch within the limits fits {replicas} workers"
-        kept = model.goodput(nodes, replicas, keep.atomic_bsz, keep.accum_steps)
-        predicted = f"goodput {kept:,.0f} -> {goodput:,.0f} samples/s ({goodput / kept - 1:+.0%})"
-        if goodput > kept * (1 + HYSTERESIS):
-            best = BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
-            return best, f"{predicted} with {_cut(best, replicas)} instead of {_cut(keep, replicas)}"
-        return keep, forced or (
-            f"{stays}: {predicted} with the best up to {limit}, not above the hysteresis of {HYSTERESIS:.0%}"
-        )
+        return float(goodput), int(atomic_bsz), int(accum_steps)
+
+    def _missing(self, keep: BatchChoice, replicas: int) -> str:
+        """Return what there is no model without, and why, where it will not come by itself."""
+        if self._noise is not None:
+            return "no throughput model yet"
+        samples, least = self.limits.size_of(keep, replicas), max(LEAST_HALF, self.limits.lower)
+        if replicas == 1 and keep.accum_steps == 0 and samples < 2 * least:
+            return (
+                f"its gradient noise cannot be measured on one worker, for it has no two halves of {least} samples or "
+                "more; raise batch_size or lower the least of local_bsz_bounds"
+            )
+        return "no noise scale yet"
+
+    def _tries(self, replicas: int, keep: BatchChoice, limit: int) -> bool:
+        """Return True if a second batch size is to be measured.
+
+        By one size alone half of a step is taken to grow with its samples, whatever it does.
+        """
+        now = self.limits.size_of(keep, replicas)
+        if self._tried or self._batch_size != now or self._steps < TRIED_AFTER or limit <= now or self._noise is None:
+            return False
+        if len({m for (_, r, m, _) in self._records if r == replicas}) > 1 or self._prior is not None:
+            return False
+        noise = self._noise
+        return noise.sqr > 0 and noise.var * self.limits.init_batch_size / noise.sqr > now / 2
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
         """The cut that comes nearest to the current global batch and is allowed."""
@@ -355,12 +413,12 @@ class BatchTuner:
             and batch_size <= (limits.max_batch_size or batch_size)
         )
 
-    def _limit(self, now: int) -> int:
-        """Largest global batch this decision may choose: growth is gentle, and from measured ground only."""
+    def _limit(self, now: int, growth: float) -> int:
+        """Return the largest global batch this decision may choose: growth is gentle, and from measured ground only."""
         limits = self.limits
         start = max(now, limits.init_batch_size)
         measured = now > 0 and self._batch_size == now and self._steps >= MIN_STEPS
-        limit = start * MAX_GROWTH if measured else start
+        limit = int(start * min(growth, self._watch.growth)) if measured else start
         if self._throughput is None and self._prior is not None:
             limit = max(limit, self._prior.largest_batch)  # others have been there
         return limit if limits.max_batch_size is None else min(limit, limits.max_batch_size)

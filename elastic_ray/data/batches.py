@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
+from elastic_ray.batch.halving import Halving
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
@@ -17,9 +18,30 @@ from elastic_ray.data.shares import Shares
 
 
 class StepSplit:
-    """How the next steps are cut; equal on all ranks but for ``rank``."""
+    """How the next steps are cut; equal on all ranks but for ``rank``.
 
-    __slots__ = ("_sizes", "_slices", "batch_size", "drop_last", "micro_steps", "rank", "shares", "world_size")
+    Args:
+        batch_size: samples of a step.
+        micro_steps: micro-batches of each rank.
+        world_size: ranks.
+        rank: this one.
+        drop_last: leave out a last step smaller than the batch.
+        shares: of ranks that do not take equally many.
+        halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
+    """
+
+    __slots__ = (
+        "_first",
+        "_sizes",
+        "_slices",
+        "batch_size",
+        "drop_last",
+        "halving",
+        "micro_steps",
+        "rank",
+        "shares",
+        "world_size",
+    )
 
     def __init__(
         self,
@@ -30,6 +52,7 @@ class StepSplit:
         rank: int,
         drop_last: bool,
         shares: Shares | None = None,
+        halving: Halving | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.micro_steps = micro_steps
@@ -37,12 +60,29 @@ class StepSplit:
         self.rank = rank
         self.drop_last = drop_last
         self.shares = shares
-        # By samples of the step: nearly all steps have as many.
-        self._sizes: dict[int, list[list[int]]] = {}
-        self._slices: dict[int, list[slice]] = {}
+        self.halving = halving
+        self._first = (0, 0)  # position, and committed steps there
+        # By samples and micro-steps of the step: nearly all steps have as many.
+        self._sizes: dict[tuple[int, int], list[list[int]]] = {}
+        self._slices: dict[tuple[int, int], list[slice]] = {}
+
+    def begin(self, position: int, steps: int) -> None:
+        """Count steps from here: at ``position`` of the pass so many are committed. What comes is read ahead by it."""
+        self._first = position, steps
+
+    def step_at(self, position: int) -> int:
+        """Return the number of committed steps when the pass comes to ``position``."""
+        begin, steps = self._first
+        return steps + (position - begin) // max(self.batch_size, 1)
+
+    def micro_steps_at(self, position: int, count: int) -> int:
+        """Return how many micro-batches each rank takes in the step of ``count`` samples at ``position``."""
+        if self.halving is None or self.micro_steps > 1:
+            return self.micro_steps
+        return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Samples of the step at ``position``; 0 at the end. Where they are fewer than the ranks, some have none."""
+        """Return the samples of the step at ``position``; 0 at the end. Where they are fewer than the ranks, some have none."""
         return step_size(
             position=position,
             total=total,
@@ -51,25 +91,27 @@ class StepSplit:
             drop_last=self.drop_last,
         )
 
-    def sizes(self, count: int) -> list[list[int]]:
-        """Samples of each rank and micro-step; not to be changed."""
-        if count not in self._sizes:
-            self._sizes[count] = split(
-                count, world_size=self.world_size, micro_steps=self.micro_steps, shares=self.shares
+    def sizes(self, count: int, position: int) -> list[list[int]]:
+        """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
+        key = count, self.micro_steps_at(position, count)
+        if key not in self._sizes:
+            self._sizes[key] = split(
+                count, world_size=self.world_size, micro_steps=key[1], shares=self.shares
             ).tolist()
-        return self._sizes[count]
+        return self._sizes[key]
 
-    def slices(self, count: int) -> list[slice]:
-        """This rank's part of the step in each micro-step; empty where it has no sample."""
-        if count not in self._slices:
-            self._slices[count] = rank_slices(
+    def slices(self, count: int, position: int) -> list[slice]:
+        """Return this rank's part of that step in each micro-step; empty where it has no sample."""
+        key = count, self.micro_steps_at(position, count)
+        if key not in self._slices:
+            self._slices[key] = rank_slices(
                 count,
                 rank=self.rank,
                 world_size=self.world_size,
-                micro_steps=self.micro_steps,
+                micro_steps=key[1],
                 shares=self.shares,
             )
-        return self._slices[count]
+        return self._slices[key]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +259,7 @@ class MapBatches:
         count = cut.count(position, total)
         if not count:
             return StepBatches(total=total)
-        return StepBatches(total=total, sizes=cut.sizes(count), fetches=[self.fetch] * len(cut.slices(count)))
+        return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=[self.fetch] * len(cut.slices(count, position)))
 
     def fetch(self) -> Any:
         """This rank's next batch."""
@@ -238,7 +280,7 @@ def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Ite
         step = order[position : position + count]
         if sort:
             step = np.sort(step)
-        for piece in cut.slices(count):
+        for piece in cut.slices(count, position):
             yield step[piece].tolist()
         position += count
 
@@ -292,7 +334,7 @@ class StreamBatches:
             batch_size=max(cut.batch_size, cut.world_size),
             world_size=cut.world_size,
             rank=cut.rank,
-            micro_steps=cut.micro_steps,
+            micro_steps=functools.partial(cut.micro_steps_at, position),
             drop_last=cut.drop_last,
             shares=cut.shares,
         )
@@ -300,7 +342,7 @@ class StreamBatches:
             return StepBatches(total=position)
         total = stream.total if stream.total is not None else position + 2 * drawn.count
         fetches = [functools.partial(self._collate, items) for items in drawn.items]
-        return StepBatches(total=total, sizes=cut.sizes(drawn.count), fetches=fetches, sample_tag=drawn.tag)
+        return StepBatches(total=total, sizes=cut.sizes(drawn.count, position), fetches=fetches, sample_tag=drawn.tag)
 
     def commit(self) -> None:
         """The step was used: its items are let go."""

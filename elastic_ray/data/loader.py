@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
+from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
@@ -326,7 +327,7 @@ class AdaptiveDataLoader(ResumableLoader):
             step.begin_micro(micro)
             yield self._session.passes.fetched(fetch)
             if micro < len(batches) - 1:
-                self._session.passes.end_micro_step()
+                self._session.passes.end_micro_step(step)
 
     def _epoch(self) -> int:
         """Epoch whose order a pass has; a loop without ``remaining_epochs_until`` makes one epoch a pass."""
@@ -343,6 +344,7 @@ class AdaptiveDataLoader(ResumableLoader):
         # Also after a pass over this very loader that was nested in the last step.
         if self._reading is None or self._reading[0] is not loader_pass or self._reading[1] != session.shape_changes:
             new_pass = self._reading is None or self._reading[0] is not loader_pass
+            cut.begin(loader_pass.position, session.progress.steps)
             self._source.begin(epoch, loader_pass.position, cut, new_pass=new_pass)
             self._reading = loader_pass, session.shape_changes
         step = self._source.step(epoch, loader_pass.position, cut)
@@ -378,9 +380,24 @@ class AdaptiveDataLoader(ResumableLoader):
                 rank=session.rank,
                 drop_last=self._drop_last,
                 shares=self._shares,
+                halving=self._halving(shape),
             )
             self._setting = session.shape_changes, shape, cut
         return self._setting[1:]
+
+    def _halving(self, shape: BatchChoice) -> Halving | None:
+        """Return which steps of the loader that leads are halved; None where ranks or micro-batches tell the noise."""
+        session = self._session
+        if not self._leads or session.world_size > 1 or shape.accum_steps or self._given.whole_batches:
+            return None
+        return session.registry.halving(session.progress.steps)
+
+    def _halved_ahead(self, position: int, steps: int) -> int:
+        cut = self._setting[2] if self._setting is not None else None
+        if cut is None or cut.halving is None or steps <= 0:
+            return 0
+        first = cut.step_at(position) + 1
+        return cut.halving.count(first, first + steps, cut.batch_size)
 
     @property
     def _shares(self) -> Shares | None:

@@ -266,11 +266,13 @@ class StreamSharder(Generic[Item]):
         batch_size: int,
         world_size: int,
         rank: int,
-        micro_steps: int = 1,
+        micro_steps: int | Callable[[int], int] = 1,
         drop_last: bool = False,
         shares: Shares | None = None,
     ) -> StreamStep[Item] | None:
         """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
+
+        `micro_steps` may be a function of the step's samples.
 
         Raises:
             ValueError: bad input, or an empty stream.
@@ -290,7 +292,8 @@ class StreamSharder(Generic[Item]):
         self._drawn = count
         if count == 0:
             return None
-        pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micro_steps, shares=shares)
+        micros = micro_steps(count) if callable(micro_steps) else micro_steps
+        pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micros, shares=shares)
         items = [list(itertools.islice(self._ahead, piece.start, piece.stop)) for piece in pieces]
         return StreamStep(items=items, count=count, tag=item_tag(self._ahead[0]))
 

@@ -69,7 +69,11 @@ class ResumableLoader:
     @property
     def on_last_batch(self) -> bool:
         """Whether the micro-batch in progress is the last one of its pass, as far as that is known of a stream."""
-        return self.batches_left == 0
+        step = self._session.passes.step
+        if step is None or step.micro_steps - 1 > step.micro:
+            return False
+        left = step.samples_left - step.count
+        return left < self.current_batch_size if self.drop_last else left <= 0
 
     @property
     def batches_left(self) -> int | None:
@@ -80,7 +84,12 @@ class ResumableLoader:
             return None
         left, size = step.samples_left - step.count, self.current_batch_size
         more = left // size if self.drop_last else -(-left // size)
-        return step.micro_steps - 1 - step.micro + more * step.micro_steps
+        of_this = step.micro_steps - 1 - step.micro
+        return of_this + more * (step.shape.accum_steps + 1) + self._halved_ahead(step.loader_pass.position, more)
+
+    def _halved_ahead(self, position: int, steps: int) -> int:
+        """Return how many of the ``steps`` after the one at ``position`` are cut in two, to measure the noise."""
+        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands, as plain values, for a checkpoint of your own: its epoch, and the samples that each

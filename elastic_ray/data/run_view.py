@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.adaptation.policy import Policy
+from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.resumable import ResumedRun
@@ -40,7 +41,7 @@ class PassesView(Protocol):
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""
 
-    def end_micro_step(self) -> None:
+    def end_micro_step(self, step: LoaderStep) -> None:
         """A micro-step that does not synchronise was done."""
 
     def edge(self, loader_pass: PassProgress, *, ends_pass: bool = False) -> bool:
@@ -76,6 +77,9 @@ class RegistryView(Protocol):
     @property
     def loaders(self) -> LoadersView:
         """Its loaders."""
+
+    def halving(self, steps: int) -> Halving | None:
+        """Return which steps a single rank takes in two halves from here on; None for none."""
 
 
 class LoaderRun(ResumedRun, Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, resolve
+from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, held_back, resolve
 from elastic_ray.batch.statistics import is_adam_like
 from placement.goodput.model import NoiseScale
 
@@ -25,6 +25,7 @@ class LearningRates:
         noise: gives the noise of each parameter group, as far as it is known.
         epochs_done: epochs of data trained on.
         rate_factor: what policies multiply all rates by.
+        held: factors of the step before where they follow the noise, which all ranks share; changed in place.
 
     Attributes:
         factor: what the latest step has multiplied them by; the mean over the parameter groups.
@@ -41,6 +42,7 @@ class LearningRates:
         noise: Callable[[], Sequence[NoiseScale | None]],
         epochs_done: Callable[[], float],
         rate_factor: Callable[[], float],
+        held: Callable[[], list[float]],
     ) -> None:
         self._optimizer = optimizer
         self._rule = resolve(rule, adam_like=is_adam_like(optimizer))
@@ -49,6 +51,7 @@ class LearningRates:
         self._noise = noise
         self._epochs_done = epochs_done
         self._rate_factor = rate_factor
+        self._held = held
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self.factor = 1.0
 
@@ -70,11 +73,15 @@ class LearningRates:
         by_policy = self._rate_factor()
         if as_it_is and by_policy == 1.0:
             self.factor = 1.0
+            self._held()[:] = ()
             yield
             return
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
-        factors = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
+        factors: Sequence[float] = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
+        if isinstance(self._rule, (AdaScale, AdamScale)):
+            factors = held_back(factors, self._held())
+            self._held()[:] = factors
         self.factor = by_policy * sum(factors) / max(1, len(factors))
         try:
             for group, rate, factor in zip(groups, rates, factors, strict=True):

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.monitoring.monitoring import Monitoring
@@ -109,6 +110,9 @@ class ModelParts(Protocol):
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
         """What gives by how much the latest step of a model has multiplied its learning rates."""
+
+    def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
+        """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
 
     def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""

@@ -147,6 +147,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             noise=lambda: self._tracker.by_group,
             epochs_done=lambda: self._run.ledger.epochs_done,
             rate_factor=lambda: self._run.adaptation.rate_factor,
+            held=lambda: self._tracker.held_factors,
         )
         if monitor is not None:
             self._run.registry.monitoring.ask(monitor)
@@ -178,6 +179,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
         run.registry.add_rate_factor(lambda: self._learning_rates.factor)
+        run.registry.add_signal(lambda: self._tracker.signal)
         self._finite = FiniteWatch(run, module, self._index, nonfinite)
         self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
         self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)

@@ -105,9 +105,10 @@ class LoaderPasses:
         self._parts.meter.waited_for_data(time.perf_counter() - since_s)
         return batch
 
-    def end_micro_step(self) -> None:
-        """A micro-step that does not synchronise was done."""
-        self._parts.clock.micro()
+    def end_micro_step(self, step: LoaderStep) -> None:
+        """A micro-step that does not synchronise was done; one half of a batch says nothing of the time of a whole."""
+        if not step.halved:
+            self._parts.clock.micro()
 
     def abandon(self, left: PassProgress) -> None:
         """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic_ray.batch.halving import LEAST_HALF, Halving
+from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.consensus.intents import Announced
@@ -53,6 +55,7 @@ class ModelRegistry:
         self._infos: list[ModelInfo] = []
         self._rates: list[Callable[[], tuple[float, ...]]] = []
         self._rate_factors: list[Callable[[], float]] = []
+        self._signals: list[Callable[[], NoiseSignal]] = []
 
     @property
     def infos(self) -> tuple[ModelInfo, ...]:
@@ -86,6 +89,15 @@ class ModelRegistry:
     def noise(self) -> NoiseScale | None:
         """Of the first model; None before an estimate."""
         return self._noises[0]() if self._noises else None
+
+    def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
+        """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
+        self._signals.append(signal)
+
+    @property
+    def signal(self) -> NoiseSignal | None:
+        """What rank 0 knows of the first model's gradient signal; None before there is a model."""
+        return self._signals[0]() if self._signals else None
 
     def gain(self, scale: float) -> float:
         """Statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
@@ -168,6 +180,10 @@ class Registry:
         """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
         self.models.add_rate_factor(factor)
 
+    def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
+        """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
+        self.models.add_signal(signal)
+
     def add_buffers(self, buffers: Buffers) -> None:
         """A model's buffers, synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)
@@ -221,6 +237,22 @@ class Registry:
         """What the job is told of the loader that the batch is chosen for, and of the models; None without one."""
         loader = self.loaders.info
         return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
+
+    def halving(self, steps: int) -> Halving | None:
+        """Return which steps a single rank takes in two halves after ``steps`` committed ones; None for none.
+
+        They are those for which somebody needs the noise: a batch that adapts, or a monitor.
+        """
+        if not any(each.gives_statistics for each in self._gradients):
+            return None
+        limits = self.loaders.info.limits if self.loaders.info is not None else None
+        asked = self.monitoring.request
+        every = min((n for n in (asked.noise_every, asked.variance_every) if n is not None), default=None)
+        adapts = limits is not None and not limits.one_size
+        if not adapts and every is None:
+            return None
+        least = max(LEAST_HALF, limits.lower if limits is not None and adapts else 1)
+        return Halving(since=steps, adapts=adapts, every=every, least=least)
 
     def have_chosen(self, number: int) -> bool:
         """Whether the strategies of so many models that were wrapped first are not being chosen."""

@@ -24,6 +24,7 @@ def step_report(run: RunState) -> StepReport | None:
         step_time=step_time,
         grad_time=grad_time,
         noise=run.registry.models.noise(),
+        signal=run.registry.models.signal,
         epoch=progress.epoch,
         epochs=progress.epochs,
         total_steps=progress.steps,

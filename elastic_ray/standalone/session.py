@@ -36,10 +36,13 @@ _TRACKER_DIR = "runs/user"  # a folder named tensorboard would pass for the pack
 _FORM_TIMEOUT_S = 60.0
 # How many a group has begun at its store: its ranks begin them in the same order.
 _SESSIONS: collections.Counter[str] = collections.Counter()
-# Between two looks at the measurements lies a tenth of the time trained so far, within these bounds [s]: a short run
-# finds its batch early, and the fits (about 20 ms each) never cost a long one more than a percent or two.
-_SHORTEST_LOOK_S = 0.2
+# Between two looks at the measurements lie the steps that a decision needs, and a tenth of the time trained so far: a
+# short run finds its batch early, and the fits never cost a long one more than a percent or two.
+_SHORTEST_LOOK_S = 0.01
 _LONGEST_LOOK_S = 2.0
+_LOOK_PART = 0.1
+_LOOK_STEPS = 16  # of these four are halved and two are the first at a batch
+_FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
@@ -81,16 +84,23 @@ class StandaloneController:
 
     def _look(self, reference: weakref.ref[Session]) -> None:
         """Look at measurements now and then, for as long as the session is there."""
-        begin_s = time.monotonic()
+        begin_s = looked_s = time.monotonic()
+        took_s, looked = 0.0, 0
         while True:
-            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, 0.1 * (time.monotonic() - begin_s))))
+            now_s = time.monotonic()
+            rest_s = max(_FITS_PART * took_s, _LOOK_PART * (looked_s - begin_s)) - (now_s - looked_s)
+            time.sleep(min(_LONGEST_LOOK_S, max(_SHORTEST_LOOK_S, rest_s)))
             session = reference()
             if session is None:
                 return
-            report = session.step_report()
-            del session
-            if report is not None:
-                self.observe(report)
+            steps, now_s, report = session.progress.steps, time.monotonic(), None
+            if steps - looked >= _LOOK_STEPS or (steps > looked and now_s - looked_s >= _LONGEST_LOOK_S):
+                report, looked, looked_s = session.step_report(), steps, now_s
+            del session  # one that is forgotten ends this thread
+            if report is None:
+                continue
+            self.observe(report)
+            took_s = time.monotonic() - now_s
 
     def observe(self, report: StepReport) -> None:
         """Learn from rank 0's measurements, and change the batch where that pays."""

@@ -30,6 +30,10 @@ class GroupDependent(Protocol):
         """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
 
     @property
+    def gives_statistics(self) -> bool:
+        """True if the gradient noise scale is measured."""
+
+    @property
     def divided(self) -> bool:
         """Whether optimizer state lies with several ranks; the same on all."""
 

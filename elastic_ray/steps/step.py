@@ -46,6 +46,10 @@ class StepView(Protocol):
         """Whether gradients are synchronised in this micro-step."""
 
     @property
+    def halved(self) -> bool:
+        """True if the step is cut into more micro-batches than its shape has, to measure the gradient's noise."""
+
+    @property
     def weighed(self) -> bool:
         """Whether the loop weighs this rank's micro-batches itself, see ``LoaderStep.weigh``."""
 
@@ -160,6 +164,11 @@ class LoaderStep:
     def micro_steps(self) -> int:
         """Micro-batches a rank takes in this step."""
         return len(self.sizes[0])
+
+    @property
+    def halved(self) -> bool:
+        """True if the step is cut into more micro-batches than its shape has, to measure the gradient's noise."""
+        return self.micro_steps > self.shape.accum_steps + 1
 
     @property
     def equal_bsz(self) -> int:

@@ -94,9 +94,10 @@ class RayDataBatches:
         if total is None:
             total = max(self._known_rows or 0, position + 2 * count)
         fetches = [
-            functools.partial(self._batch, position + piece.start, position + piece.stop) for piece in cut.slices(count)
+            functools.partial(self._batch, position + piece.start, position + piece.stop)
+            for piece in cut.slices(count, position)
         ]
-        return StepBatches(total=total, sizes=cut.sizes(count), fetches=fetches)
+        return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=fetches)
 
     def commit(self) -> None:
         """The step was used; the next one says so to the coordinator."""

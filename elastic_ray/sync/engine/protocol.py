@@ -63,10 +63,6 @@ class GradientSync(GroupDependent, Protocol):
     def rebuild(self) -> None:
         """Other parameters are trainable than before."""
 
-    @property
-    def gives_statistics(self) -> bool:
-        """Whether the gradient noise scale is measured."""
-
     def require_statistics(self, user: str) -> None:
         """Refuse strategies that give no gradient statistics; raises StrategyError, which names the user."""
 

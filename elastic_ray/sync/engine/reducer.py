@@ -336,7 +336,7 @@ class GradientReducer:
                     self._statistics.measure_mean(self._buckets, first=True)
                 self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
         elif not self._weights.leave_out(step, self._buckets) and self._measures:
-            self._pair(step)
+            self._measure_alone()
         if step is not None and step.is_last_micro and not self._ledger.failed:
             self._reduction.settle()
 
@@ -393,7 +393,7 @@ class GradientReducer:
         self._statistics.collect(step, norms(), grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
     @torch.no_grad()
-    def _pair(self, step: StepView) -> None:
+    def _measure_alone(self) -> None:
         for bucket in self._buckets:
             bucket.put(1.0)
-        self._statistics.collect_alone(step, self._buckets, self._grad_scale())
+        self._statistics.collect_alone(self._buckets, self._grad_scale())

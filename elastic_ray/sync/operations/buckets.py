@@ -95,10 +95,6 @@ class Bucket:
         """What it holds as one vector."""
         return self.body
 
-    def vector(self) -> torch.Tensor:
-        """As :meth:`flat_gradient`."""
-        return self.body
-
     def add(self, share: torch.Tensor) -> None:
         """Add a share to what it holds."""
         self.body.add_(share)

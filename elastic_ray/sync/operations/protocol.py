@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.batch.statistics import FlatGradient
 
 
 class GradientCollectives(Protocol):
@@ -63,9 +62,6 @@ class MeasuredGradient(Protocol):
     @property
     def sliced(self) -> bool:
         """Whether other ranks have the rest of the mean."""
-
-    def vector(self) -> FlatGradient:
-        """What it holds as one vector, or what stands for it at less cost."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
         """What the optimizer multiplies these gradients with, for :meth:`squared_norm`; None is the identity."""
@@ -140,9 +136,6 @@ class GradientBucket(MeasuredGradient, Protocol):
 
     def flat_gradient(self) -> torch.Tensor:
         """What it holds as one vector."""
-
-    def vector(self) -> FlatGradient:
-        """The same, or what stands for it at less cost."""
 
     def add(self, share: Any) -> None:
         """Add a share to what it holds."""

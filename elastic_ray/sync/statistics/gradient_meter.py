@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from elastic_ray.batch.noise_scale import estimate_groups
-from elastic_ray.batch.statistics import SuccessiveGradients
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.steps.step import StepView
-from elastic_ray.sync.operations.protocol import MeasuredGradient
 
 _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
@@ -44,11 +42,9 @@ class GradientMeter:
         self.known = self._own = Known()
         self._alone = True
         self._groups = 0
-        self._pairs: SuccessiveGradients | None = None
         self._step = 0
         self._variance: GradientVariance | None = None  # of the latest pass, to count once it is applied
         self._gradients: tuple[float, ...] | None = None  # norms, likewise
-        self._pair_ends = False
         self._sent: tuple[Known, list[float]] | None = None
         self._received: list[float] = []
 
@@ -63,8 +59,6 @@ class GradientMeter:
         if groups != self._groups:
             self.known = self._own = Known()
         self._groups = groups
-        every = self.monitor.variance_every
-        self._pairs = None if every is None else SuccessiveGradients(groups=groups, every=max(2, every))
         self._sent, self._received = None, []
         self.invalidate()
 
@@ -76,27 +70,22 @@ class GradientMeter:
     def invalidate(self) -> None:
         """The batch changes, or an update is left out: what the latest pass has found does not count."""
         self._variance = self._gradients = None
-        self._pair_ends = False
-        if self._pairs is not None:
-            self._pairs.reset()
 
     def begin_step(self, step: int) -> None:
         """A step begins after so many committed ones."""
         self._step = step
         self._variance = self._gradients = None
-        self._pair_ends = False
 
-    def wants_variance(self, gradients: int, spacing: int) -> bool:
-        """Whether the step's variance is measured.
+    def wants_variance(self, gradients: int, spacing: int, *, halved: bool) -> bool:
+        """Return True if the step's variance is measured.
 
         Args:
-            gradients: of the step; the mean of one alone is compared with the next step's.
+            gradients: of the step; one alone has none.
             spacing: one in so many steps can be measured at all.
+            halved: the step was cut in two, so that it can be measured.
         """
         every = self.monitor.variance_every
-        if every is None or self._pairs is None:
-            return False
-        return self._pairs.wants(self._step) if gradients == 1 else self._step % every < spacing
+        return every is not None and gradients > 1 and (halved or self._step % every < spacing)
 
     def wants_norms(self, spacing: int) -> bool:
         """Whether norms are; see :meth:`wants_variance`."""
@@ -117,8 +106,6 @@ class GradientMeter:
         Two losses' noises count as independent, so that the variance of their sum is the sum of theirs.
         """
         before, self._variance = self._variance, None
-        if self._pairs is not None:
-            self._pairs.reset()
         if gradients < 2 or (goes_on and before is None):
             return
         estimates = estimate_groups(
@@ -130,21 +117,6 @@ class GradientMeter:
         if goes_on and before is not None:
             found = [first + second for first, second in zip(before.groups, found, strict=True)]
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
-
-    def take_pair(self, step: StepView, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """One gradient, whose mean the buckets hold: one of two successive ones."""
-        if self._pairs is None:
-            return
-        for bucket in buckets:
-            self._pairs.add(
-                self._step,
-                bucket.index,
-                bucket.vector(),
-                batch_size=step.count,
-                group=bucket.group,
-                grad_scale=grad_scale,
-            )
-        self._pair_ends = True
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
         """Squared norms of the step's gradient, by parameter group."""
@@ -159,13 +131,6 @@ class GradientMeter:
         """The optimizer is about to apply the gradients of the latest pass: its variance counts now."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
-        if self._pair_ends and self._pairs is not None:
-            self._pair_ends = False
-            pair = self._pairs.take()
-            estimates = pair.estimates(1) if pair is not None else None
-            if pair is not None and estimates is not None:
-                found = tuple(max(0.0, each.var) for each in estimates)
-                variance = GradientVariance(step=self._step, batch_size=pair.batch_size, groups=found)
         if variance is not None:
             self._found(dataclasses.replace(self._own, variance=variance))
 

@@ -87,7 +87,7 @@ class GradientStatistics:
     @property
     def shared_size(self) -> int:
         """How many of rank 0's numbers do."""
-        return 2 * self._groups + self.meter.shared_size(self._groups)
+        return self.noise.shared_size + self.meter.shared_size(self._groups)
 
     def shared_values(self) -> list[float]:
         """Rank 0's numbers."""
@@ -95,7 +95,7 @@ class GradientStatistics:
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
         """The same as all ranks got them; ``first`` on rank 0."""
-        noise = 2 * self._groups
+        noise = self.noise.shared_size
         self.noise.take_shared(values[:noise])
         if len(values) > noise:
             self.meter.take_shared(values[noise:])
@@ -117,8 +117,8 @@ class GradientStatistics:
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
         self.meter.begin_step(steps)
-        self._noise_due = self.noise.measures(steps, gradients) and exact
-        self._variance_due = exact and self.meter.wants_variance(gradients, spacing)
+        self._noise_due = self.noise.measures(steps, gradients, halved=step.halved) and exact
+        self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
         self._norms_due = exact and self.meter.wants_norms(spacing)
         self._carried = [0.0] * self.norms_size
 
@@ -246,12 +246,8 @@ class GradientStatistics:
         if self._norms_due:
             self.meter.take_norms(plain)
 
-    def collect_alone(self, step: StepView, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """One replica without accumulation: the buckets hold its gradient."""
-        if self._noise_due:
-            self.noise.pair(step, buckets, grad_scale)
-        if self._variance_due:
-            self.meter.take_pair(step, buckets, grad_scale)
+    def collect_alone(self, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
+        """One replica without accumulation: the buckets hold its gradient, whose norms are all that it tells."""
         if self._norms_due:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])

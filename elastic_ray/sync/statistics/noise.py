@@ -8,13 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.batch.noise_scale import SmoothedNoise, estimate_groups
+from elastic_ray.batch.noise_scale import NoiseSignal, SmoothedNoise, estimate_groups
 from elastic_ray.batch.scaling_rules import step_gain
-from elastic_ray.batch.statistics import (
-    BucketPreconditioner,
-    SuccessiveGradients,
-    is_adam_like,
-)
+from elastic_ray.batch.statistics import BucketPreconditioner, is_adam_like
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.operations.protocol import MeasuredGradient
 from placement.goodput.model import NoiseScale
@@ -22,7 +18,6 @@ from placement.goodput.model import NoiseScale
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
 _DENSE_STEPS = 16
 _EVERY = 4
-_PAIRS_EVERY = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,13 +25,13 @@ class _Pending:
     """What a backward pass has found, to count once the optimizer has applied its gradients.
 
     Attributes:
-        estimates: raw noise scale of each group; None for a pair of successive gradients, which ``_pairs`` holds.
+        estimates: raw noise scale of each group.
         step: the step.
         replicas: world size.
         preconditioned: whether norms are in the optimizer's units.
     """
 
-    estimates: tuple[NoiseScale, ...] | None
+    estimates: tuple[NoiseScale, ...]
     step: StepView
     replicas: int
     preconditioned: bool
@@ -68,6 +63,10 @@ class NoiseTracker:
     Args:
         optimizer: for preconditioning, where it is of Adam's kind.
         groups: number of parameter groups.
+
+    Attributes:
+        progress: scale-invariant progress, in steps at the initial batch.
+        held_factors: of the latest step's learning rates, by parameter group; empty where they do not follow the noise.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int) -> None:
@@ -76,17 +75,19 @@ class NoiseTracker:
         self._groups = groups
         self._every: int | None = None
         self._smoothed = SmoothedNoise()
-        self._pairs = SuccessiveGradients(groups=groups)
         self._preconditioners: dict[int, BucketPreconditioner] = {}
         self._preconditioned = False
         self._pending: _Pending | None = None
         self._shared: tuple[NoiseScale | None, ...] = (None,) * groups
+        self._whole: NoiseScale | None = None
+        self._scale = 1.0  # of the latest step that was measured
         self._received: list[float] = []
         self._sent: tuple[SmoothedNoise, list[float]] | None = None
         self._adam_like: bool | None = None
         self._last_step = -1
         self._step = 0
         self.progress = 0.0
+        self.held_factors: list[float] = []
 
     def read_from(self, source: StatesSource) -> None:
         """Take groups and states of the optimizer from there: it may not hold all of them itself."""
@@ -95,24 +96,32 @@ class NoiseTracker:
     @property
     def value(self) -> NoiseScale | None:
         """The whole model's noise scale, None before there is an estimate."""
-        known = [noise for noise in self._shared if noise is not None]
-        if not known:
-            return None
-        return NoiseScale(sqr=sum(noise.sqr for noise in known), var=sum(noise.var for noise in known))
+        return self._whole
+
+    @property
+    def signal(self) -> NoiseSignal:
+        """What rank 0 knows of the signal beside its noise."""
+        return self._smoothed.signal
 
     @property
     def by_group(self) -> tuple[NoiseScale | None, ...]:
         """Noise scale of each parameter group, as every rank knows it in this step; another tuple when it changes."""
         return self._shared
 
-    def measures(self, step: int, gradients: int) -> bool:
-        """Whether this step's statistics are taken, from ``gradients`` gradients (replicas x micro-batches)."""
+    def measures(self, step: int, gradients: int, *, halved: bool) -> bool:
+        """Return True if this step's statistics are taken.
+
+        Args:
+            step: committed steps.
+            gradients: of the step, replicas x micro-batches; one alone tells nothing.
+            halved: the step was cut in two for them.
+        """
         self._step = step
         self._pending = None
-        if self._source is not None and self._source.outdated:
+        if gradients == 1 or (self._source is not None and self._source.outdated):
             return False
-        if gradients == 1:
-            return self._pairs.wants(step)
+        if halved:
+            return True
         if self._every is not None:
             return step % self._every == 0
         return step < _DENSE_STEPS or step % _EVERY == 0
@@ -152,7 +161,6 @@ class NoiseTracker:
                 this loss's own noise.
         """
         before, self._pending = self._pending, None
-        self._pairs.reset()
         estimates = estimate_groups(
             mean_sq_norms=mean_sq_norms,
             sq_norms_of_mean=sq_norms_of_mean,
@@ -160,24 +168,9 @@ class NoiseTracker:
             scale=step.sample_scale,
         )
         if goes_on and estimates is not None:
-            first = before.estimates if before is not None else None
-            estimates = _added(first, estimates, step.sample_scale) if first is not None else None
+            estimates = _added(before.estimates, estimates, step.sample_scale) if before is not None else None
         if estimates is not None:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
-
-    def pair(self, step: StepView, buckets: Sequence[MeasuredGradient], grad_scale: float) -> None:
-        """One replica without accumulation, whose gradient the buckets hold: one of two successive gradients."""
-        for bucket in buckets:
-            self._pairs.add(
-                self._step,
-                bucket.index,
-                bucket.vector(),
-                batch_size=step.count,
-                group=bucket.group,
-                precond=self.preconditioner(bucket),
-                grad_scale=grad_scale,
-            )
-        self._pending = _Pending(None, step, 1, self.preconditions(buckets))
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
         """Whether norms of these are in the optimizer's units."""
@@ -188,28 +181,28 @@ class NoiseTracker:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        estimates, successive = pending.estimates, False
-        if estimates is None:
-            norms, successive = self._pairs.take(), True
-            estimates = norms.estimates(pending.step.init_batch_size) if norms is not None else None
-        if estimates is None:
-            return
         if pending.preconditioned != self._preconditioned:
             self._smoothed, self._last_step = SmoothedNoise(), -1  # other units from here on
             self._preconditioned = pending.preconditioned
         elapsed = max(1, self._step - self._last_step) if self._last_step >= 0 else 1
         self._last_step = self._step
-        self._smoothed = self._smoothed.add(estimates, pending.step.sample_scale, steps=elapsed, successive=successive)
-        if pending.replicas == 1:
-            self._shared = self._smoothed.groups  # nobody to agree with
+        self._smoothed = self._smoothed.add(pending.estimates, pending.step.sample_scale, steps=elapsed)
+        self._scale = pending.step.scale
+        if pending.replicas == 1 and self._smoothed.updates:  # nobody to agree with
+            self._shared, self._whole = self._smoothed.groups(self._scale), self._smoothed.whole(self._scale)
 
     def shared_values(self) -> list[float]:
-        """Rank 0's noise scale for the reduction: sqr and var of each group, zeros while unknown."""
+        """Return rank 0's noise scale for the reduction: sqr and var of each group and of all, zeros while unknown."""
         if self._sent is None or self._sent[0] is not self._smoothed:
-            groups = self._smoothed.groups or (None,) * self._groups
-            values = [value for noise in groups for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
+            known = [*(self._smoothed.groups(self._scale) or (None,) * self._groups), self._smoothed.whole(self._scale)]
+            values = [value for noise in known for value in ((noise.sqr, noise.var) if noise else (0.0, 0.0))]
             self._sent = self._smoothed, values
         return self._sent[1]
+
+    @property
+    def shared_size(self) -> int:
+        """How many values these are."""
+        return 2 * self._groups + 2
 
     def take_shared(self, values: list[float]) -> None:
         """Rank 0's noise scale as all ranks got it."""
@@ -217,15 +210,15 @@ class NoiseTracker:
             return
         self._received = values
         pairs = zip(values[::2], values[1::2], strict=True)
-        self._shared = tuple(NoiseScale(sqr=sqr, var=var) if var > 0 else None for sqr, var in pairs)
+        *groups, self._whole = (NoiseScale(sqr=sqr, var=var) if var > 0 else None for sqr, var in pairs)
+        self._shared = tuple(groups)
 
     def advance(self, scale: float) -> None:
         """Count the scale-invariant progress of an applied step."""
         self.progress += 1.0 if scale == 1.0 else step_gain(scale, self.value)
 
     def invalidate(self) -> None:
-        """The group or the batch changes: no pair spans it, and all ranks compute preconditioners anew together."""
-        self._pairs.reset()
+        """The group or the batch changes: all ranks compute preconditioners anew together."""
         self._pending = None
         self._received = []
         for preconditioner in self._preconditioners.values():
@@ -243,26 +236,28 @@ class NoiseTracker:
         if groups != self._groups:
             self._groups = groups
             self._smoothed, self._last_step = SmoothedNoise(), -1
-            self._shared, self._sent = (None,) * groups, None
-        self._pairs = SuccessiveGradients(groups=groups, every=_PAIRS_EVERY if every is None else max(2, every))
+            self._shared, self._whole, self._sent = (None,) * groups, None, None
         self.invalidate()
 
     def capture(self) -> Any:
         """State for joiners and checkpoints."""
-        shared = [None if noise is None else [noise.sqr, noise.var] for noise in self._shared]
+        shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self._shared, self._whole)]
         return {
             "smoothed": self._smoothed.to_dict(),
             "preconditioned": self._preconditioned,
             "shared": shared,
+            "scale": self._scale,
+            "held_factors": list(self.held_factors),
             "progress": self.progress,
         }
 
     def restore(self, tree: Any) -> None:
-        """Take over a captured state; kept gradients and preconditioners start afresh."""
-        self._smoothed = SmoothedNoise.from_dict(tree["smoothed"])
-        self._shared = tuple(None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
+        """Take over a captured state; preconditioners start afresh."""
+        self._smoothed, self._scale = SmoothedNoise.from_dict(tree["smoothed"]), tree["scale"]
+        *groups, self._whole = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
+        self._shared = tuple(groups)
         self._preconditioned = tree["preconditioned"]
-        self.progress = tree["progress"]
+        self.progress, self.held_factors[:] = tree["progress"], tree["held_factors"]
         self.invalidate()
 
 

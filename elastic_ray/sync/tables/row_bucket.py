@@ -97,10 +97,6 @@ class RowBucket:
         """What it holds as one vector of the whole table's size."""
         return self.held.to_dense().reshape(-1)
 
-    def vector(self) -> TouchedRows:
-        """What it holds, to be kept."""
-        return self._kept()
-
     def add(self, share: TouchedRows) -> None:
         """Add a share to what it holds."""
         self.held = added_up([self.held, share])

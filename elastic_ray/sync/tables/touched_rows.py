@@ -61,18 +61,6 @@ class TouchedRows:
         """||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
-    def pair_norms(self, previous: TouchedRows, precond: RowWeights | None) -> torch.Tensor:
-        """||P g'||^2, ||P g||^2 and <P g', P g> with the same table's gradient g' of a step before."""
-        there, mine = previous.at(), self.at()
-        places = torch.searchsorted(there, mine).clamp_(max=max(previous.count - 1, 0))
-        common = there[places] == mine if previous.count else torch.zeros_like(mine, dtype=torch.bool)
-        both = [previous.values[places[common]] if previous.count else self.values[:0], self.values[common]]
-        weights = dataclasses.replace(self, ids=mine[common], values=both[1]).of(precond)
-        u, v = (each.reshape(-1).to(torch.promote_types(each.dtype, torch.float32)) for each in both)
-        if weights is not None:
-            u, v = u * weights, v * weights
-        return torch.stack((previous.squared_norm(precond), self.squared_norm(precond), torch.dot(u, v)))
-
     def of(self, weights: RowWeights | None) -> torch.Tensor | None:
         """A table's weights that belong to these rows, flat."""
         return None if weights is None else weights.of(self.ids).reshape(-1)

@@ -45,9 +45,10 @@ class MeanRows(_Rows):
         super().__init__(place, group)
         self._grad = grad.detach().reshape(-1)
 
-    def vector(self) -> Tensor:
-        """[elements]."""
-        return self._grad
+    @property
+    def is_used(self) -> bool:
+        """True if some of it is not zero."""
+        return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
         """Of the rows, a scalar tensor."""
@@ -67,10 +68,6 @@ class ScatteredRows(_Rows):
     def __init__(self, place: int, group: int, parts: Tensor, shares: Tensor, before: Tensor | None) -> None:
         super().__init__(place, group)
         self._parts, self._roots, self._before = parts, shares.sqrt(), before
-
-    def vector(self) -> Tensor:
-        """Not of several gradients; raises NotImplementedError."""
-        raise NotImplementedError("gradients of several ranks are not one")
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
         """Sum over the ranks of ``share * ||gradient||^2``, a scalar tensor; ranks without a share do not count."""

@@ -117,7 +117,7 @@ class ShardStatistics:
             elif step.micro != self._micro:
                 self._statistics.carry()
                 self._begin_micro(step.micro)
-            self._goes_on = self._passes > 0 and any(bool(rows.vector().any()) for rows in self._mean_rows())
+            self._goes_on = self._passes > 0 and any(rows.is_used for rows in self._mean_rows())
             self._mixed = self._mixed or (self._goes_on and step.micro_steps > 1)
             self._passes += 1
             self._statistics.begin_pass()
@@ -185,7 +185,7 @@ class ShardStatistics:
         if not self._concludes or self._run.group.world_size > 1:
             return
         if step.micro_steps == 1:
-            self._statistics.collect_alone(step, self._mean_rows(), 1.0)
+            self._statistics.collect_alone(self._mean_rows(), 1.0)
             return
         mean = self._statistics.own_part_of_mean(self._mean_rows())
         self._conclude(step, read(self._statistics.local_norms()), mean)

@@ -1,0 +1,134 @@
+"""When a batch may grow, and when it goes back: by what the gradients have shown since (pure).
+
+The goodput model says which batch is worth most if its noise scale holds. This says whether that can be relied on: a
+signal that does not stand out of its own scatter is no endless noise, and a growth after which the gradients grow has
+gone too far, whatever the model says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+
+from elastic_ray.batch.noise_scale import NoiseSignal
+
+MAX_GROWTH = 2.0
+"""Factor by which a batch grows in one decision."""
+
+LARGE_GROWTH = 4.0
+"""The same where much is to be gained."""
+
+QUIET_STEPS = 40
+"""Steps without a signal, at a batch above the initial one, after which it goes down."""
+
+QUIET_UPDATES = 6
+"""Estimates that must have come in these steps."""
+
+RISE = 2.0
+"""Factor of its former highest by which the squared gradient norm rises where a growth has gone too far."""
+
+RISE_UPDATES = 3
+"""Estimates after a growth before it is judged."""
+
+PAUSE_STEPS = 100
+"""Steps after a growth was taken back before the next."""
+
+_SIZES = 16  # estimates that the former range is made of
+_LEAST_GROWTH = 1.1  # smaller ones are no growth
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepBack:
+    """A smaller batch, and why.
+
+    Attributes:
+        batch_size: global batch to go back to [samples].
+        reason: a sentence.
+    """
+
+    batch_size: int
+    reason: str
+
+
+class GrowthWatch:
+    """Watches one job's gradients from report to report.
+
+    Args:
+        init_batch_size: global batch M0 [samples], under which nothing goes.
+    """
+
+    def __init__(self, init_batch_size: int) -> None:
+        self._least = init_batch_size
+        self._batch_size = self._steps = 0
+        self._signal: NoiseSignal | None = None
+        self._quiet_since: tuple[int, int] | None = None  # steps and updates at the latest signal
+        self._sizes: deque[float] = deque(maxlen=_SIZES)
+        self._grown: tuple[int, float, int] | None = None  # batch before, highest size there, updates then
+        self._growth = LARGE_GROWTH
+        self._paused_until = 0
+
+    def observe(self, *, batch_size: int, steps: int, signal: NoiseSignal | None) -> None:
+        """Take a report.
+
+        Args:
+            batch_size: global batch of the latest steps [samples].
+            steps: of the whole run, so far.
+            signal: of the gradient; None where it is not known.
+        """
+        self._steps = steps
+        if signal is None:
+            return
+        if batch_size != self._batch_size:
+            grows = 0 < self._batch_size < batch_size and bool(self._sizes)
+            self._grown = (self._batch_size, max(self._sizes), signal.updates) if grows else None
+            self._batch_size, self._quiet_since = batch_size, None
+            self._sizes.clear()
+        elif self._signal is None or signal.updates > self._signal.updates:
+            self._sizes.append(signal.size)
+        if signal.present or self._quiet_since is None:
+            self._quiet_since = steps, signal.updates
+        self._signal = signal
+
+    @property
+    def growth(self) -> float:
+        """Factor by which the batch may grow in one decision, at most; 1 for not at all."""
+        return 1.0 if self.hindrance else self._growth
+
+    @property
+    def hindrance(self) -> str:
+        """Why the batch may not grow now; empty where it may."""
+        if self._signal is not None and not self._signal.present:
+            return (
+                f"no signal: after {self._signal.updates} estimates the squared norm of the mean gradient does not stand "
+                "out of their scatter"
+            )
+        if self._steps < self._paused_until:
+            return f"a growth was taken back, the next may come after step {self._paused_until}"
+        return ""
+
+    def step_back(self) -> StepBack | None:
+        """Return the smaller batch that the gradients ask for; None to stay. Asked for again, there is none."""
+        signal, now = self._signal, self._batch_size
+        if signal is None or now <= self._least:
+            return None
+        if self._grown is not None:
+            before, highest, updates = self._grown
+            if signal.updates - updates >= RISE_UPDATES and signal.size > RISE * highest:
+                self._grown = None
+                self._growth = max(_LEAST_GROWTH, math.sqrt(min(self._growth, now / before)))
+                self._paused_until = self._steps + PAUSE_STEPS
+                return StepBack(
+                    batch_size=before,
+                    reason=f"batch {now} -> {before}: after the growth squared gradient norms rose to {signal.size:.3g}, "
+                    f"from {highest:.3g} at most",
+                )
+            if signal.updates - updates >= _SIZES:
+                self._grown = None
+                self._growth = min(self._growth**2, LARGE_GROWTH)
+        since = self._quiet_since
+        if since is None or self._steps - since[0] < QUIET_STEPS or signal.updates - since[1] < QUIET_UPDATES:
+            return None
+        smaller = max(self._least, now // 2)
+        quiet, self._quiet_since = self._steps - since[0], (self._steps, signal.updates)
+        return StepBack(batch_size=smaller, reason=f"batch {now} -> {smaller}: no signal in {quiet} steps")

@@ -1,0 +1,73 @@
+"""Which steps one worker takes in two halves, so that their gradients tell signal from noise (pure).
+
+One worker with one micro-batch has one gradient in a step, which says nothing of its noise. Two successive gradients are
+no substitute: the model has moved between them, by ||G' - G||^2 / 2 in the variance, which grows with batch and learning
+rate until it passes for endless noise. Two halves of one batch have the same weights, and their weighted mean is the
+step's gradient: nothing is lost but the time of one more forward and backward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+SPACINGS = ((0, 4), (32, 8), (128, 16), (1024, 32))
+"""(steps at one batch from which it counts, one in how many is halved): most is to be learnt after a change."""
+
+LEAST_HALF = 2
+"""Fewest samples of a half; BatchNorm cannot do with one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Halving:
+    """Which steps are halved at one batch size.
+
+    Attributes:
+        since: committed steps when the batch was cut as it is; 0 or more.
+        adapts: whether the batch, or the learning rate for it, follows the noise: then ``SPACINGS`` hold.
+        every: steps from one measurement to the next that a monitor asks for at most; None for no wish.
+        least: fewest samples of a half.
+
+    Without ``adapts`` steps count from 0, so that a monitor finds those that it names.
+
+    Example:
+        >>> halving = Halving(since=0, adapts=True)
+        >>> [step for step in range(64) if halving.due(step, samples=16)]
+        [0, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56]
+    """
+
+    since: int = 0
+    adapts: bool = False
+    every: int | None = None
+    least: int = LEAST_HALF
+
+    @property
+    def _phases(self) -> list[tuple[float, float, int]]:
+        """(first step, the one after the last, spacing), in steps from the first that counts."""
+        most = self.every or SPACINGS[-1][1]
+        if not self.adapts:
+            return [(0, math.inf, most)]
+        ends = [begin for begin, _ in SPACINGS[1:]] + [math.inf]
+        return [(begin, end, min(spacing, most)) for (begin, spacing), end in zip(SPACINGS, ends, strict=True)]
+
+    def due(self, step: int, samples: int) -> bool:
+        """Return True if the step after ``step`` committed ones is halved.
+
+        Args:
+            step: committed steps.
+            samples: of the step; each half has ``least`` or more.
+        """
+        return self.count(step, step + 1, samples) > 0
+
+    def count(self, first: int, last: int, samples: int) -> int:
+        """Return how many steps of so many samples are halved from ``first`` to ``last``, which is not one of them."""
+        if samples < 2 * self.least:
+            return 0
+        start = self.since if self.adapts else 0
+        low, high = max(first - start, 0), max(last - start, 0)
+        found = 0
+        for begin, end, spacing in self._phases:
+            one, other = max(low, begin), min(high, end)
+            if one < other:
+                found += -(-int(other - begin) // spacing) - -(-int(one - begin) // spacing)
+        return found
