@@ -81,15 +81,29 @@ def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale
 
 
 def estimate_groups(
-    *, mean_sq_norms: Sequence[float], sq_norms_of_mean: Sequence[float], samples: int, scale: float
+    *,
+    mean_sq_norms: Sequence[float],
+    sq_norms_of_mean: Sequence[float],
+    samples: int,
+    scale: float,
+    share_of_all: float = 0.0,
 ) -> tuple[NoiseScale, ...] | None:
-    """``estimate`` for each parameter group; None where a norm is not finite (a step that overflowed)."""
+    """Return ``estimate`` for each parameter group; None where a norm is not finite (a step that overflowed).
+
+    Samples that are drawn without replacement from N are correlated: E <g_i, g_j> = ||G||^2 - tr(Sigma) / N for the
+    gradient G of all N, with Sigma their unbiased covariance. What is missing is added.
+
+    Args:
+        mean_sq_norms, sq_norms_of_mean, samples, scale: of ``estimate``, the first two for each group.
+        share_of_all: M0 / N, the initial batch as a part of an epoch; 0 where samples come from an endless stream.
+    """
     if not all(map(math.isfinite, (*mean_sq_norms, *sq_norms_of_mean))):
         return None
-    return tuple(
+    found = (
         estimate(mean_sq_norm=a, sq_norm_of_mean=b, samples=samples, scale=scale)
         for a, b in zip(mean_sq_norms, sq_norms_of_mean, strict=True)
     )
+    return tuple(NoiseScale(sqr=each.sqr + each.var * share_of_all, var=each.var) for each in found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

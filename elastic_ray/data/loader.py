@@ -111,6 +111,8 @@ class AdaptiveDataLoader(ResumableLoader):
         self._passes = 0
         self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
         self._setting: tuple[int, BatchChoice, StepSplit] | None = None
+        # Users' samplers may draw a sample several times; a stream's total is not known until it ends.
+        self._draws_from_all = given.sampler is None and not isinstance(given.dataset, IterableDataset)
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
         self._announce()
         if ramp:
@@ -364,6 +366,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 leads=self._leads,
                 whole=self._given.whole_batches,
                 sample_tag=step.sample_tag,
+                population=step.total if self._draws_from_all else None,
             )
         )
         return step.fetches

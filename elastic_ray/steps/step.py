@@ -46,6 +46,10 @@ class StepView(Protocol):
         """Whether gradients are synchronised in this micro-step."""
 
     @property
+    def population(self) -> int | None:
+        """Samples that the pass draws from without replacement; None where they are not known, or drawn otherwise."""
+
+    @property
     def halved(self) -> bool:
         """True if the step is cut into more micro-batches than its shape has, to measure the gradient's noise."""
 
@@ -91,6 +95,7 @@ class LoaderStep:
         whole: each rank takes one whole batch, for evaluation; in a pass's last step some may have none.
         micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
+        population: samples that the pass draws from without replacement; None where that is not known.
         own_counts, counts: what the loop weighs micro-batches by, see ``StepView``.
         count: samples of the whole step.
     """
@@ -107,6 +112,7 @@ class LoaderStep:
     whole: bool = False
     micro: int = 0
     sample_tag: int = 0
+    population: int | None = None
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     _backward: int = -1  # the latest micro-batch that had a backward pass

@@ -166,6 +166,7 @@ class NoiseTracker:
             sq_norms_of_mean=sq_norms_of_mean,
             samples=gradients,
             scale=step.sample_scale,
+            share_of_all=step.init_batch_size / step.population if step.population else 0.0,
         )
         if goes_on and estimates is not None:
             estimates = _added(before.estimates, estimates, step.sample_scale) if before is not None else None
