@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elastic_ray.batch.limits import cut_within, split
 from elastic_ray.batch.tuner import (
     HYSTERESIS,
+    MIN_STEPS,
     BatchChoice,
     BatchDoesNotFitError,
     BatchLimits,
@@ -32,7 +33,7 @@ def choice(atomic_bsz: int, accum_steps: int = 0) -> BatchChoice:
     return BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
 
 
-def measure(tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 20, slow: float = 1.0) -> None:
+def measure(tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 16, slow: float = 1.0) -> None:
     tuner.observe(
         nodes=1,
         replicas=replicas,
@@ -55,13 +56,16 @@ def tuner_at(cut: BatchChoice, noise: NoiseScale = NOISY, limits: BatchLimits = 
 # --- growth and hysteresis ---
 
 
-def test_the_batch_grows_where_goodput_does_and_at_most_doubles() -> None:
-    decision = tuner_at(choice(64)).decide(1, 1, choice(64))
+@pytest.mark.parametrize(("noise", "least", "most"), [(NoiseScale(sqr=1.0, var=3.0), 65, 128), (NOISY, 129, 256)])
+def test_the_batch_grows_where_goodput_does_to_the_double_or_where_much_is_gained_to_four_times(
+    noise: NoiseScale, least: int, most: int
+) -> None:
+    decision = tuner_at(choice(64), noise).decide(1, 1, choice(64))
     assert decision.changed
-    assert 64 < decision.batch_size <= 128
+    assert least <= decision.batch_size <= most
     assert decision.reason.startswith("goodput ")
     assert "instead of 64 = 1 workers x 64 samples" in decision.reason
-    model = GoodputModel(TRUTH, NOISY, 64)
+    model = GoodputModel(TRUTH, noise, 64)
     assert decision.goodput == model.goodput(1, 1, decision.choice.atomic_bsz, 0)
     assert decision.goodput > (1 + HYSTERESIS) * model.goodput(1, 1, 64, 0)
 
@@ -69,11 +73,11 @@ def test_the_batch_grows_where_goodput_does_and_at_most_doubles() -> None:
 def test_the_batch_waits_for_enough_steps_at_its_size() -> None:
     tuner = BatchTuner(ADAPTIVE)
     tuner.set_model(GoodputModel(TRUTH, NOISY, 64))
-    measure(tuner, choice(64), steps=9)
+    measure(tuner, choice(64), steps=MIN_STEPS - 1)
     assert not tuner.decide(1, 1, choice(64)).changed
     measure(tuner, choice(64), steps=1)
     assert tuner.decide(1, 1, choice(64)).changed
-    measure(tuner, choice(128), steps=9)
+    measure(tuner, choice(128), steps=MIN_STEPS - 1)
     assert not tuner.decide(1, 1, choice(128)).changed
 
 
