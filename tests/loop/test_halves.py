@@ -254,9 +254,11 @@ def train(case: Case) -> Found:
             step, number = session.ledger.outermost, session.progress.steps
             assert step is not None
             optimizer.zero_grad()
-            if case.weighed:
-                loader.weigh(float(len(x)))
             loss = nn.functional.cross_entropy(wrapped(x), y, reduction="sum" if case.sums else "mean")
+            if case.weighed:  # as if some were padding
+                counts = (y > 0).double()
+                loader.weigh(float(counts.sum()))
+                loss = (nn.functional.cross_entropy(wrapped(x), y, reduction="none") * counts).sum() / counts.sum()
             if case.quiet[0] <= number < case.quiet[1]:
                 loss = loss * 0.0
             if number in case.bad and step.micro == 0:
@@ -293,7 +295,11 @@ def ratio(noise: NoiseScale | None) -> float:
     return noise.var / noise.sqr
 
 
-@pytest.mark.parametrize("options", [{}, {"optimizer": "adam"}, {"clip": True}, {"weighed": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer": "adam"}, {"clip": True}, {"weighed": True}],
+    ids=str,
+)
 def test_the_halves_make_the_step_s_gradient(options: dict[str, Any]) -> None:
     halved = trained(**options)
     whole = trained(adapts=False, **options)
@@ -311,7 +317,6 @@ KINDS: list[dict[str, Any]] = [
     {"strategy": "bf16"},
     {"strategy": "partitioned_ar"},
     {"sharded": True},
-    {"weighed": True},
 ]
 
 
