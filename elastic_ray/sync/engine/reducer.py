@@ -66,8 +66,7 @@ class GradientReducer:
         exchange_rows: Callable[[], None],
     ) -> None:
         self._number, self._exchange_rows = number, exchange_rows
-        self._lay_out = lay_out
-        self._check_finite = check_finite
+        self._lay_out, self._check_finite = lay_out, check_finite
         self._warned = self._tried = False
         self._unanswered = False  # announced, and not yet answered
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
@@ -394,8 +393,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
-        """Measure one rank's only gradient; the first is tried anyway, for what buckets refuse is better told early."""
-        self._tried = True
+        self._tried = True  # what buckets refuse is better told with the first gradient
         for bucket in self._buckets:
             bucket.put(1.0)
         if self._measures:
