@@ -45,6 +45,6 @@ def test_it_is_the_exact_one(ranks: Ranks, case: Case, world: Any, micro: int | 
     wanted = ranks.run(noise, Case(case.build, case.optimizer, False), "all_reduce", micro, world=world)
     found = ranks.run(noise, case, case.strategy, micro, world=world)
     for mine, exact in zip(found, wanted, strict=True) if world else [(found, wanted)]:
-        # Of whole tables, preconditioners are kept in bfloat16, which rounds by up to 0.4 %; sqr is the difference of two
-        # numbers of var's size.
+        # Of whole tables, preconditioners are kept in bfloat16, which rounds by up to 0.4 %; sqr is the difference of
+        # two numbers of the size of var.
         assert mine == pytest.approx(exact, rel=1e-2, abs=1e-4 * exact[1])
