@@ -34,7 +34,7 @@ LEAST_UPDATES = 4
 """Estimates before their scatter tells signal from noise."""
 
 _SIZE_SHARE = 1 / 4  # of one estimate in the present size of the gradient
-_LARGEST_JUMP = 16.0  # of the gradient's size from one estimate to the next, in its units
+_LARGEST_JUMP = 16.0  # of an estimate over the gradient's size before it
 
 
 def estimate(*, mean_sq_norm: float, sq_norm_of_mean: float, samples: int, scale: float) -> NoiseScale:
@@ -195,7 +195,8 @@ class SmoothedNoise:
         if not all(map(math.isfinite, (*new_sqr, *new_var))) or not any((*new_sqr, *new_var)):
             return self  # an overflow; or no gradient, which says nothing of its noise
         size = max(math.fsum((*new_sqr, *new_var)), 0.0)
-        unit = max(self.size or size, size / _LARGEST_JUMP, TINY)
+        largest = math.fsum(map(abs, (*new_sqr, *new_var)))  # where noise prevails, sqr may take away all of the size
+        unit = max(self.size or size or largest, largest / _LARGEST_JUMP, TINY)
         signal = [value / unit for value in new_sqr]
         noise = [value / unit for value in new_var]
         signals = [*signal, math.fsum(signal)]
@@ -212,14 +213,12 @@ class SmoothedNoise:
             squares=kept**2 * self.squares + fresh**2,
             first=_added(self.first or zeros, kept**2, signals, fresh**2),
             second=_added(self.second or zeros, kept**2, [x * x for x in signals], fresh**2),
-            size=self.size + _SIZE_SHARE * (size - self.size) if self.updates else size,
+            size=self.size + _SIZE_SHARE * (size - self.size) if self.updates else unit,
             elapsed=elapsed,
             updates=self.updates + 1,
         )
 
-    def add(
-        self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0
-    ) -> SmoothedNoise:
+    def add(self, estimates: Sequence[NoiseScale] | None, scale: float, *, steps: float = 1.0) -> SmoothedNoise:
         """Return ``update`` with raw estimates, one per parameter group; self for None (a step that overflowed)."""
         if estimates is None:
             return self

@@ -12,7 +12,7 @@ Hence ``BucketPreconditioner.invalidate`` at every change of generation, on ever
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor

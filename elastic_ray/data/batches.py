@@ -95,9 +95,7 @@ class StepSplit:
         """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
         key = count, self.micro_steps_at(position, count)
         if key not in self._sizes:
-            self._sizes[key] = split(
-                count, world_size=self.world_size, micro_steps=key[1], shares=self.shares
-            ).tolist()
+            self._sizes[key] = split(count, world_size=self.world_size, micro_steps=key[1], shares=self.shares).tolist()
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
@@ -259,7 +257,9 @@ class MapBatches:
         count = cut.count(position, total)
         if not count:
             return StepBatches(total=total)
-        return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=[self.fetch] * len(cut.slices(count, position)))
+        return StepBatches(
+            total=total, sizes=cut.sizes(count, position), fetches=[self.fetch] * len(cut.slices(count, position))
+        )
 
     def fetch(self) -> Any:
         """This rank's next batch."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.scaling_rules import (
+    GROWTH_A_STEP,
     RULES,
     AdamScale,
     AdaScale,
@@ -17,6 +18,7 @@ from elastic_ray.batch.scaling_rules import (
     ScalingRule,
     by_name,
     default_rule,
+    held_back,
     resolve,
     step_gain,
 )
@@ -73,6 +75,32 @@ def test_legw_warms_up_longer_for_a_larger_batch() -> None:
 def test_step_gain_is_the_gain_or_the_least_it_can_be() -> None:
     assert step_gain(4.0, BALANCED) == pytest.approx(1.6)
     assert (step_gain(4.0, None), step_gain(0.5, None)) == (1.0, 0.5)
+
+
+factors = st.lists(st.floats(0.0, 1e4), min_size=1, max_size=4)
+
+
+@given(wanted=factors, held=st.lists(st.floats(0.0, 1e4), max_size=4))
+def test_a_factor_rises_slowly_and_falls_at_once(wanted: list[float], held: list[float]) -> None:
+    got = held_back(wanted, held)
+    assert len(got) == len(wanted)
+    before = held if len(held) == len(wanted) else [1.0] * len(wanted)
+    for now, want, old in zip(got, wanted, before, strict=True):
+        assert now <= want
+        assert now == want or now == pytest.approx(max(old, 1.0) * GROWTH_A_STEP)
+        if want <= max(old, 1.0):
+            assert now == want
+
+
+def test_a_factor_doubles_in_eight_steps_and_gets_there() -> None:
+    held: tuple[float, ...] = ()
+    seen = []
+    for _ in range(30):
+        held = held_back((4.0, 0.5), held)
+        seen.append(held)
+    assert seen[7] == pytest.approx((2.0, 0.5))
+    assert seen[15] == pytest.approx((4.0, 0.5)) and seen[-1] == (4.0, 0.5)
+    assert held_back((8.0,), held) == pytest.approx((GROWTH_A_STEP,)), "other groups are not those that were held"
 
 
 def test_names_and_objects_resolve() -> None:

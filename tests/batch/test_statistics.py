@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from elastic_ray.batch.noise_scale import estimate, estimate_groups
 from elastic_ray.batch.statistics import (
+    LEAST_PART,
     BucketPreconditioner,
-    PairNorms,
-    SuccessiveGradients,
     is_adam_like,
     preconditioner,
     squared_norm,
 )
-from placement.goodput.model import NoiseScale
 
 torch.set_num_threads(1)
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -158,7 +156,7 @@ def test_a_coordinate_that_never_had_a_gradient_does_not_drown_the_others() -> N
         optimizer.step()
     precond = preconditioner(optimizer, [param])
     assert precond is not None
-    assert float(precond[0]) <= 1.1e3 * float(precond[1])
+    assert float(precond[0]) <= 1.1 / LEAST_PART * float(precond[1])
 
 
 def test_mixed_buckets_hold_ones_for_parameters_without_state() -> None:
@@ -185,91 +183,12 @@ def test_preconditioner_is_kept_between_refreshes() -> None:
     assert bucket.at(13, compute) is not again
 
 
-# --- successive gradients ---
-
-
-def feed(pairs: SuccessiveGradients, gradients: list[Tensor], **changes: object) -> list[PairNorms]:
-    taken = []
-    for step, flat in enumerate(gradients):
-        pairs.add(step, 0, flat, batch_size=16, **changes)  # type: ignore[arg-type]
-        taken.append(pairs.take())
-    return [norm for norm in taken if norm is not None]
-
-
-def test_pairs_are_unbiased_on_gaussian_gradients() -> None:
-    generator = torch.Generator().manual_seed(0)
-    mean = torch.randn(200, generator=generator)
-    taken = feed(
-        SuccessiveGradients(every=2),
-        [mean + 3.0 * torch.randn(200, generator=generator) / 4 for _ in range(4000)],
-    )
-    assert len(taken) == 2000
-    estimates = [norm.estimates(init_batch_size=8) for norm in taken]
-    groups = [groups[0] for groups in estimates if groups is not None]
-    assert sum(g.sqr for g in groups) / 2000 == pytest.approx(float(mean @ mean), rel=0.02)
-    assert sum(g.var for g in groups) / 2000 == pytest.approx(200 * 9 / 8, rel=0.02)
-
-
-def test_only_consecutive_steps_of_one_batch_size_pair() -> None:
-    one = torch.ones(4)
-    pairs = SuccessiveGradients(every=4)
-    assert [pairs.wants(step) for step in range(6)] == [True, True, False, False, True, True]
-    assert len(feed(pairs, [one] * 9)) == 2
-    pairs = SuccessiveGradients(every=4)
-    pairs.add(0, 0, one, batch_size=16)
-    pairs.add(1, 0, one, batch_size=32)  # the batch changed
-    assert pairs.take() is None
-    pairs.add(4, 0, one, batch_size=16)
-    pairs.add(9, 0, one, batch_size=16)  # steps in between are missing
-    assert pairs.take() is None
-    pairs.add(12, 0, one, batch_size=16)
-    pairs.reset()
-    pairs.add(13, 0, one, batch_size=16)
-    assert pairs.take() is None
-
-
-def test_buckets_add_up_per_group_and_the_kept_copy_is_its_own() -> None:
-    pairs = SuccessiveGradients(groups=2, every=2)
-    flat = torch.tensor([1.0, 2.0])
-    for bucket, group in ((0, 0), (1, 1), (2, 1)):
-        pairs.add(0, bucket, flat, batch_size=16, group=group)
-    flat.copy_(torch.tensor([3.0, 0.0]))  # engines reuse their buckets
-    for bucket, group in ((0, 0), (1, 1), (2, 1)):
-        pairs.add(1, bucket, flat, batch_size=16, group=group, precond=torch.tensor([2.0, 1.0]))
-    norm = pairs.take()
-    assert norm is not None
-    assert norm.sums.tolist() == [[8.0, 36.0, 12.0], [16.0, 72.0, 24.0]]
-    # 4 (1, 3) . (1, 3): scale 2 of each; sqr = dot, var = half the squared difference x scale.
-    assert norm.estimates(8) == (NoiseScale(sqr=12, var=20), NoiseScale(sqr=24, var=40))
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_the_loss_scale_is_divided_out_also_when_it_changes_in_between(on_device: bool) -> None:
-    pairs = SuccessiveGradients(every=2)
-    scale = torch.tensor(1024.0)
-    flat = torch.tensor([1.0, 2.0])
-    pairs.add(0, 0, flat * 1024, batch_size=16, grad_scale=scale if on_device else 1024.0)
-    scale.fill_(512.0)  # as GradScaler.update does
-    pairs.add(1, 0, flat * 512, batch_size=16, grad_scale=scale if on_device else 512.0)
-    norm = pairs.take()
-    assert norm is not None
-    assert norm.sums.tolist() == [[5.0, 5.0, 5.0]]
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_an_overflowed_gradient_leaves_no_estimate(bad: float) -> None:
-    ok, overflowed = torch.ones(4), torch.tensor([1.0, bad, 1.0, 1.0])
-    for gradients in ([ok, overflowed], [overflowed, ok]):
-        (norm,) = feed(SuccessiveGradients(every=2), gradients)
-        assert norm.estimates(8) is None
-    a = float(squared_norm(overflowed))
-    assert estimate_groups(mean_sq_norms=[a], sq_norms_of_mean=[1.0], samples=2, scale=1.0) is None
+    norm = float(squared_norm(torch.tensor([1.0, bad, 1.0, 1.0])))
+    assert estimate_groups(mean_sq_norms=[norm], sq_norms_of_mean=[1.0], samples=2, scale=1.0) is None
 
 
-def test_bad_arguments_are_named() -> None:
-    with pytest.raises(ValueError, match="every must be 2 or more"):
-        SuccessiveGradients(every=1)
-    with pytest.raises(ValueError, match="groups must be 1 or more"):
-        SuccessiveGradients(groups=0)
+def test_an_interval_is_a_step_or_more() -> None:
     with pytest.raises(ValueError, match="interval must be 1 or more"):
         BucketPreconditioner(interval=0)

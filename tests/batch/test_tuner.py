@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import cut_within, split
+from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.tuner import (
     HYSTERESIS,
+    MIN_STEPS,
+    TRIED_AFTER,
+    TRIED_FACTOR,
     BatchChoice,
     BatchDoesNotFitError,
     BatchLimits,
@@ -21,6 +25,7 @@ from elastic_ray.batch.tuner import (
     fit_snapshot,
 )
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
+from placement.knowledge.knowledge import Prior
 
 # A pass costs 10 ms and 0.1 ms per sample, synchronisation 5 ms.
 TRUTH = ThroughputModel(0.010, 0.0001, 0.02, 0.001, 0.005, 0.0002, 1.5)
@@ -32,7 +37,7 @@ def choice(atomic_bsz: int, accum_steps: int = 0) -> BatchChoice:
     return BatchChoice(atomic_bsz=atomic_bsz, accum_steps=accum_steps)
 
 
-def measure(tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 20, slow: float = 1.0) -> None:
+def measure(tuner: BatchTuner, cut: BatchChoice, replicas: int = 1, steps: int = 16, slow: float = 1.0) -> None:
     tuner.observe(
         nodes=1,
         replicas=replicas,
@@ -55,13 +60,16 @@ def tuner_at(cut: BatchChoice, noise: NoiseScale = NOISY, limits: BatchLimits = 
 # --- growth and hysteresis ---
 
 
-def test_the_batch_grows_where_goodput_does_and_at_most_doubles() -> None:
-    decision = tuner_at(choice(64)).decide(1, 1, choice(64))
+@pytest.mark.parametrize(("noise", "least", "most"), [(NoiseScale(sqr=1.0, var=3.0), 65, 128), (NOISY, 129, 256)])
+def test_the_batch_grows_where_goodput_does_to_the_double_or_where_much_is_gained_to_four_times(
+    noise: NoiseScale, least: int, most: int
+) -> None:
+    decision = tuner_at(choice(64), noise).decide(1, 1, choice(64))
     assert decision.changed
-    assert 64 < decision.batch_size <= 128
+    assert least <= decision.batch_size <= most
     assert decision.reason.startswith("goodput ")
     assert "instead of 64 = 1 workers x 64 samples" in decision.reason
-    model = GoodputModel(TRUTH, NOISY, 64)
+    model = GoodputModel(TRUTH, noise, 64)
     assert decision.goodput == model.goodput(1, 1, decision.choice.atomic_bsz, 0)
     assert decision.goodput > (1 + HYSTERESIS) * model.goodput(1, 1, 64, 0)
 
@@ -69,12 +77,87 @@ def test_the_batch_grows_where_goodput_does_and_at_most_doubles() -> None:
 def test_the_batch_waits_for_enough_steps_at_its_size() -> None:
     tuner = BatchTuner(ADAPTIVE)
     tuner.set_model(GoodputModel(TRUTH, NOISY, 64))
-    measure(tuner, choice(64), steps=9)
+    measure(tuner, choice(64), steps=MIN_STEPS - 1)
     assert not tuner.decide(1, 1, choice(64)).changed
     measure(tuner, choice(64), steps=1)
     assert tuner.decide(1, 1, choice(64)).changed
-    measure(tuner, choice(128), steps=9)
+    measure(tuner, choice(128), steps=MIN_STEPS - 1)
     assert not tuner.decide(1, 1, choice(128)).changed
+
+
+def signal(updates: int, *, present: bool = True, size: float = 1.0) -> NoiseSignal:
+    return NoiseSignal(present=present, size=size, updates=updates)
+
+
+def test_a_second_size_is_measured_once_where_only_one_was() -> None:
+    tuner = tuner_at(choice(64), NoiseScale(sqr=1.0, var=0.7))
+    assert not tuner.decide(1, 1, choice(64)).changed, "the model sees no gain"
+    measure(tuner, choice(64), steps=TRIED_AFTER)
+    second = tuner.decide(1, 1, choice(64))
+    assert second.batch_size == 64 * TRIED_FACTOR
+    assert second.reason == "a second batch size is measured: 96 = 1 workers x 96 samples"
+    # What it has shown decides, and it is not tried again.
+    tuner.set_noise(NoiseScale(sqr=1.0, var=0.6))
+    measure(tuner, choice(96), steps=40)
+    back = tuner.decide(1, 1, choice(96))
+    assert "a second batch size" not in back.reason
+    again = BatchTuner(ADAPTIVE)
+    again.set_noise(NoiseScale(sqr=1.0, var=0.7))
+    again.set_model(GoodputModel(TRUTH, NoiseScale(sqr=1.0, var=0.7), 64))
+    measure(again, choice(64), steps=TRIED_AFTER)
+    assert again.decide(1, 1, choice(64)).batch_size == 96
+    for _ in range(5):
+        measure(again, choice(64), steps=TRIED_AFTER)  # the batch could not change
+        assert not again.decide(1, 1, choice(64)).changed
+
+
+@pytest.mark.parametrize(
+    "why", ["few steps", "two sizes", "little noise", "no noise", "at the limit", "no signal", "prior"]
+)
+def test_no_second_size_is_measured_without_need(why: str) -> None:
+    noise = NoiseScale(sqr=1.0, var=0.4 if why == "little noise" else 0.7)
+    limits = BatchLimits(init_batch_size=64, max_batch_size=64 if why == "at the limit" else 4096)
+    tuner = BatchTuner(limits)
+    if why == "two sizes":
+        measure(tuner, choice(48))
+    measure(tuner, choice(64), steps=TRIED_AFTER - (why == "few steps"))
+    if why == "no signal":
+        tuner.set_signal(signal(5, present=False), batch_size=64, steps=30)
+    if why == "prior":
+        tuner.set_prior(Prior(model=GoodputModel(TRUTH, noise, 64), largest_batch=64))
+    if why != "no noise":
+        tuner.set_noise(noise)
+        tuner.set_model(GoodputModel(TRUTH, noise, 64))
+    assert not tuner.decide(1, 1, choice(64)).changed
+
+
+def test_without_a_signal_the_batch_does_not_grow_and_goes_down_after_a_while() -> None:
+    tuner = tuner_at(choice(256))
+    tuner.set_signal(signal(10, present=False), batch_size=256, steps=100)
+    stays = tuner.decide(1, 1, choice(256))
+    assert not stays.changed and stays.reason.startswith("the batch stays 256: no signal: after 10 estimates ")
+    tuner.set_signal(signal(16, present=False), batch_size=256, steps=150)
+    falls = tuner.decide(1, 1, choice(256))
+    assert (falls.batch_size, falls.reason) == (128, "batch 256 -> 128: no signal in 50 steps")
+    assert not tuner.decide(1, 1, choice(256)).batch_size < 128, "one step at a time"
+
+
+def test_a_growth_that_went_too_far_is_taken_back_and_not_repeated_at_once() -> None:
+    tuner, updates = tuner_at(choice(64)), 10
+    tuner.set_signal(signal(9), batch_size=64, steps=90)
+    tuner.set_signal(signal(updates), batch_size=64, steps=100)
+    assert tuner.decide(1, 1, choice(64)).batch_size > 64
+    measure(tuner, choice(128))
+    tuner.set_signal(signal(11, size=50.0), batch_size=128, steps=116)
+    tuner.set_signal(signal(14, size=50.0), batch_size=128, steps=140)
+    back = tuner.decide(1, 1, choice(128))
+    assert back.batch_size == 64 and back.reason.startswith("batch 128 -> 64: after the growth squared gradient norms")
+    measure(tuner, choice(64))
+    tuner.set_signal(signal(15), batch_size=64, steps=150)
+    stays = tuner.decide(1, 1, choice(64))
+    assert not stays.changed and "a growth was taken back, the next may come after step 240" in stays.reason
+    tuner.set_signal(signal(40), batch_size=64, steps=240)
+    assert 64 < tuner.decide(1, 1, choice(64)).batch_size <= 64 * 2**0.5
 
 
 def test_repeated_decisions_reach_the_best_batch_and_rest_there() -> None:
@@ -128,6 +211,28 @@ def test_without_a_model_the_batch_stays_and_says_what_is_missing() -> None:
     tuner.set_noise(NOISY)
     assert tuner.decide(1, 2, choice(32)).reason == "the batch stays 64: no throughput model yet"
     assert fit_snapshot(tuner.snapshot()) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "bounds", "least"), [(3, None, 2), (1, None, 2), (31, (16, 64), 16), (32, (16, 64), None), (4, None, None)]
+)
+def test_a_batch_without_two_halves_has_no_noise_on_one_worker_and_says_so(
+    size: int, bounds: tuple[int, int] | None, least: int | None
+) -> None:
+    limits = BatchLimits(
+        init_batch_size=size, max_batch_size=512, local_bsz_bounds=bounds, gradient_accumulation=bounds is not None
+    )
+    tuner = BatchTuner(limits)
+    measure(tuner, choice(size), steps=50)
+    reason = tuner.decide(1, 1, choice(size)).reason
+    if least is None:
+        assert reason == f"the batch stays {size}: no noise scale yet"
+    else:
+        assert reason == (
+            f"the batch stays {size}: its gradient noise cannot be measured on one worker, for it has no two halves "
+            f"of {least} samples or more; raise batch_size or lower the least of local_bsz_bounds"
+        )
+    assert "two halves" not in tuner.decide(1, 2, None).reason, "two workers tell it"
 
 
 def test_a_resize_keeps_the_global_batch_as_near_as_can_be() -> None:

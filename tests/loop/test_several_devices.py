@@ -118,7 +118,7 @@ def test_norms_of_buckets_on_two_gpus_are_added_up_and_a_frozen_group_has_none(g
     """Fakes of torch's own say where tensors of two devices meet."""
     statistics = GradientStatistics(NoiseTracker(torch.optim.SGD([torch.zeros(1)], 0.1), 3), GradientMeter(Monitor))
     statistics.rebuilt(3)
-    step: Any = SimpleNamespace(micro_steps=1, init_batch_size=4)
+    step: Any = SimpleNamespace(micro_steps=1, init_batch_size=4, halved=False)
     statistics.begin_step(step, 0, replicas=2, exact=True, spacing=1)
     with FakeTensorMode():
         statistics.begin_pass()

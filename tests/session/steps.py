@@ -14,7 +14,7 @@ def step_of(loader_pass: PassProgress, ordinal: int = 1, micro_steps: int = 1, *
         sizes=[[8] * micro_steps],
         scale=2.0,
         init_batch_size=4,
-        shape=BatchChoice(atomic_bsz=8),
+        shape=BatchChoice(atomic_bsz=8, accum_steps=micro_steps - 1),
         ordinal=ordinal,
         can_switch=lambda world_size: True,
         whole=whole,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -224,7 +225,9 @@ def test_a_group_that_breaks_in_an_average_loses_no_step() -> None:
 def test_a_committed_step_counts_with_its_generation_and_gain(trains: bool) -> None:
     run = Run()
     run.begin(loader_pass := run.passes.enter())
-    run.passes.end_micro_step()
+    for micro_steps, shape in ((2, BatchChoice(atomic_bsz=8, accum_steps=1)), (2, BatchChoice(atomic_bsz=8))):
+        step = dataclasses.replace(step_of(loader_pass, micro_steps=micro_steps), shape=shape)
+        run.passes.end_micro_step(step)  # one that is half a batch tells no time
     if trains:
         run.ledger.mark_training()
     assert run.passes.edge(loader_pass)

@@ -269,8 +269,17 @@ def test_compressed_gradients_are_measured_in_the_next_step_that_is_sent_as_it_i
     seen = []
     for step in range(0, 200, 32):
         meter.begin_step(step)
-        seen.append((meter.wants_variance(2, 32), meter.wants_norms(32)))
+        seen.append((meter.wants_variance(2, 32, halved=False), meter.wants_norms(32)))
     assert seen == [(True, step % 48 < 32) for step in range(0, 200, 32)]
+
+
+def test_one_gradient_has_a_variance_where_its_step_was_halved_for_it() -> None:
+    [meter] = meters(Monitor(variance_every=5), 1)
+    meter.begin_step(3)
+    assert [meter.wants_variance(*asked, halved=halved) for *asked, halved in ((1, 1, False), (2, 1, False))] == [0, 0]
+    assert meter.wants_variance(2, 1, halved=True)
+    [unasked] = meters(Monitor(norms_every=5), 1)
+    assert not unasked.wants_variance(2, 1, halved=True)
 
 
 # -- update norms ----------------------------------------------------------------------------------------------------

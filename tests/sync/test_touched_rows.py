@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.statistics import SuccessiveGradients, preconditioner, squared_norm
+from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.tables.row_preconditioner import row_preconditioner
 from elastic_ray.sync.tables.rows import pays
 from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense, rows_of_sparse
@@ -78,26 +78,6 @@ def test_preconditioners(rows: TouchedRows, optimizer: Any) -> None:
     again = row_preconditioner(made, table, found)
     assert again is not None
     torch.testing.assert_close(again.of(None), preconditioner(made, [table]).view(TABLE, WIDTH))  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("previous", [some(3), some(4, 0), every(5), some(6, TABLE)])
-@pytest.mark.parametrize("rows", [some(0), some(1, 0), every(2)])
-@pytest.mark.parametrize("weights", [None, Weights()])
-def test_norms_of_a_pair(previous: TouchedRows, rows: TouchedRows, weights: Weights | None) -> None:
-    flat = None if weights is None else weights.whole.reshape(-1).double()
-    sums = []
-    for first, second, of in (
-        (previous, rows, weights),
-        # In double precision, for of gradients in single precision the first one is kept in bfloat16.
-        (previous.to_dense().reshape(-1).double(), rows.to_dense().reshape(-1).double(), flat),
-    ):
-        pairs = SuccessiveGradients()
-        pairs.add(0, 0, first, batch_size=4, precond=of)
-        pairs.add(1, 0, second, batch_size=4, precond=of)
-        norms = pairs.take()
-        assert norms is not None
-        sums.append(norms.sums)
-    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_a_sparse_gradient_come_once() -> None:

@@ -66,9 +66,8 @@ class GradientReducer:
         exchange_rows: Callable[[], None],
     ) -> None:
         self._number, self._exchange_rows = number, exchange_rows
-        self._lay_out = lay_out
-        self._check_finite = check_finite
-        self._warned = False
+        self._lay_out, self._check_finite = lay_out, check_finite
+        self._warned = self._tried = False
         self._unanswered = False  # announced, and not yet answered
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
@@ -335,7 +334,7 @@ class GradientReducer:
                 if self._measures:
                     self._statistics.measure_mean(self._buckets, first=True)
                 self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
-        elif not self._weights.leave_out(step, self._buckets) and self._measures:
+        elif not self._weights.leave_out(step, self._buckets) and (self._measures or not self._tried):
             self._measure_alone()
         if step is not None and step.is_last_micro and not self._ledger.failed:
             self._reduction.settle()
@@ -394,6 +393,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
+        self._tried = True  # what buckets refuse is better told with the first gradient
         for bucket in self._buckets:
             bucket.put(1.0)
-        self._statistics.collect_alone(self._buckets, self._grad_scale())
+        if self._measures:
+            self._statistics.collect_alone(self._buckets, self._grad_scale())

@@ -52,6 +52,7 @@ class Bucket:
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
         self.used = []
+        self.grads = []  # of one rank alone nothing was written back
         self.written = None
 
     def begin_pass(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 
 
-
 class GradientCollectives(Protocol):
     """Collectives of the present group among gradients. All start an operation, and return its work to be waited for.
 

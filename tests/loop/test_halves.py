@@ -1,0 +1,438 @@
+"""One worker takes some steps in two halves to measure its gradient's noise: what loops, loaders and models see."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset, TensorDataset
+
+import elastic_ray as er
+from elastic_ray.batch.halving import Halving
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.loop.api import current_session
+from elastic_ray.membership.messages import SetBatch
+from elastic_ray.monitoring import Monitor
+from placement.goodput.model import NoiseScale
+from tests.loop.changing import Change, Kill, run_job
+from tests.loop.ranks import Ranks
+from tests.loop.trainee import Trainee
+
+SAMPLES = 90
+torch.set_num_threads(1)
+
+
+class Counted(IterableDataset[Any]):
+    """A stream of 0..SAMPLES-1."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES))
+
+
+@dataclasses.dataclass
+class Batch:
+    """One micro-batch as the loop sees it."""
+
+    indices: list[int]
+    step: int
+    micro_steps: int
+    left: int | None
+    last: bool
+
+
+def walked(
+    batch: int = 6,
+    *,
+    stream: bool = False,
+    drop_last: bool = False,
+    wish: tuple[int, int] | None = None,
+    epochs: int = 2,
+    workers: int = 0,
+    persistent: bool = False,
+    most: int = SAMPLES,
+) -> list[list[Batch]]:
+    """All micro-batches of each epoch; the batch is another after some step where that is wished."""
+    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": persistent} if workers else {}
+    if not stream:
+        options |= {"drop_last": drop_last, "seed": 3}
+    data = Counted() if stream else TensorDataset(torch.arange(SAMPLES))
+    loader = er.AdaptiveDataLoader(data, batch_size=batch, **options)
+    loader.autoscale_batch_size(most, local_bsz_bounds=(1, most))
+    session, trainee, epochs_seen = current_session(), Trainee(), []
+    for _ in er.remaining_epochs_until(epochs):
+        seen: list[Batch] = []
+        for drawn in loader:
+            x = drawn if stream else drawn[0]
+            step = session.ledger.outermost
+            assert step is not None
+            if wish is not None and session.progress.steps == wish[0]:
+                choice = BatchChoice(atomic_bsz=wish[1])
+                session.membership.post(SetBatch(generation=session.membership.generation, batch=choice))
+            seen.append(
+                Batch(x.tolist(), session.progress.steps, step.micro_steps, loader.batches_left, loader.on_last_batch)
+            )
+            trainee.train(x)
+        epochs_seen.append(seen)
+    return epochs_seen
+
+
+def job(train: Callable[[], Any], script: Any = (), first: tuple[int, ...] = (1,)) -> Any:
+    """What the first worker that is left has found."""
+    results = run_job(train, script, first=first).results
+    return results[min(results)]
+
+
+def check_epochs(epochs: list[list[Batch]]) -> None:
+    """Each sample once; halves next to each other and as equal as can be; and some steps are halved."""
+    for seen in epochs:
+        assert sorted(index for each in seen for index in each.indices) == list(range(SAMPLES))
+        by_step: dict[int, list[Batch]] = {}
+        for each in seen:
+            by_step.setdefault(each.step, []).append(each)
+        for step in by_step.values():
+            assert len(step) == step[0].micro_steps
+            assert len({len(each.indices) for each in step}) == 1 or step[0].micro_steps == 2
+            assert abs(len(step[0].indices) - len(step[-1].indices)) <= 1
+    assert any(each.micro_steps == 2 for seen in epochs for each in seen)
+
+
+@pytest.mark.parametrize("batch", [4, 5, 6, 7, 16, 45])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_epoch_uses_each_sample_once_though_steps_are_halved(batch: int, stream: bool) -> None:
+    epochs = job(lambda: walked(batch, stream=stream))
+    check_epochs(epochs)
+    steps = [(each.step, each.micro_steps) for seen in epochs for each in seen]
+    halving = Halving(since=0, adapts=True)
+    for step, micro_steps in steps:
+        samples = sum(len(each.indices) for seen in epochs for each in seen if each.step == step)
+        assert micro_steps == 1 + halving.due(step, samples)
+
+
+@pytest.mark.parametrize("wish", [(3, 11), (4, 8), (8, 5), (9, 12)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_so_it_does_where_the_batch_changes(wish: tuple[int, int], stream: bool) -> None:
+    epochs = job(lambda: walked(6, stream=stream, wish=wish))
+    check_epochs(epochs)
+    first = min(each.step for seen in epochs for each in seen if len(each.indices) * each.micro_steps >= wish[1] - 1)
+    changed = next(each for seen in epochs for each in seen if each.step == max(first, wish[0] + 1))
+    assert changed.micro_steps == 2, "most is to be learnt after a change"
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_worker_processes_fetch_ahead_is_cut_alike(ranks: Ranks, workers: int, persistent: bool) -> None:
+    if persistent and not workers:
+        pytest.skip("there are none that could persist")
+    for wish in (None, (5, 9)):
+        check_epochs(ranks.run(halves_in_workers, workers, persistent, wish))
+
+
+def halves_in_workers(workers: int, persistent: bool, wish: tuple[int, int] | None) -> list[list[Batch]]:
+    return walked(6, workers=workers, persistent=persistent, wish=wish, epochs=3)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_batch_without_two_halves_is_left_whole(batch: int) -> None:
+    for seen in job(lambda: walked(batch)):
+        assert sorted(index for each in seen for index in each.indices) == list(range(SAMPLES))
+        assert all(each.micro_steps == 1 for each in seen)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch", [4, 7, 16])
+def test_the_loader_knows_what_is_left_of_a_pass(batch: int, drop_last: bool) -> None:
+    full, rest = divmod(SAMPLES, batch)
+    for seen in job(lambda: walked(batch, drop_last=drop_last)):
+        used = sum(len(each.indices) for each in seen)
+        assert used == (full * batch if drop_last else SAMPLES)
+        assert len({each.step for each in seen}) == full + (rest > 0 and not drop_last)
+        assert [each.last for each in seen] == [False] * (len(seen) - 1) + [True]
+        exact = list(range(len(seen) - 1, -1, -1))
+        found = [each.left for each in seen]
+        if drop_last or not rest:
+            assert found == exact
+        else:  # the last step may be too small for halves
+            assert all(one is not None and 0 <= one - other <= 1 for one, other in zip(found, exact, strict=True))
+
+
+def lengths() -> list[tuple[int, int]]:
+    """The loader's length and the steps of each epoch."""
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=8)
+    loader.autoscale_batch_size(64)
+    trainee, found = Trainee(), []
+    for _ in er.remaining_epochs_until(2):
+        before = er.get_context().get_global_step()
+        for (x,) in loader:
+            trainee.train(x)
+        found.append((len(loader), er.get_context().get_global_step() - before))
+    return found
+
+
+def test_the_length_is_in_steps() -> None:
+    assert job(lengths) == [(12, 12)] * 2
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def rows(count: int = 96, width: int = 6) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(count, width, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (count,), generator=generator))
+
+
+def net(*, norm: bool = False, frozen: bool = False) -> nn.Module:
+    torch.manual_seed(1)
+    layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+    if norm:
+        layers.insert(1, nn.BatchNorm1d(8))
+    model = nn.Sequential(*layers).double()
+    if frozen:
+        layers[0].requires_grad_(False)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How it is trained."""
+
+    optimizer: str = "sgd"
+    adapts: bool = True
+    monitor: Monitor | None = None
+    strategy: str | None = None
+    norm: bool = False
+    frozen: bool = False
+    amp: bool = False
+    weighed: bool = False
+    sums: bool = False
+    sharded: bool = False
+    clip: bool = False
+    bad: tuple[int, ...] = ()  # steps with a NaN in the loss
+    quiet: tuple[int, int] = (0, 0)  # steps whose gradient is zero
+    batch: int = 12
+    epochs: int = 2
+    nonfinite: str = "warn"
+
+
+@dataclasses.dataclass
+class Found:
+    """Noise after each step, updates that it holds, parameters at the end, and micro-steps of each step."""
+
+    noise: list[NoiseScale | None]
+    updates: list[int]
+    parameters: torch.Tensor
+    micro_steps: list[int]
+    measures: Any
+
+
+def train(case: Case) -> Found:
+    model: Any = net(norm=case.norm, frozen=case.frozen)
+    if case.sharded:
+        model = er.fully_shard(model)
+    rate = 1e-3 if case.optimizer == "adam" else 0.05
+    kind = torch.optim.Adam if case.optimizer == "adam" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=rate)
+    options: dict[str, Any] = {} if case.strategy is None else {"strategy": case.strategy}
+    if case.monitor is not None:
+        options["monitor"] = case.monitor
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if case.amp else None
+    wrapped = er.AdaptiveDataParallel(
+        model, optimizer, scaling_rule="none", grad_scaler=scaler, nonfinite=case.nonfinite, **options
+    )
+    loader = er.AdaptiveDataLoader(rows(), batch_size=case.batch, seed=3)
+    if case.adapts:
+        loader.autoscale_batch_size(96)
+    session = current_session()
+    found = Found([], [], torch.zeros(0), [], None)
+    for _ in er.remaining_epochs_until(case.epochs):
+        for x, y in loader:
+            step, number = session.ledger.outermost, session.progress.steps
+            assert step is not None
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(wrapped(x), y, reduction="sum" if case.sums else "mean")
+            if case.weighed:  # as if some were padding
+                counts = (y > 0).double()
+                loader.weigh(float(counts.sum()))
+                loss = (nn.functional.cross_entropy(wrapped(x), y, reduction="none") * counts).sum() / counts.sum()
+            if case.quiet[0] <= number < case.quiet[1]:
+                loss = loss * 0.0
+            if number in case.bad and step.micro == 0:
+                loss = loss * float("nan")
+            if scaler is not None:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                loss.backward()
+                if case.clip:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            if step.is_last_micro:
+                found.noise.append(wrapped.noise_scale)
+                found.updates.append(wrapped._tracker.signal.updates)
+                found.micro_steps.append(step.micro_steps)
+    found.measures = wrapped.measures
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    found.parameters = torch.cat([p.detach().reshape(-1).double() for p in whole])
+    return found
+
+
+def trained(**options: Any) -> Found:
+    case = Case(**options)
+    found = job(lambda: train(case))
+    assert isinstance(found, Found)
+    return found
+
+
+def ratio(noise: NoiseScale | None) -> float:
+    assert noise is not None
+    assert math.isfinite(noise.var) and math.isfinite(noise.sqr) and noise.var > 0 and noise.sqr > 0
+    return noise.var / noise.sqr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer": "adam"}, {"clip": True}, {"weighed": True}],
+    ids=str,
+)
+def test_the_halves_make_the_step_s_gradient(options: dict[str, Any]) -> None:
+    halved = trained(**options)
+    whole = trained(adapts=False, **options)
+    assert 2 in halved.micro_steps and set(whole.micro_steps) == {1}
+    assert whole.noise[-1] is None and halved.updates[-1] == halved.micro_steps.count(2)
+    torch.testing.assert_close(halved.parameters, whole.parameters, rtol=1e-9, atol=1e-12)
+    ratio(halved.noise[-1])
+
+
+KINDS: list[dict[str, Any]] = [
+    {"amp": True},
+    {"strategy": "zero1"},
+    {"strategy": "zero2"},
+    {"strategy": "int8"},
+    {"strategy": "bf16"},
+    {"strategy": "partitioned_ar"},
+    {"sharded": True},
+]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_kind_of_model_finds_the_same_noise(kind: dict[str, Any], optimizer: str) -> None:
+    """As many estimates, and the same numbers, as a plain replica."""
+    found, plain = trained(optimizer=optimizer, **kind), trained(optimizer=optimizer)
+    assert found.updates == plain.updates
+    assert found.updates[0] == 1, "the first step is halved"
+    assert found.micro_steps == plain.micro_steps
+    for one, other in zip(found.noise, plain.noise, strict=True):
+        assert one is not None and other is not None
+        # Preconditioners are bfloat16, and made of what rounding left of the same gradients.
+        assert one.sqr == pytest.approx(other.sqr, rel=1e-4 if optimizer == "sgd" else 0.03)
+        assert one.var == pytest.approx(other.var, rel=1e-4 if optimizer == "sgd" else 0.03)
+    torch.testing.assert_close(found.parameters, plain.parameters, rtol=1e-5, atol=1e-7)
+
+
+def test_a_model_that_gives_no_statistics_has_no_halves() -> None:
+    found = trained(strategy="local_sgd", adapts=False, monitor=Monitor(noise_every=1))
+    assert set(found.micro_steps) == {1} and found.noise[-1] is None
+
+
+def test_frozen_parameters_are_no_part_of_it() -> None:
+    found = trained(frozen=True)
+    ratio(found.noise[-1])
+    assert found.updates[-1] == found.micro_steps.count(2)
+
+
+def test_a_model_with_batch_norm_runs_and_no_half_has_one_sample() -> None:
+    found = trained(norm=True)
+    ratio(found.noise[-1])
+    found = trained(norm=True, batch=3)
+    assert set(found.micro_steps) == {1} and found.noise[-1] is None
+    found = trained(norm=True, batch=31)  # the last step of an epoch has three samples
+    assert 2 in found.micro_steps and found.micro_steps[3::4] == [1, 1]
+
+
+def test_a_loss_that_is_a_sum_has_the_same_noise_to_signal() -> None:
+    """At equal weights: its gradient is that of the mean times the samples of a half."""
+    mean, total = trained(epochs=1, batch=24).noise[0], trained(epochs=1, batch=24, sums=True).noise[0]
+    assert mean is not None and total is not None
+    assert total.var == pytest.approx(mean.var * 12**2) and total.sqr == pytest.approx(mean.sqr * 12**2)
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_step_that_is_not_finite_says_nothing(amp: bool) -> None:
+    found = trained(bad=(0, 4), amp=amp, nonfinite="warn" if amp else "skip")
+    assert found.parameters.isfinite().all()
+    ratio(found.noise[-1])
+    assert found.updates[-1] < found.micro_steps.count(2), "the halved steps without a number are left out"
+    assert all(noise is None or math.isfinite(noise.var + noise.sqr) for noise in found.noise)
+
+
+@pytest.mark.parametrize("quiet", [(0, 6), (5, 14), (0, 100)])
+def test_a_gradient_of_zero_for_a_while_says_nothing(quiet: tuple[int, int]) -> None:
+    found = trained(quiet=quiet)
+    zero = range(quiet[0], min(quiet[1], len(found.noise)))
+    if quiet[0] == 0:
+        assert all(found.noise[number] is None for number in zero)
+    else:
+        assert {found.updates[number] for number in zero} == {found.updates[quiet[0] - 1]}
+    if quiet[1] < len(found.noise):
+        ratio(found.noise[-1])
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_monitor_has_halves_made_of_a_batch_that_is_fixed(every: int) -> None:
+    found = trained(adapts=False, monitor=Monitor(noise_every=every))
+    assert found.micro_steps == [2 if number % every == 0 else 1 for number in range(len(found.micro_steps))]
+    assert found.updates[-1] == found.micro_steps.count(2)
+    assert found.measures.noise == found.noise[-1] and found.measures.noise_batch is not None
+    torch.testing.assert_close(found.parameters, trained(adapts=False).parameters, rtol=1e-9, atol=1e-12)
+
+
+# -- changes of the group ----------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, list[Any]] = {
+    "1 -> 2 -> 1": [Change(6, (1, 2)), Change(12, (1,))],
+    "1 -> another one": [Change(7, (1, 2)), Change(9, (2,))],
+    "2 -> 1 -> 2": [Change(5, (1,)), Change(11, (1, 3))],
+    "one dies": [Kill(7, 2, "allreduce")],
+}
+
+
+def changing() -> list[tuple[int, int, int, NoiseScale | None]]:
+    """World, micro-steps, estimates and noise after each step."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(rows(), batch_size=8, seed=3)
+    loader.autoscale_batch_size(96)
+    session, found = current_session(), []
+    for _ in er.remaining_epochs_until(2):
+        for x, y in loader:
+            step = session.ledger.outermost
+            assert step is not None
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+            if step.is_last_micro:
+                found.append((len(step.sizes), step.micro_steps, wrapped._tracker.signal.updates, wrapped.noise_scale))
+    return found
+
+
+@pytest.mark.parametrize("script", list(GROUPS))
+def test_the_estimate_outlives_a_change_of_the_group(script: str) -> None:
+    first = (1,) if script.startswith("1 ") else (1, 2)
+    found = job(changing, GROUPS[script], first)
+    assert {world for world, *_ in found} == {1, 2}
+    updates = [number for *_, number, _ in found]
+    assert updates == sorted(updates), "nothing is begun anew"
+    for (world, micro_steps, number, noise), before in zip(found[1:], found, strict=False):
+        assert noise is not None
+        if world != before[0]:
+            assert before[3] is not None and 0.4 < noise.var / before[3].var < 2.5
+            assert micro_steps == (2 if world == 1 else 1), "the first step of one worker alone is halved"
+            assert number <= before[2] + 2
