@@ -25,7 +25,7 @@ QUIET_STEPS = 40
 QUIET_UPDATES = 6
 """Estimates that must have come in these steps."""
 
-RISE = 2.0
+RISE = 4.0
 """Factor of its former highest by which the squared gradient norm rises where a growth has gone too far."""
 
 RISE_UPDATES = 3
@@ -100,8 +100,8 @@ class GrowthWatch:
         """Why the batch may not grow now; empty where it may."""
         if self._signal is not None and not self._signal.present:
             return (
-                f"no signal: after {self._signal.updates} estimates the squared norm of the mean gradient does not stand "
-                "out of their scatter"
+                f"no signal: after {self._signal.updates} estimates the squared norm of the mean gradient does not "
+                "stand out of their scatter"
             )
         if self._steps < self._paused_until:
             return f"a growth was taken back, the next may come after step {self._paused_until}"
@@ -120,8 +120,8 @@ class GrowthWatch:
                 self._paused_until = self._steps + PAUSE_STEPS
                 return StepBack(
                     batch_size=before,
-                    reason=f"batch {now} -> {before}: after the growth squared gradient norms rose to {signal.size:.3g}, "
-                    f"from {highest:.3g} at most",
+                    reason=f"batch {now} -> {before}: after the growth squared gradient norms rose to "
+                    f"{signal.size:.3g}, from {highest:.3g} at most",
                 )
             if signal.updates - updates >= _SIZES:
                 self._grown = None

@@ -1,9 +1,9 @@
 """Which steps one worker takes in two halves, so that their gradients tell signal from noise (pure).
 
-One worker with one micro-batch has one gradient in a step, which says nothing of its noise. Two successive gradients are
-no substitute: the model has moved between them, by ||G' - G||^2 / 2 in the variance, which grows with batch and learning
-rate until it passes for endless noise. Two halves of one batch have the same weights, and their weighted mean is the
-step's gradient: nothing is lost but the time of one more forward and backward pass.
+One worker with one micro-batch has one gradient in a step, which says nothing of its noise. Two successive gradients
+are no substitute: the model has moved between them, by ||G' - G||^2 / 2 in the variance, which grows with batch and
+learning rate until it passes for endless noise. Two halves of one batch have the same weights, and their weighted mean
+is the step's gradient: nothing is lost but the time of one more forward and backward pass.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import math
 SPACINGS = ((0, 4), (32, 8), (128, 16), (1024, 32))
 """(steps at one batch from which it counts, one in how many is halved): most is to be learnt after a change."""
 
+UNHALVED_STEPS = 2
+"""First steps at a batch, none of which is halved: a loop that adds up gradients over several steps shows in these."""
+
 LEAST_HALF = 2
 """Fewest samples of a half; BatchNorm cannot do with one."""
 
@@ -23,12 +26,12 @@ class Halving:
     """Which steps are halved at one batch size.
 
     Attributes:
-        since: committed steps when the batch was cut as it is; 0 or more.
+        since: committed steps when the first may be halved; 0 or more.
         adapts: whether the batch, or the learning rate for it, follows the noise: then ``SPACINGS`` hold.
         every: steps from one measurement to the next that a monitor asks for at most; None for no wish.
         least: fewest samples of a half.
 
-    Without ``adapts`` steps count from 0, so that a monitor finds those that it names.
+    No step before ``since`` is halved. Without ``adapts`` steps count from 0, so that a monitor finds those that it names.
 
     Example:
         >>> halving = Halving(since=0, adapts=True)
@@ -64,7 +67,7 @@ class Halving:
         if samples < 2 * self.least:
             return 0
         start = self.since if self.adapts else 0
-        low, high = max(first - start, 0), max(last - start, 0)
+        low, high = max(first, self.since) - start, max(last, self.since) - start
         found = 0
         for begin, end, spacing in self._phases:
             one, other = max(low, begin), min(high, end)

@@ -125,7 +125,8 @@ class BatchTuner:
         self.limits = limits
         self._records: OrderedDict[_Configuration, _Record] = OrderedDict()
         self._throughput: ThroughputModel | None = None
-        self._noise: NoiseScale | None = None
+        # Nothing needs to be known of the noise where there is one batch.
+        self._noise: NoiseScale | None = NoiseScale(sqr=0.0, var=0.0) if limits.one_size else None
         self._upper = limits.upper
         self._batch_size = 0
         self._steps = 0
@@ -219,7 +220,7 @@ class BatchTuner:
         self._noise = noise or self._noise
 
     def set_signal(self, signal: NoiseSignal | None, *, batch_size: int, steps: int) -> None:
-        """Take what is known of the gradient's signal after ``steps`` steps of the run, the latest at ``batch_size``."""
+        """Take what is known of the gradient's signal after ``steps`` of the run, the latest at ``batch_size``."""
         self._watch.observe(batch_size=batch_size, steps=steps, signal=signal)
 
     def snapshot(self) -> TunerSnapshot:

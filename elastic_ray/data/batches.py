@@ -82,7 +82,7 @@ class StepSplit:
         return 2 if self.halving.due(self.step_at(position), count) else 1
 
     def count(self, position: int, total: int) -> int:
-        """Return the samples of the step at ``position``; 0 at the end. Where they are fewer than the ranks, some have none."""
+        """Return the samples of the step at ``position``; 0 at the end. Of fewer than the ranks some have none."""
         return step_size(
             position=position,
             total=total,

@@ -111,6 +111,9 @@ class ModelParts(Protocol):
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
         """What gives by how much the latest step of a model has multiplied its learning rates."""
 
+    def adds_up_gradients(self) -> None:
+        """The loop leaves gradients of one step for the next."""
+
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
         """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
 

@@ -46,6 +46,7 @@ from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import DictState
+from elastic_ray.steps.step import StepView
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.trainable import Trainable
@@ -58,6 +59,11 @@ from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from placement.goodput.model import NoiseScale
+
+_ADDED_UP = (
+    "the loop began to add up gradients over several steps in a step that is cut in two to measure its noise: there they "
+    "count more than once. Later steps are not cut; let the loop add up gradients from its first step on"
+)
 
 
 class AdaptiveDataParallel(torch.nn.Module):
@@ -139,6 +145,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called = False
+        self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run: ModelRun = session
         self._optimizer, self._scaler = optimizer, grad_scaler
         self._learning_rates = LearningRates(
@@ -200,12 +207,25 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._run.moment("forward")
         self._called = True
         self._sync.before_forward()
+        if (step := self._run.ledger.outermost) is not self._forwarded:
+            self._forwarded = step
+            if step is not None and self._sync.is_open:
+                self._look_for_carried(step)
         if self._saved_buffers is not None and self.module.training:
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
         if self._sync_batch_norm:
             check_process_group(self._run.group.world_size)
         refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         return self.module(*args, **kwargs)
+
+    def _look_for_carried(self, step: StepView) -> None:
+        """Find out if gradients of an earlier step wait, which the halves of a batch would count twice."""
+        if self._run.group.world_size > 1:
+            return
+        if any(p.grad is not None and bool(p.grad.any()) for p in self._trainable.params):
+            self._run.registry.adds_up_gradients()
+            if step.halved:
+                self._run.tell("warning", _ADDED_UP)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model, as ``torch.nn.Module.zero_grad``."""

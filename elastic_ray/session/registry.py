@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_ray.batch.halving import LEAST_HALF, Halving
+from elastic_ray.batch.halving import LEAST_HALF, UNHALVED_STEPS, Halving
 from elastic_ray.batch.noise_scale import NoiseSignal
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.batch.scaling_rules import step_gain
@@ -152,6 +152,7 @@ class Registry:
         loaders: the loaders.
         monitoring: as given.
         saving: what the ranks agree on of checkpoints that all of them write.
+        halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
     """
 
     def __init__(self, monitoring: Monitoring | None = None) -> None:
@@ -162,6 +163,8 @@ class Registry:
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
         self.saving = SaveAgreement()
+        self.halving_changes = 0
+        self._adds_up = False  # gradients over several steps
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""
@@ -243,7 +246,7 @@ class Registry:
 
         They are those for which somebody needs the noise: a batch that adapts, or a monitor.
         """
-        if not any(each.gives_statistics for each in self._gradients):
+        if self._adds_up or not any(each.gives_statistics for each in self._gradients):
             return None
         limits = self.loaders.info.limits if self.loaders.info is not None else None
         asked = self.monitoring.request
@@ -252,7 +255,13 @@ class Registry:
         if not adapts and every is None:
             return None
         least = max(LEAST_HALF, limits.lower if limits is not None and adapts else 1)
-        return Halving(since=steps, adapts=adapts, every=every, least=least)
+        return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
+
+    def adds_up_gradients(self) -> None:
+        """The loop leaves gradients of one step for the next: no step is halved from here on."""
+        if not self._adds_up:
+            self._adds_up = True
+            self.halving_changes += 1
 
     def have_chosen(self, number: int) -> bool:
         """Whether the strategies of so many models that were wrapped first are not being chosen."""

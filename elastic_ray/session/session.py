@@ -186,7 +186,8 @@ class Session:
     @property
     def shape_changes(self) -> int:
         """How often the group, the batch shape or the ranks' shares have changed."""
-        return self._changes.shape_changes + self.stragglers.changes + self._parts.gpu_types.changes
+        changes = self._changes.shape_changes + self.registry.halving_changes
+        return changes + self.stragglers.changes + self._parts.gpu_types.changes
 
     @property
     def stragglers(self) -> StragglerWatch:

@@ -164,8 +164,9 @@ class Knowledge:
                     accumulation=view.accumulation,
                 )
                 epoch = _epoch(view)
-                self.version += epoch not in family.noise
-                family.noise[epoch] = model.noise, batches, now_s
+                if model.noise.sqr or model.noise.var:  # a job of one batch does not measure it
+                    self.version += epoch not in family.noise
+                    family.noise[epoch] = model.noise, batches, now_s
 
     def ended(self, job: str, now_s: float) -> None:
         """A job is over: what it measured stays known, and how long it was."""

@@ -106,7 +106,7 @@ def test_a_growth_after_which_gradients_rise_is_taken_back() -> None:
     [back] = run.go(256, 1, size=1.1 * RISE)
     assert (back.batch_size, back.reason) == (
         128,
-        "batch 256 -> 128: after the growth squared gradient norms rose to 2.2, from 1 at most",
+        "batch 256 -> 128: after the growth squared gradient norms rose to 4.4, from 1 at most",
     )
     assert run.watch.step_back() is None, "asked for again, there is none"
     assert run.watch.growth == 1.0

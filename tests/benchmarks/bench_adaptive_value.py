@@ -60,13 +60,13 @@ class Task:
 
 TASKS = {
     "mlp": Task(
-        goal=0.97, falls=False, batches=(16, 64, 256), rates=(0.1, 0.2, 0.4), budget=1500.0
+        goal=0.97, falls=False, batches=(16, 64, 256), rates=(0.1, 0.4, 0.8), budget=1500.0
     ),
     "cnn": Task(
-        goal=0.98, falls=False, batches=(16, 64, 256), rates=(0.02, 0.1, 0.3), budget=3000.0
+        goal=0.98, falls=False, batches=(16, 64, 256), rates=(0.04, 0.1, 0.15), budget=3000.0
     ),
     "gpt": Task(
-        goal=1.9, falls=True, batches=(8, 64, 128), rates=(0.006, 0.008, 0.012), budget=2000.0
+        goal=1.9, falls=True, batches=(8, 64, 128), rates=(0.006, 0.016, 0.012), budget=2000.0
     ),
 }  # fmt: skip
 TRIED = (0.5, 1.0, 2.0)

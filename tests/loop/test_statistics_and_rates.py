@@ -116,6 +116,8 @@ def noise_by_hand(maker: str) -> list[NoiseScale | None]:
             )
             for group in optimizer.param_groups
         ]
+        # Samples are drawn without replacement.
+        estimates = [NoiseScale(sqr=each.sqr + each.var * BATCH / SAMPLES, var=each.var) for each in estimates]
         smoothed = smoothed.add(estimates, 1.0)
         noises.append(smoothed.whole())
         for p, mean in means.items():
