@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import math
 import threading
@@ -14,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
+from elastic_ray.session.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 
 accelerate = pytest.importorskip("accelerate")
@@ -546,3 +548,25 @@ def test_the_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.Lo
     assert list(run_job(train, ()).results.values()) == [(4 * BATCH, 16)]
     (said,) = {each.getMessage() for each in caplog.records}
     assert said.startswith(f"max_batch_size={4 * BATCH} is that of the loader over a TensorDataset, with batches of 8")
+
+
+def test_an_opening_that_failed_and_a_second_accelerator_leave_nothing_behind() -> None:
+    set_session(None)
+    for handed_over in (False, True, True):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, scheduler = parts()
+        plain = accelerator  # a notebook keeps what a cell has named
+        accelerator = Accelerator(cpu=True)
+        plain.prepare(*pair())
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        if handed_over:
+            scheduler = accelerator.prepare(scheduler)
+        steps = 0
+        refused: Any = contextlib.nullcontext() if handed_over else pytest.raises(ValueError, match="lr_scheduler=")
+        with refused:
+            for _ in er.remaining_epochs_until(1):
+                for x, y, _ in loader:
+                    accelerator.backward((model(x) - y).square().mean())
+                    optimizer.step()
+                    steps += 1
+        assert steps == (STEPS if handed_over else 0)
