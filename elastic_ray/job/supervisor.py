@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.warm_pool.sizing import read_config
 from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.instructions import HeartbeatReply
@@ -231,6 +233,10 @@ class JobSupervisor:
             return
         self._starter.start_again(reason)
 
+    def cannot_begin(self, error: Exception) -> None:
+        """No worker can have a process."""
+        self.finish(JobPhase.FAILED, error=error)
+
     def complete(self) -> None:
         """All have left the train function."""
         self.finish(JobPhase.FINISHED)
@@ -337,7 +343,12 @@ class JobSupervisor:
         self._allocator.soon()
 
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers."""
+        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+
+        Raises:
+            ValueError: a setting of the controller's node is not understood.
+        """
+        read_config(os.environ)
         await self._starter.open()
 
     async def written(self) -> None:

@@ -15,14 +15,18 @@ from typing import Any
 import pytest
 import ray
 import ray.train
+from ray.train.v2.api.exceptions import TrainingFailedError
 
 import elastic_ray as er
 from elastic_ray.consensus.intents import RanksDisagreeError
+from elastic_ray.driver.handle import JobHandle
 from elastic_ray.errors import TrainFunctionError, WorkersLostError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.faults import Faults
+from elastic_ray.job.controller import start as start_controller
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
+from tests.job.specs import spec
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
@@ -36,6 +40,22 @@ def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, t
     assert EventKind.RESTART not in kinds(handle)
     assert handle.status().phase is JobPhase.FAILED
     assert 'KeyError: "the user\'s own mistake"' in handle.events()[-1].reason
+
+
+def test_what_ray_refuses_of_a_process_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
+    """Another try would end the same way: the job does not wait for ever."""
+    refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"working_dir": str(tmp_path)})
+    handle = JobHandle(start_controller(refused), refused)
+    with pytest.raises(TrainingFailedError, match="not a valid URI"):
+        handle.result(timeout=60)
+
+
+@pytest.mark.slow
+def test_an_environment_that_cannot_be_set_up_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
+    refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"conda": "there-is-none"})
+    handle = JobHandle(start_controller(refused), refused)
+    with pytest.raises(TrainingFailedError, match="Failed to set up runtime environment"):
+        handle.result(timeout=180)
 
 
 @pytest.mark.slow
