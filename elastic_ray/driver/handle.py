@@ -65,6 +65,7 @@ class JobHandle:
 
         Raises:
             ValueError: if no such job runs.
+            ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
         """
         join()

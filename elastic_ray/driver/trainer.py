@@ -147,6 +147,7 @@ class ElasticTrainer:
         """Start the job and return at once; Ray is initialised if it is not yet.
 
         Raises:
+            ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
             PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
