@@ -40,6 +40,7 @@ from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
+from elastic_ray.session.current import in_worker
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.packed_policy import pack_policy
@@ -147,6 +148,7 @@ class ElasticTrainer:
         """Start the job and return at once; Ray is initialised if it is not yet.
 
         Raises:
+            RuntimeError: if it is called within the train function of another job.
             ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
             PolicyConflictError: if other jobs are running under another policy than the one given.
@@ -161,6 +163,7 @@ class ElasticTrainer:
         """Start a job: the handle of it."""
         from elastic_ray.job.controller import start
 
+        _refuse_nested()
         join()
         check_resources(spec)
         _check_name(spec)
@@ -325,6 +328,17 @@ def _name_taken(job: str) -> str:
         f"a job named {job!r} is active on this cluster; choose another RunConfig(name), stop that one, or "
         f"use JobHandle.attach({job!r}) to get hold of it"
     )
+
+
+def _refuse_nested() -> None:
+    """Raise RuntimeError in a job's worker, whose own job has the resources that another one would wait for."""
+    if in_worker():
+        raise RuntimeError(
+            "ElasticTrainer must be used by the driver, but a train function has called it, or a module that the train "
+            "function is in has done so when a worker imported it: put `if __name__ == '__main__':` before what the "
+            "script runs. For several trainings in one job wrap all their models before the first epoch, and divide "
+            "one count of epochs among them"
+        )
 
 
 def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> None:

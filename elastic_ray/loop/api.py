@@ -156,6 +156,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     session = current_session()
     if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
+    if session.elastic and not session.synced:
+        session.tell_of_early_report()
     number = session.count_report()
     if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)

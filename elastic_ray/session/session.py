@@ -103,7 +103,7 @@ class Session:
     ) -> None:
         self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
-        self._synced = self._in_epochs = self._opening_failed = False
+        self._synced = self._in_epochs = self._opening_failed = self._told_of_early_report = False
         self._saved = saved
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
@@ -371,6 +371,16 @@ class Session:
     def resume_point(self) -> ResumePoint:
         """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
         return self.ledger.resume_point(self.registry.models.gain)
+
+    def tell_of_early_report(self) -> None:
+        """Tell the job's user, once, that a train function reports which has not come to its loop."""
+        if not self._told_of_early_report:
+            self._told_of_early_report = True
+            self.tell(
+                "warning",
+                "the train function has called report() before its first epoch: a function that never iterates an "
+                "AdaptiveDataLoader inside `for epoch in elastic_ray.remaining_epochs_until(n):` is refused at its end",
+            )
 
     def count_report(self) -> int:
         """Another call of ``report``; returns its number in the run."""

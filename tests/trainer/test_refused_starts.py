@@ -1,4 +1,4 @@
-"""A cluster that is gone is told at once, by whoever asks for it."""
+"""Jobs that cannot be submitted: the cluster is gone, or the trainer is in a worker."""
 
 from __future__ import annotations
 
@@ -55,3 +55,10 @@ def test_without_an_address_or_a_file_ray_starts_a_cluster(apart: Path) -> None:
     assert find_address("") == ""
     check_answers("", "")
     check_answers("local", "local")
+
+
+def test_a_trainer_within_a_train_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ray.session.current._in_worker", True)
+    for call in ("fit", "submit"):
+        with pytest.raises(RuntimeError, match=r"must be used by the driver.*__name__ == '__main__'"):
+            ASKING[call]()
