@@ -29,4 +29,5 @@ def _send_error(queue: Any, error: Exception, what: Any) -> None:
         "or of the script, or use num_workers=0"
     )
     where = f"in DataLoader worker process {worker.id}"
-    queue.put((what[0], ExceptionWrapper((RuntimeError, told, error.__traceback__), where)))
+    wrapped: Any = ExceptionWrapper
+    queue.put((what[0], wrapped((RuntimeError, told, error.__traceback__), where)))

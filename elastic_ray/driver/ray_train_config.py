@@ -261,6 +261,7 @@ def job_name(name: Any) -> str | None:
 
 
 def _runtime_env(env: Any) -> dict[str, Any]:
+    """Return what a job's actors get; raises TypeError or ValueError for what Ray refuses."""
     if env is None:
         return {}
     if not isinstance(env, Mapping):

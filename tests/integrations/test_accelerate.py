@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import inspect
 import logging
 import math
+import re
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,9 +24,10 @@ from tests.loop.changing import Change, Kill, run_job
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from accelerate.utils import ProjectConfiguration  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
 
 from elastic_ray.integrations.huggingface import Accelerator  # noqa: E402
+from elastic_ray.integrations.huggingface.arguments import _OF_ACCELERATOR  # noqa: E402
 
 SAMPLES, BATCH, EPOCHS = 48, 8, 3
 STEPS = SAMPLES // BATCH
@@ -570,3 +574,47 @@ def test_an_opening_that_failed_and_a_second_accelerator_leave_nothing_behind() 
                     optimizer.step()
                     steps += 1
         assert steps == (STEPS if handed_over else 0)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches"),
+    ({"rng_types": ["torch"]}, "rng_types"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), REFUSED, ids=[name for _, name in REFUSED])
+def test_options_of_loaders_that_cannot_be_kept_are_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be kept under elastic-ray"):
+        Accelerator(cpu=True, **options)
+
+
+def test_a_stateful_loader_is_refused() -> None:
+    config = DataLoaderConfiguration()
+    config.use_stateful_dataloader = True  # of accelerate itself it needs another package
+    with pytest.raises(ValueError, match="use_stateful_dataloader cannot be kept"):
+        Accelerator(cpu=True, dataloader_config=config)
+
+
+def test_the_seed_of_the_data_is_kept() -> None:
+    def order(seed: int | None) -> list[int]:
+        set_session(None)
+        config = DataLoaderConfiguration(data_seed=seed, even_batches=False, split_batches=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        model, optimizer = pair()
+        loader: Any = DataLoader(numbers(), BATCH, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        return [each for _ in er.remaining_epochs_until(1) for _, _, index in loader for each in index.tolist()]
+
+    assert order(None) == order(0) != order(3) and sorted(order(3)) == list(range(SAMPLES))
+
+
+def test_every_argument_is_accounted_for() -> None:
+    """A new one must be kept, mapped or refused: say which in ``docs/huggingface.md``."""
+    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (kept|mapped|refused) \|", text, re.MULTILINE))
+    own = [name for name in inspect.signature(accelerate.Accelerator.__init__).parameters if name != "self"]
+    data = [f"DataLoaderConfiguration.{field.name}" for field in dataclasses.fields(DataLoaderConfiguration)]
+    assert sorted(rows) == sorted([*own, *data])
+    refused = {name.rpartition(".")[2] for name, what in rows.items() if what == "refused"}
+    checked = {*_OF_ACCELERATOR, "gradient_accumulation_plugin"} - {"DistributedDataParallelKwargs"}
+    assert refused == checked
