@@ -60,7 +60,7 @@ _ARGUMENTS = (
     "model_fingerprint",
     "policy",
 )
-_STOP_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 150.0  # it saves itself first
 
 _POLICY_IS_THE_CLUSTERS = (
     "ElasticTrainer(policy=...) is deprecated: a policy holds for all jobs of a cluster. Say it once, before the first "
@@ -202,7 +202,7 @@ class ElasticTrainer:
                 with Interrupts() as interrupts:
                     _watch(handle, progress, interrupts)
             except KeyboardInterrupt:
-                print(f"job {handle.job}: stopping (Ctrl-C once more leaves it to its lease)", flush=True)
+                print(f"job {handle.job}: saving and stopping (Ctrl-C once more leaves it to its lease)", flush=True)
                 _stop(handle)
                 raise
         return handle.result()
@@ -306,7 +306,7 @@ def _picklable(filesystem: Any) -> Any:
 
 def _check_name(spec: JobSpec) -> None:
     """Raise if an active job has this name; one that has ended gets time to be collected, then makes way."""
-    deadline = time.monotonic() + spec.elastic.lease_s
+    deadline = time.monotonic() + min(spec.elastic.lease_s, CALL_TIMEOUT_S)
     while (existing := find_controller(spec.job)) is not None:
         try:
             status = ray.get(existing.status.remote(), timeout=START_TIMEOUT_S)
@@ -365,7 +365,7 @@ def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> N
 
 def _stop(handle: JobHandle) -> None:
     try:
-        handle.stop()
+        handle.stop(reason="Ctrl-C")
         if not handle.wait(_STOP_TIMEOUT_S):
             logger.warning("job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S)
     except TimeoutError as error:
