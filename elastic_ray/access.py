@@ -1,4 +1,4 @@
-"""SHELL: whether a Ray cluster lets this process in, asked before Ray itself does.
+"""SHELL: whether a Ray cluster is there and lets this process in, asked before Ray itself does.
 
 Ray would try for a minute, print pages from C++ or end the process, where one question over gRPC is answered at once.
 Ray takes a token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from typing import Any
 
 import ray
 from ray.exceptions import AuthenticationError
 
+HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
+_REACH_S = 5.0
 _ANSWER_S = 3.0
 _MODE = "RAY_AUTH_MODE"
 _SOURCES = "RAY_AUTH_TOKEN, in the file that RAY_AUTH_TOKEN_PATH names, or in ~/.ray/auth_token"
@@ -28,23 +31,56 @@ def join() -> None:
     """``ray.init()``, unless this process has joined a cluster already.
 
     Raises:
-        AccessRefusedError: the cluster that it would join does not let this process in.
+        ConnectionError: the cluster that it would join does not answer.
+        AccessRefusedError: it does not let this process in.
     """
     if not ray.is_initialized():
-        check_access(find_address(os.environ.get("RAY_ADDRESS") or "auto"), mode_is_open=_mode_is_open())
+        address = os.environ.get("RAY_ADDRESS", "")
+        there = find_address(address)
+        check_answers(there, address)
+        check_access(there, mode_is_open=_mode_is_open())
         ray.init()
 
 
 def find_address(address: str) -> str:
-    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself."""
-    if address != "auto":
+    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself.
+
+    Of none, as ``ray.init()`` without an address takes it: that of a cluster that ``ray start`` has noted down on this
+    machine; empty where there is none, and Ray starts one.
+    """
+    if address not in ("", "auto"):
         return address
     try:
         from ray._private.services import canonicalize_bootstrap_address  # private: `ray` itself finds clusters by it
 
-        return canonicalize_bootstrap_address(address) or address
+        return canonicalize_bootstrap_address(address or None) or address  # type: ignore[arg-type]
     except Exception:
         return address
+
+
+def check_answers(there: str, address: str) -> None:
+    """Raise ConnectionError where nobody listens: Ray itself would try for minutes.
+
+    Args:
+        there: what :func:`find_address` has found.
+        address: RAY_ADDRESS, or ``auto``; empty for none.
+    """
+    if address.startswith(("http://", "https://")):
+        raise ConnectionError(
+            f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
+            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
+        )
+    place = split(there.rpartition("://")[2].partition("/")[0])
+    if place is None:
+        return
+    try:
+        socket.create_connection(place, timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        named = "RAY_ADDRESS" if address not in ("", "auto") else "the file that `ray start` has left on this machine"
+        raise ConnectionError(
+            f"no Ray cluster answers at {there}, which {named} names ({error}); {HOW_TO_START}, or to local for one of "
+            "this process's own"
+        ) from error
 
 
 def split(address: str) -> tuple[str, int] | None:

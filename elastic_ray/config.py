@@ -31,7 +31,10 @@ class ElasticConfig:
         switch_timeout_s: time a generation has to form its communicator and exchange state.
         collective_timeout_s: longest wait in a collective, for a slow but living peer; must exceed the
             longest step.
-        lease_s: time without a sign of life from the driver after which the job ends itself.
+        lease_s: time without a sign of life from the driver after which the job saves and ends itself.
+        restart: whether a job that has lost all of its workers starts again from its newest checkpoint where
+            ``FailureConfig(max_failures)`` is 0, Ray Train's default: for as long as it makes progress, that is until
+            three restarts in a row have brought no new checkpoint. A larger ``max_failures`` is a limit of its own.
         controller_timeout_s: time that workers train on without the job's controller, whose process Ray restarts when
             it dies, before they end by themselves.
         report_interval_s: time between rank 0's step reports.
@@ -68,7 +71,8 @@ class ElasticConfig:
     reserve_timeout_s: float = 60.0
     switch_timeout_s: float = 20.0
     collective_timeout_s: float = 300.0
-    lease_s: float = 10.0
+    lease_s: float = 60.0
+    restart: bool = True
     controller_timeout_s: float = 60.0
     report_interval_s: float = 1.0
     fixed_batch: bool = False
@@ -108,7 +112,7 @@ class ElasticConfig:
                 raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
         elif name in ("checkpoint_interval_s", "tensorboard") and value is None:
             return
-        elif name in ("fixed_batch", "automatic_checkpoints", "private_files", "tensorboard", "metrics"):
+        elif name in ("fixed_batch", "restart", "automatic_checkpoints", "private_files", "tensorboard", "metrics"):
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, but got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):

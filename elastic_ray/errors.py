@@ -51,6 +51,8 @@ class JobLostError(TrainingFailedError):
 class WorkersLostError(TrainingFailedError):
     """All members of a job were lost more often than ``FailureConfig.max_failures`` allows.
 
+    Where that is 0, as by default: more often than a job is restarted that makes no progress.
+
     Attributes:
         job: name of the job.
         failures: how often all members were lost.
@@ -59,10 +61,15 @@ class WorkersLostError(TrainingFailedError):
     """
 
     def __init__(self, job: str, failures: int, max_failures: int, reason: str) -> None:
+        if max_failures:
+            limit = f"but FailureConfig(max_failures={max_failures}) allows {max_failures}"
+        elif failures > 1:
+            limit = "the last times without a new checkpoint in between"
+        else:
+            limit = "and ElasticConfig(restart=False) allows no restart"
         super().__init__(
-            f"job {job!r} lost all its workers {failures} time(s), but "
-            f"FailureConfig(max_failures={max_failures}) allows {max_failures}: {printable(reason)}. Raise "
-            "max_failures (-1: no limit) to restart from the last checkpoint."
+            f"job {job!r} lost all its workers {failures} time(s), {limit}: {printable(reason)}. Raise "
+            "FailureConfig(max_failures) (-1: no limit) to restart from the last checkpoint."
         )
         self.job, self.failures, self.max_failures, self.reason = job, failures, max_failures, reason
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import re
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from tests.local_cluster import LocalCluster, clean_up  # sets Ray's environment: before anything imports Ray
 
 SETTLE_S = 5.0
+NEW_EXAMPLES = "HYPOTHESIS_NEW_EXAMPLES"
 # A module that names one of these starts a cluster or other programs, or else groups of ranks. Under pytest-xdist the
 # tests of each kind run one after the other, beside the other kind's or beside those that only compute.
 GROUPS = {
@@ -25,9 +27,12 @@ GROUPS = {
     "ranks": r"\branks\b|tests\.loop",
 }
 
-# A shared machine stalls now and then; pytest's own timeout finds what hangs.
-hypothesis.settings.register_profile("no deadline", deadline=None)
-hypothesis.settings.load_profile("no deadline")
+# A shared machine stalls now and then; pytest's own timeout finds what hangs. Every run draws the same examples, so
+# that a test passes or fails for what was changed. With HYPOTHESIS_NEW_EXAMPLES=1 a run draws new ones, and what they
+# find becomes an `@example`.
+hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("new examples", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("new examples" if os.environ.get(NEW_EXAMPLES) == "1" else "same examples")
 
 
 @pytest.fixture(scope="module")

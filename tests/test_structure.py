@@ -18,6 +18,7 @@ FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")
 FOREIGN_ATTRIBUTES = (
     *("__class__", "__traceback__", ".loader.exec_module"),
     *(".grad", "optimizer.step", "optimizer.zero_grad", "layer.sparse", "ctx.param", ".bit_generator.state"),
+    "Queue._on_queue_feeder_error",
     *("optimizer.state_dict", "optimizer.load_state_dict", "optimizer.state", "optimizer.param_groups", "view.data"),
     *("ray.get_actor", "actor_class._remote"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import posixpath
 from collections.abc import Callable, Iterator
 
@@ -26,6 +27,10 @@ class MissingSourceError(SourceError, FileNotFoundError):
 
 class DeniedSourceError(SourceError, PermissionError):
     """It may not be read."""
+
+
+class UnfitSourceError(SourceError):
+    """There is something else in it than files and directories."""
 
 
 @contextlib.contextmanager
@@ -59,7 +64,8 @@ def copy_directory(
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
     Raises:
-        InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, or may not be read.
+        InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read, or
+            is neither file nor directory.
     """
 
     def copy_file(path: str, copy: str) -> None:
@@ -93,7 +99,40 @@ def copy_directory(
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
     """What lies below ``source``, and the path of each copy below ``target``."""
     source = source.rstrip("/") or "/"
+    if isinstance(origin, pyarrow.fs.LocalFileSystem):
+        check_tree(source)
     with reading_source():
         entries = origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True))
     for entry in entries:
         yield entry, posixpath.join(target, entry.path[len(source) :].lstrip("/"))
+
+
+def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
+    """Check that a local directory has files and directories only, or links to them.
+
+    Args:
+        folder: the directory.
+        above: the real paths of those that it was reached through.
+
+    Raises:
+        UnfitSourceError: it has a pipe, a socket or a device, whose reader would wait for ever, a link to nothing, or
+            one to a directory that it lies in; names it.
+    """
+    above = (*above, os.path.realpath(folder))
+    with reading_source():
+        paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
+    for path in paths:
+        what = ""
+        if os.path.isdir(path):
+            if os.path.realpath(path) in above:
+                what = f"a link to {os.readlink(path)!r}, which it lies in"
+            else:
+                check_tree(path, above)
+        elif not os.path.isfile(path):
+            gone = os.path.islink(path) and not os.path.exists(path)
+            what = f"a link to {os.readlink(path)!r}, which leads nowhere" if gone else "a pipe, socket or device"
+        if what:
+            raise UnfitSourceError(
+                f"a checkpoint must hold files and directories, or links to them, but {path!r} is {what}: remove it "
+                "before report(checkpoint=...)"
+            )

@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 import shutil
+import stat
 import tempfile
 import threading
 
@@ -85,7 +86,12 @@ class TrackerFiles:
 
     def _copy_file(self, path: str) -> None:
         """Copy a file that has changed since it was copied last."""
-        found = os.stat(path)
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:  # a link that leads nowhere, or a file that has just gone
+            return
+        if not stat.S_ISREG(found.st_mode):  # the reader of a pipe would wait for ever
+            return
         state = (found.st_size, found.st_mtime_ns)
         if self._copied.get(path) == state:
             return

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ray.access import AccessRefusedError, check_access, find_address, split
+from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, check_answers, find_address
 from elastic_ray.cli.rows import JobAnswers
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
@@ -32,10 +31,8 @@ from placement.cluster.jobs import JobView
 from placement.policies import make_policy
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
-HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
-_REACH_S = 5.0
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
@@ -54,14 +51,12 @@ def connect() -> None:
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or "auto"
-    if address.startswith(("http://", "https://")):
-        raise click.ClickException(
-            f"RAY_ADDRESS={address} is a dashboard's address, which serves only submit, logs and stop of submissions; "
-            "set RAY_ADDRESS to the cluster's HOST:PORT (6379 by default) for the others"
-        )
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it tells of every token that it finds
     there = find_address(address)
-    _probe(there)
+    try:
+        check_answers(there, address)
+    except ConnectionError as error:
+        raise click.ClickException(str(error)) from error
     try:
         check_access(there, mode_is_open=address == "auto" and "RAY_AUTH_MODE" not in os.environ)
         ray.init(
@@ -90,17 +85,6 @@ def ray_dashboard() -> str:
     private: Any = ray._private
     url = private.worker.get_dashboard_url()
     return f"http://{url.rpartition('://')[2]}" if url else ""
-
-
-def _probe(address: str) -> None:
-    """Whether anybody listens there: Ray itself would try for a minute."""
-    place = split(address.rpartition("://")[2].partition("/")[0])
-    if place is None:
-        return
-    try:
-        socket.create_connection(place, timeout=_REACH_S).close()
-    except (OSError, OverflowError) as error:
-        raise click.ClickException(f"no Ray cluster answers at {address} ({error}); {HOW_TO_START}") from error
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:

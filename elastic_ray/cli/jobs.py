@@ -18,7 +18,7 @@ from elastic_ray.events import JobEvent
 if TYPE_CHECKING:
     from elastic_ray.cli.cluster import JobClient
 
-_STOP_S = 30.0
+_STOP_S = 150.0
 _POLL_S = 0.5
 
 
@@ -125,7 +125,7 @@ def _follow_events(found: JobClient, *, follow: bool) -> None:
 
 @click.command(short_help="Stop a job.")
 @job_argument
-@click.option("--now", is_flag=True, help="In the middle of a step; else after the step in progress.")
+@click.option("--now", is_flag=True, help="In the middle of a step, unsaved; else after the step in progress.")
 def stop(job: str, now: bool) -> None:
     """Stop a job, or all jobs of a submission; a script without a job is ended itself.
 
@@ -145,7 +145,7 @@ def stop(job: str, now: bool) -> None:
         return
     for each in found:
         with contextlib.suppress(cluster.JobGoneError):
-            each.ask("stop", now=now)
+            each.ask("stop", now=now, reason="elastic-ray stop")
     for each in found:
         name, ended = each.answers.job, each.wait_for_end(_STOP_S)
         if ended is None:

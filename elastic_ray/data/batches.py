@@ -288,10 +288,10 @@ def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Ite
 def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching) -> DataLoader[Any]:
     """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork."""
     options = dict(fetching.options)
+    if fetching.num_workers:
+        options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
     if fetching.on_epoch is not None or (fetching.persistent_workers and hasattr(dataset, "set_epoch")):
         hook = fetching.on_epoch
-        if fetching.num_workers:
-            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         indices.tell_epochs()
         dataset = FollowsEpochs(dataset, hook, sets_epoch=fetching.persistent_workers)
     return DataLoader(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from elastic_ray.data.worker_errors import tell_errors
+
 EpochHook = Callable[[Any, int], object]
 
 
@@ -54,7 +56,7 @@ class FollowsEpochs:
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that shows the user's dataset, not ours, in ``get_worker_info().dataset``."""
+    """A ``worker_init_fn`` that has errors told, and shows the user's dataset in ``get_worker_info().dataset``."""
 
     def __init__(self, inner: Callable[[int], object] | None) -> None:
         self._inner = inner
@@ -63,6 +65,8 @@ class WorkerInit:
         from torch.utils.data import get_worker_info
 
         info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)
+        tell_errors()
+        if isinstance(info.dataset, FollowsEpochs):
+            object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._inner is not None:
             self._inner(worker)

@@ -153,7 +153,9 @@ class AdaptiveDataLoader(ResumableLoader):
         self.join(session_of_thread() or self._session)
         if self._session.synced and not self._is_late:
             raise RuntimeError("autoscale_batch_size must be called before the first epoch")
-        known = None if self._leads or self._is_late else self._session.registry.loaders.info
+        loaders = self._session.registry.loaders
+        replaced = not self._session.elastic and loaders.is_left
+        known = None if self._leads or self._is_late or replaced else loaders.info
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         if (samples := self._samples) is not None and max_batch_size > samples:
@@ -205,7 +207,9 @@ class AdaptiveDataLoader(ResumableLoader):
             loaders.add_late(weakref.WeakMethod(self.join))
         elif session.synced:
             return
-        elif not self._limits.fixed or (loaders.info is None and not self._given.whole_batches):
+        elif not self._limits.fixed or (
+            (loaders.info is None or (loaders.is_left and not session.elastic)) and not self._given.whole_batches
+        ):
             sample = describe_sample(self.dataset)
             loaders.lead(self, LoaderInfo(limits=self._limits, dataset_size=self._samples, sample=sample))
 

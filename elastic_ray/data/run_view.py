@@ -58,6 +58,10 @@ class LoadersView(Protocol):
     """The run's loaders."""
 
     @property
+    def is_left(self) -> bool:
+        """True if the loader that led has been let go, or led an opening that failed."""
+
+    @property
     def info(self) -> LoaderInfo | None:
         """What the one that leads tells the job."""
 

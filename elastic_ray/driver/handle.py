@@ -65,6 +65,7 @@ class JobHandle:
 
         Raises:
             ValueError: if no such job runs.
+            ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
         """
         join()
@@ -277,13 +278,15 @@ class JobHandle:
         """Let go of the job: it ends when its lease runs out, unless another process attaches to it in time."""
         self._lease.leave()
 
-    def stop(self, *, now: bool = False) -> None:
+    def stop(self, *, now: bool = False, reason: str = "JobHandle.stop() was called") -> None:
         """End the job; ``result()`` then returns what there is, no error.
 
         Args:
-            now: in the middle of a step; its workers are gone at once. Else after the step in progress.
+            now: in the middle of a step, and unsaved; its workers are gone at once. Else it saves itself after the step
+                in progress, so that a job of the same name goes on from there.
+            reason: why, for the job's message and its last event.
         """
-        self._ask("stop", now=now)
+        self._ask("stop", now=now, reason=reason)
         self._lease.look()
 
     def _storage(self) -> RunStorage:

@@ -137,21 +137,22 @@ class LeaseKeeper:
                 self.lost(RuntimeError("this process called ray.shutdown()"))
                 return
             self._renew()
-            interval = _WATCHED_INTERVAL_S if self._watchers else self._lease_s / _RENEWALS_PER_LEASE
+            seldom = min(self._lease_s, CALL_TIMEOUT_S) / _RENEWALS_PER_LEASE
+            interval = _WATCHED_INTERVAL_S if self._watchers else seldom
             self._wake.wait(interval)
             self._wake.clear()
 
     def _renew(self) -> None:
         """Renew once; what comes back is the job's status, or why it is lost."""
         try:
-            self.last = ray.get(self._controller.renew_lease.remote(), timeout=self._lease_s)
+            self.last = ray.get(self._controller.renew_lease.remote(), timeout=min(self._lease_s, CALL_TIMEOUT_S))
             self.answered = True
             self._away_since_s = None
             if self.last.phase.ended:
                 self._collect()
         except GetTimeoutError as error:
             if self.answered:  # else it is still starting
-                logger.warning("job %s: its controller has not answered for %g s", self._job, self._lease_s)
+                logger.warning("job %s: its controller has not answered for %g s", self._job, CALL_TIMEOUT_S)
                 self._away(error)
         except ActorUnavailableError as error:
             self._away(error)

@@ -11,6 +11,7 @@ They may be set by hand as well. What they replace is logged.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import re
 from collections.abc import Mapping, MutableMapping
@@ -20,6 +21,10 @@ WORKERS = "ELASTIC_RAY_WORKERS"
 USE_GPU = "ELASTIC_RAY_USE_GPU"
 NAME = "ELASTIC_RAY_NAME"
 SUBMISSION = "ELASTIC_RAY_SUBMISSION"
+
+_PREFIX = "ELASTIC_RAY_"
+_OTHERS = ("POOL", "TRACKER_DIR", "NNI", "NNI_HOST", "NNI_PARAMETER", "TEST_DEVICE")
+_KNOWN = (WORKERS, USE_GPU, NAME, SUBMISSION, *(_PREFIX + name for name in _OTHERS))
 
 _RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
@@ -98,6 +103,10 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
     Raises:
         ValueError: a value is wrong; names the variable.
     """
+    for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
+        close = difflib.get_close_matches(unknown, _KNOWN, n=1)
+        meant = f"; is {close[0]} meant?" if close else f"; there are {', '.join(_KNOWN)}"
+        logger.warning("environment variable %s has no effect%s", unknown, meant)
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")
     if use_gpu not in ("", "0", "1"):
         raise ValueError(f"{USE_GPU} must be 0 or 1, but got {use_gpu!r}")

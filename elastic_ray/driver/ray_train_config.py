@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 # What `from ray.train import ...` gives at run time; type checkers see Ray Train's older classes there.
+import ray
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
@@ -260,10 +261,19 @@ def job_name(name: Any) -> str | None:
 
 
 def _runtime_env(env: Any) -> dict[str, Any]:
+    """Return what a job's actors get; raises TypeError or ValueError for what Ray refuses."""
     if env is None:
         return {}
     if not isinstance(env, Mapping):
         raise TypeError(f"RunConfig(worker_runtime_env) must be a dict or RuntimeEnv, but got {env!r}")
+    try:  # Ray's own check of an actor's, which none of them would pass later
+        ray.remote(_runtime_env).options(runtime_env=dict(env))
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"RunConfig(worker_runtime_env) must be one that Ray takes for an actor, but got {dict(env)!r}: {error} "
+            "(Local directories and modules are uploaded for the whole job: ray.init(runtime_env=...), or elastic-ray "
+            "submit --working-dir)"
+        ) from error
     return dict(env)
 
 

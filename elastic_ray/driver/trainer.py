@@ -40,6 +40,7 @@ from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
+from elastic_ray.session.current import in_worker
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.packed_policy import pack_policy
@@ -59,7 +60,7 @@ _ARGUMENTS = (
     "model_fingerprint",
     "policy",
 )
-_STOP_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 150.0  # it saves itself first
 
 _POLICY_IS_THE_CLUSTERS = (
     "ElasticTrainer(policy=...) is deprecated: a policy holds for all jobs of a cluster. Say it once, before the first "
@@ -147,6 +148,8 @@ class ElasticTrainer:
         """Start the job and return at once; Ray is initialised if it is not yet.
 
         Raises:
+            RuntimeError: if it is called within the train function of another job.
+            ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
             PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
@@ -160,6 +163,7 @@ class ElasticTrainer:
         """Start a job: the handle of it."""
         from elastic_ray.job.controller import start
 
+        _refuse_nested()
         join()
         check_resources(spec)
         _check_name(spec)
@@ -198,7 +202,7 @@ class ElasticTrainer:
                 with Interrupts() as interrupts:
                     _watch(handle, progress, interrupts)
             except KeyboardInterrupt:
-                print(f"job {handle.job}: stopping (Ctrl-C once more leaves it to its lease)", flush=True)
+                print(f"job {handle.job}: saving and stopping (Ctrl-C once more leaves it to its lease)", flush=True)
                 _stop(handle)
                 raise
         return handle.result()
@@ -302,7 +306,7 @@ def _picklable(filesystem: Any) -> Any:
 
 def _check_name(spec: JobSpec) -> None:
     """Raise if an active job has this name; one that has ended gets time to be collected, then makes way."""
-    deadline = time.monotonic() + spec.elastic.lease_s
+    deadline = time.monotonic() + min(spec.elastic.lease_s, CALL_TIMEOUT_S)
     while (existing := find_controller(spec.job)) is not None:
         try:
             status = ray.get(existing.status.remote(), timeout=START_TIMEOUT_S)
@@ -324,6 +328,17 @@ def _name_taken(job: str) -> str:
         f"a job named {job!r} is active on this cluster; choose another RunConfig(name), stop that one, or "
         f"use JobHandle.attach({job!r}) to get hold of it"
     )
+
+
+def _refuse_nested() -> None:
+    """Raise RuntimeError in a job's worker, whose own job has the resources that another one would wait for."""
+    if in_worker():
+        raise RuntimeError(
+            "ElasticTrainer must be used by the driver, but a train function has called it, or a module that the train "
+            "function is in has done so when a worker imported it: put `if __name__ == '__main__':` before what the "
+            "script runs. For several trainings in one job wrap all their models before the first epoch, and divide "
+            "one count of epochs among them"
+        )
 
 
 def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> None:
@@ -350,7 +365,7 @@ def _watch(handle: JobHandle, progress: JobDisplay, interrupts: Interrupts) -> N
 
 def _stop(handle: JobHandle) -> None:
     try:
-        handle.stop()
+        handle.stop(reason="Ctrl-C")
         if not handle.wait(_STOP_TIMEOUT_S):
             logger.warning("job %s has not stopped within %g s; its lease ends it", handle.job, _STOP_TIMEOUT_S)
     except TimeoutError as error:

@@ -188,12 +188,12 @@ class JobController:
         await self._recovered.wait()
         return await self._job.next_report(after, wait_s)
 
-    async def stop(self, *, now: bool = False) -> None:
-        """End the job: after the step in progress, or, ``now``, in the middle of it."""
+    async def stop(self, *, now: bool = False, reason: str = "stop() was called") -> None:
+        """End the job: saved after the step in progress, or, ``now``, in the middle of it."""
         await self._known()
         if now:
-            self._job.finish(JobPhase.STOPPED)
-        self._job.stop()
+            self._job.end_now(reason)
+        self._job.stop(reason)
         await self._persist_state()
 
     async def _persist_state(self) -> None:
@@ -326,9 +326,23 @@ class JobController:
             while not self._over():
                 await asyncio.sleep(_TICK_S)
         if not job.record.phase.ended:
-            logger.warning("job %s: its driver is gone, so it ends", self._spec.job)
-            job.finish(JobPhase.STOPPED)
+            lease_s = self._spec.elastic.lease_s
+            await self._save_and_end(f"its driver is gone: it has not renewed its lease of lease_s={lease_s:g} s")
         await job.written()
+
+    async def _save_and_end(self, reason: str) -> None:
+        """End a job that nobody waits for, after it has saved itself as far as it can."""
+        job = self._job
+        logger.warning("job %s: %s, so it ends", self._spec.job, reason)
+        try:
+            job.stop(reason)
+            while not job.record.phase.ended:
+                await asyncio.sleep(_TICK_S)
+                job.tell_others(time.monotonic())
+                job.tick()
+        except Exception as error:
+            logger.exception("job %s: its controller failed", self._spec.job)
+            job.finish(JobPhase.FAILED, error=error)
 
     async def _recover(self) -> None:
         """After a restart: hear which workers live, release what none of them holds, and go on."""

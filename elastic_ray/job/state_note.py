@@ -46,6 +46,8 @@ def controller_state(
         weight=weight,
         failures=losses.failures,
         lost=losses.lost,
+        fruitless=losses.fruitless,
+        saved_steps=losses.saved_steps,
         most_workers=history.most_workers,
         resizes=history.resizes,
         resize_cost_s=history.resize_cost_s,

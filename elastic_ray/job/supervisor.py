@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
 from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.warm_pool.sizing import read_config
 from elastic_ray.worker.messages import RunResult, StateSaved, WorkerMessage, WorkerReregistration
 from elastic_ray.worker_group.group import WorkerGroup
 from placement.allocator.instructions import HeartbeatReply
@@ -45,6 +47,7 @@ from placement.ray_cluster.metric_writer import MetricWriter
 logger = logging.getLogger("elastic_ray.job")
 
 _STOP_GRACE_S = 10.0
+_ASKED = "stop() was called"
 _NOTE_S = 0.5
 _REVIVALS_WITHIN_S = 300.0
 _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
@@ -79,7 +82,7 @@ class JobSupervisor:
         self._metrics = JobMetrics(spec, self._planner, self.status, lambda: self.record.events, MetricWriter())
         self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
         self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
-        self._losses = Losses(spec.max_failures)
+        self._losses = Losses(spec.max_failures, restart=spec.elastic.restart)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
         self._parts = parts = JobContext(
             spec=spec,
@@ -101,6 +104,7 @@ class JobSupervisor:
         self._weight = spec.scheduling.weight
         self._saved = False
         self._stopping_since: float | None = None
+        self._stop_reason = ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
 
     @property
@@ -139,14 +143,31 @@ class JobSupervisor:
         self._weight = weight
         self._allocator.soon()
 
-    def stop(self) -> None:
-        """End the job after the step in progress."""
+    def stop(self, reason: str = _ASKED) -> None:
+        """Save the job after the step in progress, and end it there.
+
+        Args:
+            reason: why, for its message and its last event.
+        """
         if self._stopping_since is None:
-            self._stopping_since = time.monotonic()
+            self._stopping_since, self._stop_reason = time.monotonic(), reason
             self._reports.queue.close()
-            self.group.post_to_members(Stop())
             if self._starter.looking or not self.group.machine.members():
                 self.finish(JobPhase.STOPPED)
+            elif self._can_be_saved():
+                self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
+            else:
+                self.group.post_to_members(Stop())
+
+    def end_now(self, reason: str = _ASKED) -> None:
+        """End the job in the middle of a step."""
+        self._stop_reason = f"{reason}, now"
+        self.finish(JobPhase.STOPPED)
+
+    def _can_be_saved(self) -> bool:
+        """True if it trains, no rank is at the end of its train function, and storage answers."""
+        trains = self.group.machine.current is not None and not self.group.machine.in_phase(WorkerPhase.FINISHED)
+        return bool(self._spec.states_kept and trains and not self.record.waiting)
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
         """The allocator's decision for this job."""
@@ -220,16 +241,24 @@ class JobSupervisor:
         """No worker is left that holds the state."""
         if self._starter.looking:
             return
+        if self._stopping_since is not None:
+            self.finish(JobPhase.STOPPED)
+            return
         if self._messages.torn:  # inside optimizer.step on every worker: bounded by the batch sizes that are tried
             self._starter.start_again(reason)
             return
-        if not self._losses.all_lost():
+        point = self.record.resume_point
+        if not self._losses.all_lost(point.steps if point is not None else 0):
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
 
             failures, limit = self._losses.failures, self._spec.max_failures
             self.finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
             return
         self._starter.start_again(reason)
+
+    def cannot_begin(self, error: Exception) -> None:
+        """No worker can have a process."""
+        self.finish(JobPhase.FAILED, error=error)
 
     def complete(self) -> None:
         """All have left the train function."""
@@ -255,6 +284,9 @@ class JobSupervisor:
             return
         reason = self._preemption.reason
         if self._stopping_since is not None:
+            point = self.record.resume_point
+            steps = point.steps if point is not None else 0
+            self._stop_reason += f"; not saved: {why_not_saved}" if why_not_saved else f"; saved at step {steps}"
             self.finish(JobPhase.STOPPED)
         elif why_not_saved:
             self._starter.start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
@@ -303,7 +335,9 @@ class JobSupervisor:
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
         self._trackers.recall(state.trackers, events)
         self._metrics.recall(len(events))
-        self._losses.recall(lost=state.lost, failures=state.failures)
+        self._losses.recall(
+            lost=state.lost, failures=state.failures, fruitless=state.fruitless, saved_steps=state.saved_steps
+        )
         self.group.history.recall(state, now_s)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
         self._claimed = set(state.claimed)
@@ -333,11 +367,16 @@ class JobSupervisor:
         if state.preempted is not None:
             self._preemption.begin(Allocated(nodes={}, reason=state.preempted), time.monotonic())
         if state.stopping:
-            self.stop()
+            self.stop(state.preempted or _ASKED)
         self._allocator.soon()
 
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers."""
+        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+
+        Raises:
+            ValueError: a setting of the controller's node is not understood.
+        """
+        read_config(os.environ)
         await self._starter.open()
 
     async def written(self) -> None:
@@ -354,7 +393,8 @@ class JobSupervisor:
         """Some ten times a second until it has ended."""
         now_s = time.monotonic()
         self.group.tick(now_s)
-        if self._stopping_since is not None and now_s - self._stopping_since > _STOP_GRACE_S:
+        grace = self._stopping_since is not None and not self._preemption.active
+        if grace and now_s - (self._stopping_since or 0.0) > _STOP_GRACE_S:
             self.finish(JobPhase.STOPPED)
         if self._preemption.remind(now_s):
             self.group.post(self.group.training(), Stop(save=True))
@@ -388,7 +428,7 @@ class JobSupervisor:
         """The job is over; nothing happens if it was before."""
         if self.record.phase.ended:
             return
-        reason = views.explain(error, phase)
+        reason = views.explain(error, phase, self._stop_reason)
         detail = self.group.history.told_of_start(time.monotonic())
         self.events.add(EventKind.FINISHED, self.group.machine.world_size, 0, reason, detail=detail)
         self._shutdown.record(phase, error, reason, complete=self._starter.knows_reports)

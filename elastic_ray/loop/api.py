@@ -42,13 +42,25 @@ def current_session() -> Session:
 def session_of_new_model() -> Session:
     """The session of a model that is being wrapped.
 
-    Outside a trainer, a model that is wrapped after the first epoch begins another run of the process: a notebook's
-    cell that is run again, the next fold. Loaders made since, and the one that has fed the run before, go along. A loop
-    of the earlier run that goes on nevertheless raises (see ``session.current.check_present``).
+    Outside a trainer, a model that is wrapped after the first epoch, or after an opening that failed, begins another
+    run of the process: a notebook's cell that is run again, the next fold. Loaders made since, and the one that has fed
+    the run before, go along. A loop of the earlier run that goes on nevertheless raises (see
+    ``session.current.check_present``).
     """
     earlier = current_session()
-    if not earlier.synced or earlier.elastic:
+    if earlier.elastic or not (earlier.synced or earlier.opening_failed):
         return earlier
+    return _run_after(earlier)
+
+
+def session_to_build() -> Session:
+    """The session of what is registered before the first epoch; outside a trainer never one whose opening failed."""
+    session = current_session()
+    return _run_after(session) if session.opening_failed and not session.elastic else session
+
+
+def _run_after(earlier: Session) -> Session:
+    """Another run of this process, with the loaders that go along."""
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
@@ -144,6 +156,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     session = current_session()
     if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
+    if session.elastic and not session.synced:
+        session.tell_of_early_report()
     number = session.count_report()
     if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)
@@ -208,7 +222,7 @@ def register_state(name: str, target: Any) -> None:
             f"state {name!r} must have state_dict() and load_state_dict(state), "
             f"but {type(target).__name__} has not both"
         )
-    session = current_session()
+    session = session_to_build()
     if session.synced:
         raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
     registered, name = RegisteredState(target), f"user/{name}"

@@ -162,9 +162,13 @@ class AdaptiveDataParallel(torch.nn.Module):
             warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         else:
             session.stragglers.ask(watched)
-        self._join_run(nonfinite, strategy)
-        self._register(lr_scheduler, schedule)
-        session.add_policies(policies)
+        try:
+            self._join_run(nonfinite, strategy)
+            self._register(lr_scheduler, schedule)
+            session.add_policies(policies)
+        except BaseException:
+            session.fail_opening()
+            raise
         patch_step(optimizer, self._step)
         patch_state_dict(optimizer, self._tiles)
         if self._tables:

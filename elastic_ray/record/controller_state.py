@@ -36,6 +36,8 @@ class ControllerState:
         weight: what its speed counts.
         failures: restarts from a checkpoint.
         lost: losses so far, in whole jobs.
+        fruitless: restarts since it had a new checkpoint.
+        saved_steps: steps of its newest checkpoint at its last restart.
         most_workers: largest group that it has had.
         resizes: how often it has changed size.
         resize_cost_s: pause of a change [s].
@@ -71,6 +73,8 @@ class ControllerState:
     weight: float
     failures: int
     lost: float
+    fruitless: int
+    saved_steps: int
     most_workers: int
     resizes: int
     resize_cost_s: float

@@ -4,39 +4,55 @@ from __future__ import annotations
 
 from elastic_ray.checkpoints.interval import mean_time_between_losses_s
 
+MOST_FRUITLESS = 3  # restarts without a new checkpoint between them: what ends the job each time does so again
+
 
 class Losses:
     """Losses of members and of the whole job.
 
-    A loss of all workers is a failure, of which ``FailureConfig.max_failures`` allows so many. To be preempted, saved
-    between two steps, is none.
+    A loss of all workers is a failure, of which ``FailureConfig.max_failures`` allows so many. Where that is 0, as Ray
+    Train has it by default, the job restarts for as long as it makes progress. To be preempted, saved between two
+    steps, is no failure.
 
     Args:
-        max_failures: failures that the job may restart after; -1 for no limit.
+        max_failures: failures that the job may restart after; 0 for as long as it makes progress, -1 for no limit.
+        restart: whether 0 allows that; else the first failure is the last.
 
     Attributes:
         lost: losses so far, in whole jobs.
         failures: losses of all workers.
+        fruitless: restarts since a checkpoint was newer than at the one before.
+        saved_steps: steps of the newest checkpoint at the last restart.
     """
 
-    def __init__(self, max_failures: int) -> None:
+    def __init__(self, max_failures: int, *, restart: bool = True) -> None:
         self._max_failures = max_failures
+        self._restart = restart
         self.lost = 0.0
-        self.failures = 0
+        self.failures = self.fruitless = self.saved_steps = 0
 
-    def recall(self, *, lost: float, failures: int) -> None:
+    def recall(self, *, lost: float, failures: int, fruitless: int, saved_steps: int) -> None:
         """What the controller before this one has counted."""
-        self.lost, self.failures = lost, failures
+        self.lost, self.failures, self.fruitless, self.saved_steps = lost, failures, fruitless, saved_steps
 
     def some_lost(self, before: int, after: int) -> None:
         """A group has lost members; each counts as its part of the job, for what takes one often takes the others."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
-    def all_lost(self) -> bool:
-        """The whole job is lost; returns whether it may restart."""
+    def all_lost(self, saved_steps: int) -> bool:
+        """The whole job is lost; returns whether it may restart.
+
+        Args:
+            saved_steps: steps of its newest checkpoint; 0 without one.
+        """
         self.lost += 1.0
         self.failures += 1
-        return self._max_failures < 0 or self.failures <= self._max_failures
+        if self._max_failures:
+            return self._max_failures < 0 or self.failures <= self._max_failures
+        if saved_steps > self.saved_steps:
+            self.fruitless, self.saved_steps = 0, saved_steps
+        self.fruitless += 1
+        return self._restart and self.fruitless <= MOST_FRUITLESS
 
     def mean_time_s(self, observed_s: float) -> float:
         """Mean time between losses of the whole job [s], after so long [s]."""

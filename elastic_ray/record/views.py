@@ -305,8 +305,10 @@ def members(
     )
 
 
-def explain(error: BaseException | Raised | None, phase: JobPhase) -> str:
+def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
     """Why a job has ended, on one line; of a train function's error also what the function raised."""
+    if error is None and phase is JobPhase.STOPPED and why_stopped:
+        return f"{why_stopped}: the job has stopped"
     if error is None:
         return f"the job has {phase.value}"
     headline = str(error).strip().split("\n", 1)[0]

@@ -59,6 +59,11 @@ def set_worker_session(session: Session | None) -> None:
     _in_worker = session is not None
 
 
+def in_worker() -> bool:
+    """True while this process runs the train function of a job."""
+    return _in_worker
+
+
 def check_thread() -> None:
     """Raise RuntimeError in a thread of a worker that knows nothing of the job: what it calls would be lost."""
     if _in_worker and session_of_thread() is None:

@@ -115,15 +115,25 @@ class LoaderRegistry:
         self.info: LoaderInfo | None = None
         self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
+        self._failed = False
 
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """This loader leads from now on."""
-        self._leading, self.info = weakref.ref(loader), info
+        self._leading, self.info, self._failed = weakref.ref(loader), info, False
 
     @property
     def leading(self) -> weakref.ref[Any] | None:
         """The loader that leads."""
         return self._leading
+
+    @property
+    def is_left(self) -> bool:
+        """True if the loader that led has been let go, or led an opening that failed."""
+        return self._failed or (self._leading is not None and self._leading() is None)
+
+    def fail(self) -> None:
+        """The opening of the run failed: the next loader that is made leads."""
+        self._failed = True
 
     def leads(self, loader: object) -> bool:
         """Whether this one does."""

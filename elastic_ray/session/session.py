@@ -103,7 +103,7 @@ class Session:
     ) -> None:
         self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
-        self._synced = self._in_epochs = False
+        self._synced = self._in_epochs = self._opening_failed = self._told_of_early_report = False
         self._saved = saved
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
@@ -137,6 +137,16 @@ class Session:
     def synced(self) -> bool:
         """Whether this worker has become part of the job, with the first epoch."""
         return self._synced
+
+    @property
+    def opening_failed(self) -> bool:
+        """True if this run was refused before its first step, or a model of it while it was being wrapped."""
+        return self._opening_failed
+
+    def fail_opening(self) -> None:
+        """Leave the run to be opened once more; outside a trainer, a new model begins another one instead."""
+        self._opening_failed, self._in_epochs = True, False
+        self.registry.loaders.fail()
 
     @property
     def group(self) -> Group:
@@ -291,6 +301,15 @@ class Session:
         """
         if self.synced:
             return
+        self._opening_failed = False
+        try:
+            self._open()
+        except BaseException:
+            self.fail_opening()
+            raise
+
+    def _open(self) -> None:
+        """Join the group with what the train function has built."""
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
         self._parts.adaptation.register(self.states)
         if self.elastic:
@@ -353,6 +372,16 @@ class Session:
     def resume_point(self) -> ResumePoint:
         """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
         return self.ledger.resume_point(self.registry.models.gain)
+
+    def tell_of_early_report(self) -> None:
+        """Tell the job's user, once, that a train function reports which has not come to its loop."""
+        if not self._told_of_early_report:
+            self._told_of_early_report = True
+            self.tell(
+                "warning",
+                "the train function has called report() before its first epoch: a function that never iterates an "
+                "AdaptiveDataLoader inside `for epoch in elastic_ray.remaining_epochs_until(n):` is refused at its end",
+            )
 
     def count_report(self) -> int:
         """Another call of ``report``; returns its number in the run."""

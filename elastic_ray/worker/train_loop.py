@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ray.util import inspect_serializability
 from elastic_ray.adaptation.policy import Policy, name_of
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.worker.in_ray_train import in_ray_train
+from elastic_ray.worker.script_classes import load
 
 _KINDS = inspect.Parameter
 _POSITIONAL = (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD, _KINDS.VAR_POSITIONAL)
@@ -72,7 +72,7 @@ class PickledTrainLoop:
         self._packed = packed
 
     def __call__(self, config: Mapping[str, Any]) -> Any:
-        train_loop, own = pickle.loads(self._packed)
+        train_loop, own = load(self._packed)
         return train_loop() if own is None else train_loop({**own, **config})
 
 
@@ -91,7 +91,7 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 def call(packed: bytes) -> Any:
     """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do."""
     with in_ray_train():
-        train_loop, config = pickle.loads(packed)
+        train_loop, config = load(packed)
         return train_loop() if config is None else train_loop(config)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_ray.background import Background
@@ -44,6 +44,7 @@ class WorkerActors:
         controller: handle of its controller.
         tell: takes what happened to a worker.
         on_result: takes how a run ended.
+        on_refusal: takes why no process could be had for a worker, and whether another try must end the same way.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class WorkerActors:
         controller: Any,
         tell: Callable[[Stimulus], None],
         on_result: Callable[[str, RunResult], None],
+        on_refusal: Callable[[str, Exception, bool], None],
     ) -> None:
         self._spec = spec
         self._tell = tell
+        self._on_refusal = on_refusal
         self._on_result = on_result
         self._token = secrets.token_hex(8)  # of two jobs that a process serves one after the other, both have a "w1"
         self._processes = Processes(spec, controller, self._token)
@@ -147,7 +150,14 @@ class WorkerActors:
                 assignment = await self._with_gpus(assignment)
             running = actor.run.remote(dataclasses.replace(assignment, group=group.id.hex()))
         except (RayError, asyncio.TimeoutError) as error:
-            self._tell(Lost(worker=worker, cause=_first_line(error)))
+            if isinstance(error, RuntimeEnvSetupError):
+                self._on_refusal(worker, error, False)
+            else:
+                self._tell(Lost(worker=worker, cause=_first_line(error)))
+            return
+        except Exception as error:  # Ray refuses what it is asked for, or a setting of the node is not understood
+            logger.exception("job %s: worker %s has no process", self._spec.job, worker)
+            self._on_refusal(worker, error, True)
             return
         await self._watch(worker, actor, self._token, running)
 

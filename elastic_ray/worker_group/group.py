@@ -43,6 +43,7 @@ logger = logging.getLogger("elastic_ray.job")
 # No other waits for the only member of a group, so that a busy machine is no reason to give it up.
 _ALONE_TIMES_LONGER = 15
 _WARM_UP_AFTER_S = 2.0
+_MOST_REFUSALS = 3  # of a runtime environment that could not be set up, once perhaps for want of the network
 _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
@@ -57,6 +58,9 @@ class GroupObserver(Protocol):
 
     def all_lost(self, reason: str) -> None:
         """No worker is left that holds the state."""
+
+    def cannot_begin(self, error: Exception) -> None:
+        """No worker can have a process."""
 
     def complete(self) -> None:
         """All have come to the end of the train function."""
@@ -114,7 +118,7 @@ class WorkerGroup:
             first_most=record.workers_at_most,
             named=named,
         )
-        self._actors = WorkerActors(spec, controller, self.take, self._on_result)
+        self._actors = WorkerActors(spec, controller, self.take, self._on_result, self._on_refusal)
         self._detector = FailureDetector(
             elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER
         )
@@ -125,6 +129,7 @@ class WorkerGroup:
         self._places = ExpectedRanks()
         self._before = named
         self._given_up: set[str] = set()
+        self._refused = 0
 
     @property
     def process_infos(self) -> Mapping[str, ProcessInfo]:
@@ -277,6 +282,14 @@ class WorkerGroup:
             self.returned.add(worker)
             self._detector.forget(worker)
             self._observer.came_back(worker, result)
+
+    def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
+        """No process can be had for a worker: a job that trains goes on without, another one cannot begin."""
+        self._refused += 1
+        if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
+            self._observer.cannot_begin(error)
+        else:
+            self.take(Lost(worker=worker, cause=str(error).strip().split("\n", 1)[0] or type(error).__name__))
 
     def _perform(self, instruction: Instruction) -> None:
         """Carry out one instruction of the membership machine."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
+import inspect
 import logging
 import math
+import re
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +18,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
+from elastic_ray.session.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from accelerate.utils import ProjectConfiguration  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
 
 from elastic_ray.integrations.huggingface import Accelerator  # noqa: E402
+from elastic_ray.integrations.huggingface.arguments import _OF_ACCELERATOR  # noqa: E402
 
 SAMPLES, BATCH, EPOCHS = 48, 8, 3
 STEPS = SAMPLES // BATCH
@@ -546,3 +552,69 @@ def test_the_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.Lo
     assert list(run_job(train, ()).results.values()) == [(4 * BATCH, 16)]
     (said,) = {each.getMessage() for each in caplog.records}
     assert said.startswith(f"max_batch_size={4 * BATCH} is that of the loader over a TensorDataset, with batches of 8")
+
+
+def test_an_opening_that_failed_and_a_second_accelerator_leave_nothing_behind() -> None:
+    set_session(None)
+    for handed_over in (False, True, True):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer, scheduler = parts()
+        plain = accelerator  # a notebook keeps what a cell has named
+        accelerator = Accelerator(cpu=True)
+        plain.prepare(*pair())
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
+        if handed_over:
+            scheduler = accelerator.prepare(scheduler)
+        steps = 0
+        refused: Any = contextlib.nullcontext() if handed_over else pytest.raises(ValueError, match="lr_scheduler=")
+        with refused:
+            for _ in er.remaining_epochs_until(1):
+                for x, y, _ in loader:
+                    accelerator.backward((model(x) - y).square().mean())
+                    optimizer.step()
+                    steps += 1
+        assert steps == (STEPS if handed_over else 0)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)}, "dispatch_batches"),
+    ({"rng_types": ["torch"]}, "rng_types"),
+]
+
+
+@pytest.mark.parametrize(("options", "name"), REFUSED, ids=[name for _, name in REFUSED])
+def test_options_of_loaders_that_cannot_be_kept_are_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be kept under elastic-ray"):
+        Accelerator(cpu=True, **options)
+
+
+def test_a_stateful_loader_is_refused() -> None:
+    config = DataLoaderConfiguration()
+    config.use_stateful_dataloader = True  # of accelerate itself it needs another package
+    with pytest.raises(ValueError, match="use_stateful_dataloader cannot be kept"):
+        Accelerator(cpu=True, dataloader_config=config)
+
+
+def test_the_seed_of_the_data_is_kept() -> None:
+    def order(seed: int | None) -> list[int]:
+        set_session(None)
+        config = DataLoaderConfiguration(data_seed=seed, even_batches=False, split_batches=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        model, optimizer = pair()
+        loader: Any = DataLoader(numbers(), BATCH, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        return [each for _ in er.remaining_epochs_until(1) for _, _, index in loader for each in index.tolist()]
+
+    assert order(None) == order(0) != order(3) and sorted(order(3)) == list(range(SAMPLES))
+
+
+def test_every_argument_is_accounted_for() -> None:
+    """A new one must be kept, mapped or refused: say which in ``docs/huggingface.md``."""
+    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (kept|mapped|refused) \|", text, re.MULTILINE))
+    own = [name for name in inspect.signature(accelerate.Accelerator.__init__).parameters if name != "self"]
+    data = [f"DataLoaderConfiguration.{field.name}" for field in dataclasses.fields(DataLoaderConfiguration)]
+    assert sorted(rows) == sorted([*own, *data])
+    refused = {name.rpartition(".")[2] for name, what in rows.items() if what == "refused"}
+    checked = {*_OF_ACCELERATOR, "gradient_accumulation_plugin"} - {"DistributedDataParallelKwargs"}
+    assert refused == checked

@@ -47,7 +47,7 @@ def start(
             storage_path=str(folder / "runs"),
             failure_config=ray.train.FailureConfig(max_failures=max_failures),
         ),
-        elastic_config=er.ElasticConfig(faults=faults, **(elastic or {})),
+        elastic_config=er.ElasticConfig(faults=faults, **{"restart": False, **(elastic or {})}),
         scheduling_config=scheduling,
         model_fingerprint=model_fingerprint,
         policy=policy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,14 +16,18 @@ from typing import Any
 import pytest
 import ray
 import ray.train
+from ray.train.v2.api.exceptions import TrainingFailedError
 
 import elastic_ray as er
 from elastic_ray.consensus.intents import RanksDisagreeError
+from elastic_ray.driver.handle import JobHandle
 from elastic_ray.errors import TrainFunctionError, WorkersLostError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.faults import Faults
+from elastic_ray.job.controller import start as start_controller
 from tests.job import traced
 from tests.job.jobs import kinds, run, start, wait_until
+from tests.job.specs import spec
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
@@ -36,6 +41,22 @@ def test_a_users_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, t
     assert EventKind.RESTART not in kinds(handle)
     assert handle.status().phase is JobPhase.FAILED
     assert 'KeyError: "the user\'s own mistake"' in handle.events()[-1].reason
+
+
+def test_what_ray_refuses_of_a_process_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
+    """Another try would end the same way: the job does not wait for ever."""
+    refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"working_dir": str(tmp_path)})
+    handle = JobHandle(start_controller(refused), refused)
+    with pytest.raises(TrainingFailedError, match="not a valid URI"):
+        handle.result(timeout=60)
+
+
+@pytest.mark.slow
+def test_an_environment_that_cannot_be_set_up_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
+    refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"conda": "there-is-none"})
+    handle = JobHandle(start_controller(refused), refused)
+    with pytest.raises(TrainingFailedError, match="Failed to set up runtime environment"):
+        handle.result(timeout=180)
 
 
 @pytest.mark.slow
@@ -57,8 +78,8 @@ def test_all_members_lost_restart_from_the_last_checkpoint(ray_cluster: Any, tmp
 
 @pytest.mark.slow
 def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_path: Path) -> None:
-    handle = start(tmp_path, workers=1, faults=Faults().kill(step=4, moment="backward"))
-    with pytest.raises(WorkersLostError, match="max_failures"):
+    handle = start(tmp_path, workers=1, faults=Faults().kill(step=4, moment="backward"), elastic={"restart": False})
+    with pytest.raises(WorkersLostError, match=r"restart=False.*max_failures"):
         handle.result(timeout=180)
 
 
@@ -171,9 +192,13 @@ def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_c
 def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000)
     wait_until(lambda: handle.status().step > 5, handle)
-    handle.stop()
+    handle.stop(reason="lunch")
     result = handle.result(timeout=180)
     assert handle.status().phase is JobPhase.STOPPED and result.error is None
+    stopped = re.fullmatch(r"lunch; saved at step (\d+): the job has stopped", handle.events()[-1].reason)
+    assert stopped is not None and handle.status().message == stopped[0]
+    steps = [line["step"] for line in traced.read(tmp_path / "trace") if line["kind"] == "step"]
+    assert int(stopped[1]) == max(steps) + 1, "it goes on behind the last step that was trained"
 
 
 @pytest.mark.slow
@@ -224,11 +249,14 @@ def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> N
     while ray_cluster.leaks() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not ray_cluster.leaks()
+    (events,) = (tmp_path / "runs").glob("*/events.jsonl")
+    reason = str(json.loads(events.read_text().splitlines()[-1])["reason"])
+    saved = re.fullmatch(r"its driver is gone: .* lease_s=2 s; saved at step (\d+): the job has stopped", reason)
+    assert saved is not None and int(saved[1]) > 0
+    assert list((events.parent / "automatic").glob(f"step_{int(saved[1]):012d}_*.json"))
 
 
 def test_events_are_written_beside_the_results(ray_cluster: Any, tmp_path: Path) -> None:
-    import json
-
     handle, _ = run(tmp_path, workers=1, name="written", epochs=1)
     lines = (tmp_path / "runs" / "written" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == [event.kind.value for event in handle.events()]

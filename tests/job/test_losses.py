@@ -20,13 +20,28 @@ from tests.job.specs import spec
 
 def test_so_many_losses_are_allowed() -> None:
     losses = Losses(max_failures=1)
-    assert losses.all_lost()
-    assert not losses.all_lost() and losses.failures == 2
+    assert losses.all_lost(0)
+    assert not losses.all_lost(9) and losses.failures == 2
 
 
 def test_a_job_without_a_limit_restarts_every_time() -> None:
     losses = Losses(max_failures=-1)
-    assert all(losses.all_lost() for _ in range(9)) and losses.failures == 9
+    assert all(losses.all_lost(0) for _ in range(9)) and losses.failures == 9
+
+
+def test_by_default_a_job_restarts_for_as_long_as_it_makes_progress() -> None:
+    losses = Losses(max_failures=0)
+    assert all(losses.all_lost(saved) for saved in (0, 0, 5, 5, 5, 6, 6, 6))
+    assert not losses.all_lost(6)
+    assert not Losses(max_failures=0, restart=False).all_lost(5)
+
+
+def test_what_was_counted_is_recalled() -> None:
+    losses = Losses(max_failures=0)
+    losses.recall(lost=3.0, failures=3, fruitless=3, saved_steps=7)
+    assert not losses.all_lost(7)
+    losses.recall(lost=3.0, failures=3, fruitless=3, saved_steps=7)
+    assert losses.all_lost(8)
 
 
 def test_members_count_as_their_part_of_the_job() -> None:
@@ -34,7 +49,7 @@ def test_members_count_as_their_part_of_the_job() -> None:
     losses.some_lost(4, 3)
     losses.some_lost(2, 2)
     assert losses.mean_time_s(0.0) == pytest.approx(PRIOR_MEAN_TIME_S / 1.25)
-    losses.all_lost()
+    losses.all_lost(0)
     assert losses.mean_time_s(900.0) == pytest.approx((PRIOR_MEAN_TIME_S + 900.0) / 2.25)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray.train  # now, for storing imports it: a busy machine takes longer for that than storage is waited for
 
+from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.session.transitions import WorkerDismissed
@@ -65,6 +66,38 @@ def test_a_checkpoint_that_may_not_be_read_raises_at_once(storage: RunStorage, t
         reported(storage).store(ray.train.Checkpoint("runs/source", remote.filesystem), 1, NOTE, lambda: False)
     assert time.monotonic() - begin_s < PATIENCE_S / 2
     assert not list(Path(storage.path).glob("*_000001*"))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (os.mkfifo, "is a pipe, socket or device"),
+        (lambda path: path.symlink_to("gone.pt"), "is a link to 'gone.pt', which leads nowhere"),
+        (lambda path: path.symlink_to(".."), "is a link to '..', which it lies in"),
+        (lambda path: path.symlink_to(path.name), "is a link to 'odd', which leads nowhere"),
+    ],
+    ids=["pipe", "link to nothing", "loop of directories", "loop of links"],
+)
+def test_what_cannot_be_copied_is_named_at_once(storage: RunStorage, source: Path, make: Any, what: str) -> None:
+    (source / "inner").mkdir()
+    make(source / "inner" / "odd")
+    begin_s = time.monotonic()
+    with pytest.raises(SourceError, match=f"source/inner/odd' {what}"):
+        store(reported(storage), source)
+    assert time.monotonic() - begin_s < PATIENCE_S / 2
+    assert not list(Path(storage.path).glob("*_000001*"))
+
+
+def test_links_to_files_and_directories_are_copied(storage: RunStorage, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "more.pt").write_bytes(b"y")
+    (source / "linked").symlink_to(tmp_path / "elsewhere")
+    (source / "twice").symlink_to(tmp_path / "elsewhere")
+    (source / "latest.pt").symlink_to("model.pt")
+    path, problem = store(reported(storage), source)
+    assert not problem
+    found = {each.relative_to(path).as_posix() for each in Path(path).rglob("*.pt")}
+    assert found == {"model.pt", "latest.pt", "linked/more.pt", "twice/more.pt"}
 
 
 def test_a_run_directory_that_goes_and_comes_back_is_waited_for(storage: RunStorage, source: Path) -> None:

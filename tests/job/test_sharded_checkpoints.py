@@ -53,7 +53,7 @@ def start(
             storage_path=str(folder / "runs"),
             failure_config=ray.train.FailureConfig(max_failures=max_failures),
         ),
-        elastic_config=er.ElasticConfig(faults=faults, checkpoint_interval_s=interval_s),
+        elastic_config=er.ElasticConfig(faults=faults, checkpoint_interval_s=interval_s, restart=False),
         policy=policy,
     ).submit()
 

@@ -15,8 +15,11 @@ from typing import Any
 
 import pytest
 import ray
+from ray.train.v2.api.exceptions import TrainingFailedError
 
 import elastic_ray as er
+from elastic_ray.driver.handle import JobHandle
+from elastic_ray.job.controller import start
 from elastic_ray.warm_pool.client import environment_key
 from elastic_ray.warm_pool.pool import NAME, close_pool, find_pool
 from elastic_ray.warm_pool.processes import pool_client, setup_of
@@ -31,6 +34,7 @@ SCRIPT = """
 import sys
 
 import ray
+from ray.train.v2.api.exceptions import TrainingFailedError
 import ray.train
 
 import elastic_ray as er
@@ -195,3 +199,15 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     assert ray.get(mine.sees_running.remote(os.getpid()), timeout=180), "a job's process ended with the pool"
     ray.kill(mine)
     wait_for(lambda: not pool_cluster.leaks())
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    cluster = LocalCluster(num_cpus=1)
+    try:
+        asked = spec(storage_path=str(tmp_path))
+        with pytest.raises(TrainingFailedError, match=f"{VARIABLE} must be 'off' or set some of .*has 'on'"):
+            JobHandle(start(asked), asked).result(timeout=60)
+    finally:
+        cluster.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import Subset, TensorDataset
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import set_session
+from elastic_ray.sync.checks import StrategyError
 from tests.loop.ranks import Ranks
 
 
@@ -86,6 +88,85 @@ def test_a_run_that_was_broken_off_does_not_stand_in_the_way() -> None:
         kept = error  # and with it the frames, as a notebook keeps them
     assert trained(numbers(18)) == trained(numbers(18))
     del kept
+
+
+def refused_at_first(way: str) -> int:
+    """A notebook that is corrected: its scheduler was not handed over; the steps of the second attempt."""
+    made: dict[str, Any] = {}
+    steps = 0
+    for corrected in (False, True):
+        if not made or way != "same model, same loader":
+            loader = made["loader"] = er.AdaptiveDataLoader(numbers(18), batch_size=6)
+            model = made["model"] = nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        if way == "adaptive":
+            loader.autoscale_batch_size(12)
+        if way == "with a state":
+            er.register_state("average", nn.Linear(1, 1))
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scheduler if corrected else None)
+        if way == "twice without a loop":
+            wrapped = er.AdaptiveDataParallel(*pair_of_its_own(), None)
+            with pytest.raises(ValueError, match="strategy must be"):
+                er.AdaptiveDataParallel(*pair_of_its_own(), None, strategy="nonsense")
+            model, optimizer = wrapped.module, wrapped._optimizer
+        refused: Any = contextlib.nullcontext() if corrected else pytest.raises(ValueError, match="lr_scheduler=")
+        with refused:
+            for _ in er.remaining_epochs_until(2):
+                for (x,) in loader:
+                    optimizer.zero_grad()
+                    wrapped(x[:, None]).square().mean().backward()
+                    optimizer.step()
+                    steps += 1
+                scheduler.step()
+    return steps
+
+
+def pair_of_its_own() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(1, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-4)
+
+
+@pytest.mark.parametrize("world", [None, 2])
+@pytest.mark.parametrize(
+    "way", ["all anew", "same model, same loader", "adaptive", "with a state", "twice without a loop"]
+)
+def test_an_opening_that_failed_leaves_nothing_behind(ranks: Ranks, world: int | None, way: str) -> None:
+    steps = ranks.run(refused_at_first, way, world=world)
+    assert all(each in (6, 12) if way == "adaptive" else each == 6 for each in ([steps] if world is None else steps))
+
+
+def test_what_failed_for_its_loader_is_opened_again_with_another() -> None:
+    set_session(None)
+    model, optimizer = pair_of_its_own()
+    wrapped = er.AdaptiveDataParallel(model, optimizer, strategy="diloco")
+    steps = 0
+    for limit in (12, None):
+        loader = er.AdaptiveDataLoader(numbers(18), batch_size=6)
+        if limit is not None:
+            loader.autoscale_batch_size(limit)
+        refused: Any = contextlib.nullcontext()
+        if limit is not None:
+            refused = pytest.raises(StrategyError, match="an adaptive batch")
+        with refused:
+            for _ in er.remaining_epochs_until(1):
+                for (x,) in loader:
+                    wrapped(x[:, None]).square().mean().backward()
+                    optimizer.step()
+                    steps += 1
+    assert steps == 3
+
+
+def test_an_adaptive_loader_that_is_made_anew_adapts_before_the_first_epoch() -> None:
+    set_session(None)
+    model, optimizer = pair_of_its_own()
+    er.AdaptiveDataParallel(model, optimizer)
+    for _ in range(2):  # a notebook's cell
+        loader = er.AdaptiveDataLoader(numbers(18), batch_size=6)
+        loader.autoscale_batch_size(12)
+        info = current_session().registry.loaders.info
+        assert info is not None and info.limits.max_batch_size == 12
+        del loader
 
 
 def test_an_adaptive_loader_that_is_used_again_adapts_again() -> None:

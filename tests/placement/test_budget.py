@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from placement import AllocatorConfig, Autoscaling
 from placement.autoscaling.objectives import make_objective
@@ -20,12 +21,15 @@ spans = st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.0, 100.0), st.intege
 
 
 @given(spans, st.floats(1.0, 100.0))
+@example([(4e-10, 1.0, 1)], 1.0)
+@example([(1.0, 5e-324, 0), (1.0, 5e-324, 0)], 2.0)  # numbers this small have no digits to be exact in
 def test_an_account_never_counts_more_than_its_memory(several: list[tuple[float, float, int]], memory_h: float) -> None:
     account = Account()
     for hours, usd_per_h, jobs in several:
         account = account.after(hours, usd_per_h, jobs, memory_h)
     assert account.hours <= min(sum(each[0] for each in several), memory_h) * (1 + 1e-9)
-    assert account.spent_usd <= account.hours * max((each[1] for each in several), default=0.0) * (1 + 1e-9)
+    most_usd = account.hours * max((each[1] for each in several), default=0.0)
+    assert account.spent_usd <= most_usd * (1 + 1e-9) + sys.float_info.min
     assert account.job_hours <= account.hours * max((each[2] for each in several), default=0) * (1 + 1e-9)
 
 

@@ -178,6 +178,12 @@ def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
         read_run(config)
 
 
+@pytest.mark.parametrize("env", [{"working_dir": "."}, {"py_modules": ["."]}, {"env_vars": {"A": 1}}, {"pip": 3}])
+def test_a_runtime_environment_that_ray_refuses_is_refused_at_once(env: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"RunConfig\(worker_runtime_env\) must be one that Ray takes"):
+        read_run(RunConfig(worker_runtime_env=env))
+
+
 def test_what_holds_in_every_elastic_job_may_be_asked_for() -> None:
     read_run(RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True, preemption_grace_s=30)))
 

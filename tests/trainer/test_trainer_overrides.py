@@ -52,6 +52,13 @@ def test_a_wrong_value_is_refused_by_the_trainer(monkeypatch: pytest.MonkeyPatch
         ElasticTrainer(train)
 
 
+def test_a_variable_that_is_none_of_ours_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_overrides({"ELASTIC_RAY_WORKER": "3", "ELASTIC_RAY_POOL": "off", "OTHER": ""})
+    (told,) = caplog.messages
+    assert "ELASTIC_RAY_WORKER has no effect; is ELASTIC_RAY_WORKERS meant?" in told
+
+
 @pytest.mark.parametrize("told", [Overrides(), Overrides(workers=(1, 8)), Overrides(use_gpu=False, name="a")])
 def test_the_variables_say_what_was_told(told: Any) -> None:
     assert read_overrides(told.environment()) == told

@@ -197,7 +197,9 @@ class Accelerator(OnMainProcess, Collectives):
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
         """A loader whose batches all workers share."""
-        loader = data_loader if isinstance(data_loader, er.AdaptiveDataLoader) else er.AdaptiveDataLoader(data_loader)
+        seed = self.dataloader_config.data_seed or 0
+        ours = isinstance(data_loader, er.AdaptiveDataLoader)
+        loader = data_loader if ours else er.AdaptiveDataLoader(data_loader, seed=seed)
         self._batch_options.apply(loader)
         self._batch_options = BatchOptions()  # one loader of a train loop adapts
         self._dataloaders.append(AccelerateLoader(loader, self, self._optimizers))

@@ -43,6 +43,8 @@ def check_arguments(args: Any) -> None:
         "deepspeed": getattr(args, "deepspeed", None),
         "fsdp": getattr(args, "fsdp", None),
         "auto_find_batch_size": args.auto_find_batch_size,
+        "dataloader_in_order": getattr(args, "dataloader_in_order", True) is False,
+        "accelerator_config": _dispatches(getattr(args, "accelerator_config", None)),
         "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
         "n_gpu": args.n_gpu > 1,
         "train_sampling_strategy": getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
@@ -52,6 +54,11 @@ def check_arguments(args: Any) -> None:
     for name, way_out in _REFUSED.items():
         if found[name]:
             raise ValueError(f"{name}={getattr(args, name)!r} cannot be kept under elastic-ray: {way_out}")
+
+
+def _dispatches(config: Any) -> bool:
+    """True if an ``accelerator_config`` asks for what only accelerate's own loaders do."""
+    return bool(getattr(config, "dispatch_batches", None) or getattr(config, "gradient_accumulation_kwargs", None))
 
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
@@ -64,6 +71,13 @@ _REFUSED = {
     ),
     "deepspeed": "its state cannot follow the group: leave it out",
     "fsdp": "its shards cannot follow the group: leave it out",
+    "dataloader_in_order": (
+        "a job that changes size goes on behind the last sample that was used, which needs their order: leave it out"
+    ),
+    "accelerator_config": (
+        "with dispatch_batches one process would read for the others, and gradient_accumulation_kwargs are for steps "
+        "that the job cuts by itself: leave these two out"
+    ),
     "auto_find_batch_size": (
         "a job that runs out of memory goes on with smaller micro-batches by itself: leave it out, and pass "
         "Trainer(max_batch_size=, gradient_accumulation=True)"
@@ -89,13 +103,30 @@ def check_options(options: Mapping[str, Any]) -> None:
     )
     handlers = {type(each).__name__ for each in options.get("kwargs_handlers") or ()}
     found["DistributedDataParallelKwargs"] = "DistributedDataParallelKwargs" in handlers
+    data = options.get("dataloader_config")
+    found |= {name: getattr(data, name, None) is True for name in _OF_DATA}
+    found["rng_types"] = set(options.get("rng_types") or ()) - {"generator"} != set()
     for name, way_out in _OF_ACCELERATOR.items():
         if found[name]:
             raise ValueError(f"{name} cannot be kept under elastic-ray: {way_out}")
 
 
 _NO_SHARDS = "its shards cannot follow the group: leave it out, and each worker holds the whole model"
+_OF_DATA = {
+    "use_stateful_dataloader": (
+        "where the job is in the data is part of its state, whatever the number of workers: leave it out of "
+        "DataLoaderConfiguration, and Accelerator.save_state() and load_state() keep the place"
+    ),
+    "dispatch_batches": (
+        "each worker reads its own share, none reads for the others: leave it out of DataLoaderConfiguration"
+    ),
+}
 _OF_ACCELERATOR = {
+    **_OF_DATA,
+    "rng_types": (
+        "workers draw random numbers of their own, and the order of samples is the same on all of them anyway: leave "
+        "it out, or pass ['generator']"
+    ),
     **dict.fromkeys(("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"), _NO_SHARDS),
     **dict.fromkeys(("torch_tp_plugin", "parallelism_config"), _NO_SHARDS),
     "DistributedDataParallelKwargs": (

@@ -108,6 +108,7 @@ def _order_and_workers(trainer: Any, dataset: Any) -> dict[str, Any]:
     }
     if args.dataloader_num_workers:
         options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
     sampler = trainer._get_train_sampler(dataset)
     if sampler is None or isinstance(sampler, SequentialSampler):
         options["shuffle"] = False

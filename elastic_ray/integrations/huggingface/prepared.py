@@ -80,13 +80,14 @@ class AccelerateLoader(LoaderOnDevice):
         self.end_of_dataloader = False
         self.gradient_state = accelerator.gradient_state
         self._optimizers = optimizers
+        self._non_blocking = bool(accelerator.non_blocking)
 
     def __iter__(self) -> Iterator[Any]:
         self.gradient_state._add_dataloader(self)
         try:
             for batch in self.loader:
                 self._begin_micro_step()
-                yield send_to_device(batch, self.device)
+                yield send_to_device(batch, self.device, non_blocking=self._non_blocking)
         finally:
             self.gradient_state._remove_dataloader(self)
             self.end_of_dataloader = False

@@ -13,12 +13,15 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.states import RunningStage
 
 import elastic_ray as er
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.lightning.fetcher import ElasticFetcher, UnreadStream
 from elastic_ray.integrations.lightning.shared import accumulating, set_rank
 from elastic_ray.integrations.lightning.state import StepState, TrainerState
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
+from elastic_ray.membership.worker_side import LostGroupError
+from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
 
@@ -96,9 +99,9 @@ class ElasticFitLoop(_FitLoop):
             set_rank()
             _start_anew(self)
             return super().run()
-        except BaseException:
+        except BaseException as error:
             strategy: Any = self.trainer.strategy
-            strategy.leave()
+            strategy.leave(goes_on=isinstance(error, (WorkerDismissed, LostGroupError, CommunicationFailedError)))
             raise
 
     def _start_where_restored(self) -> None:
@@ -199,12 +202,17 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                 self._end_of_data()
                 return
             self._train_batch(data_fetcher)
-        while data_fetcher.at_limit or self._is_training_done or self.trainer.should_stop:
+        while data_fetcher.at_limit or self._is_training_done or self._stops_early:
             if data_fetcher.leave():
                 if data_fetcher.at_limit:
                     self._end_of_data()
                 return
             self._train_batch(data_fetcher)
+
+    @property
+    def _stops_early(self) -> bool:
+        """True if the training was asked to stop, and has come as far as ``min_steps`` and ``min_epochs`` say."""
+        return bool(self.trainer.should_stop and self.trainer.fit_loop._can_stop_early)
 
     def _train_batch(self, data_fetcher: Any) -> None:
         """As Lightning's ``advance``, until the micro-batch counts: of one that is lost no hook is told.

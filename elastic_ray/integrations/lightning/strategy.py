@@ -88,7 +88,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             gradient_accumulation=gradient_accumulation,
         )
         self._options = options
-        self._gone = False
+        self._gone = self._writes = False
 
     @property
     def num_nodes(self) -> int:
@@ -105,8 +105,8 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this worker writes files; none does that has left the job."""
-        return not self._gone and self.global_rank == 0
+        """True if this worker writes files: rank 0 does, also of a training that failed (``OnExceptionCheckpoint``)."""
+        return self._writes if self._gone else self.global_rank == 0
 
     @property
     def handles_gradient_accumulation(self) -> bool:
@@ -250,9 +250,13 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         else:
             yield
 
-    def leave(self) -> None:
-        """This worker leaves the job, or has failed: it meets the others nowhere any more."""
-        self._gone = True
+    def leave(self, *, goes_on: bool) -> None:
+        """This worker leaves the job, or has failed: it meets the others nowhere any more.
+
+        Args:
+            goes_on: whether the job continues without it, so that files are others' to write.
+        """
+        self._gone, self._writes = True, not goes_on and self.global_rank == 0
 
 
 def _check(trainer: Any) -> None:

@@ -13,6 +13,7 @@ import ray.cloudpickle
 from ray.experimental import internal_kv
 
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
+from elastic_ray.worker.script_classes import load
 from placement.ray_cluster.notes import NAMESPACE
 
 _MOST_INLINE_BYTES = 32 << 10  # Ray keeps larger arguments in its object store, where a restart may not find them
@@ -122,7 +123,7 @@ class TrainLoopWithDatasets:
 
     def __call__(self) -> Any:
         with self._run:
-            train_loop, config = pickle.loads(self._packed)
+            train_loop, config = load(self._packed)
             return train_loop() if config is None else train_loop(config)
 
 

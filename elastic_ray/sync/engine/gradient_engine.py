@@ -185,7 +185,11 @@ class GradientEngine:
             StrategyError: the present one gives none.
         """
         self._statistics_for.append(user)
-        self._check_statistics(self.plan.strategy)
+        try:
+            self._check_statistics(self.plan.strategy)
+        except StrategyError:
+            self._statistics_for.pop()
+            raise
 
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError where statistics are needed that models which are averaged do not give."""

@@ -6,6 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Callable, Sequence, Set
 
+_Relation = Callable[[int, int], bool]  # of a tile and a rank
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
@@ -21,7 +23,8 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
 
     Every tile has ``min(copies, ranks)`` owners, and the ranks own equally many tiles, within one. Owners of one tile
     are on different nodes as far as that balance allows; a copy that is held on a node twice moves to another one.
-    As many copies as possible stay where they are (a maximum matching), and the others fill what room is left.
+    As many copies as possible stay where they are (a maximum matching), and the others fill what room is left; a copy
+    that is held gives way only where no other can.
 
     Args:
         tiles: how many there are; 1 or more.
@@ -34,12 +37,17 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
     """
     world = len(held)
     copies = min(copies, world)
-    matching = _Matching(tiles, _room(tiles * copies, [len(each) for each in held]), nodes)
-    for apart, may in ((True, lambda t, r: t in held[r]), (True, lambda t, r: True), (False, lambda t, r: True)):
+    matching = _Matching(tiles, held, _room(tiles * copies, [len(each) for each in held]), nodes)
+    # Copies that are held stay where they are before others move to make room.
+    phases = (
+        (True, matching.holds, _any),
+        *((apart, _any, gives_up) for apart in (True, False) for gives_up in (matching.lacks, _any)),
+    )
+    for apart, may, gives_up in phases:
         for _ in range(copies):
             for tile in range(tiles):
                 if len(matching.owners[tile]) < copies:
-                    matching.add(tile, may, apart=apart and len(set(nodes)) > 1)
+                    matching.add(tile, may, gives_up, apart=apart and len(set(nodes)) > 1)
     return _first_in_turn(matching.owners, world)
 
 
@@ -61,21 +69,35 @@ def _first_in_turn(owners: Sequence[Set[int]], world: int) -> tuple[tuple[int, .
     return tuple(found)
 
 
+def _any(tile: int, rank: int) -> bool:
+    return True
+
+
 class _Matching:
     """Tiles and their owners, as they are found; no rank gets more than its room."""
 
-    def __init__(self, tiles: int, room: Sequence[int], nodes: Sequence[str]) -> None:
+    def __init__(self, tiles: int, held: Sequence[Set[int]], room: Sequence[int], nodes: Sequence[str]) -> None:
+        self._held = held
         self._room = room
         self._nodes = nodes
         self._owned: list[set[int]] = [set() for _ in room]
         self.owners: list[set[int]] = [set() for _ in range(tiles)]
 
-    def add(self, tile: int, may: Callable[[int, int], bool], *, apart: bool) -> bool:
+    def holds(self, tile: int, rank: int) -> bool:
+        """True if the rank has held the tile before."""
+        return tile in self._held[rank]
+
+    def lacks(self, tile: int, rank: int) -> bool:
+        """True if the rank has not held the tile before."""
+        return tile not in self._held[rank]
+
+    def add(self, tile: int, may: _Relation, gives_up: _Relation, *, apart: bool) -> bool:
         """Find another owner for a tile; where room is short, others change theirs (the shortest augmenting path).
 
         Args:
             tile: it.
             may: whether a tile may go to a rank.
+            gives_up: whether a tile may leave a rank that owns it.
             apart: whether its owners must be on different nodes.
 
         Returns:
@@ -95,6 +117,8 @@ class _Matching:
                     self._give(each, rank, gives)
                     return True
                 for other in sorted(owned - seen):
+                    if not gives_up(other, rank):
+                        continue
                     seen.add(other)
                     gives[other] = (rank, each)
                     queue.append(other)

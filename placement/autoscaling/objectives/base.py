@@ -80,7 +80,7 @@ class Account:
     def after(self, hours: float, usd_per_h: float, jobs: int, memory_h: float) -> Account:
         """So much later, at such a price: what lies ``memory_h`` hours back counts 1/e."""
         kept = math.exp(-hours / memory_h)
-        fresh = memory_h * (1.0 - kept)
+        fresh = -memory_h * math.expm1(-hours / memory_h)  # not 1 - kept, which has no digits after a short while
         return Account(
             hours=self.hours * kept + fresh,
             spent_usd=self.spent_usd * kept + usd_per_h * fresh,
