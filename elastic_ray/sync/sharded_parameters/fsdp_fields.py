@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ _PARAM = (
         "unsharded_accumulated_grad",
         "_module_info",
         "_orig_size",
+        "accumulate_unsharded_grad_if_needed",
         "fsdp_placement",
         "mp_policy",
         "_setattr_on_modules",
@@ -228,6 +229,29 @@ def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce
     unit.set_reduce_scatter_unused_params(True, recurse=False)
     for setter in (*_SETTINGS.values(), *_OTHER_SETTERS):
         setattr(unit, setter, functools.partial(_refuse_setting, setter))
+
+
+def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
+    """Report each parameter of a sharded module that has a gradient of its own when torch scatters gradients.
+
+    Torch scatters zeros for the others, since ranks may use different parameters, and they cannot be told from
+    gradients later.
+
+    Args:
+        unit: the sharded module.
+        used: is called with the user's parameter, once or more in a backward pass.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for field in group.fsdp_params:
+            _put(field, accumulate_unsharded_grad_if_needed=functools.partial(_report_use, field, used))
+
+
+def _report_use(field: Any, used: Callable[[nn.Parameter], None]) -> None:
+    """Stand in the place of a parameter's method that torch calls first of all when a backward pass has reached it."""
+    own = hasattr(field, "_unsharded_param") and field._unsharded_param.grad is not None
+    if own or field.unsharded_accumulated_grad is not None:
+        used(field.sharded_param)
+    type(field).accumulate_unsharded_grad_if_needed(field)
 
 
 def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
