@@ -146,3 +146,47 @@ def test_one_micro_batch_that_uses_it_is_enough(strategy: str, workers: int) -> 
 @pytest.mark.parametrize("make", [Experts, LayerDrop])
 def test_so_it_is_while_workers_come_and_die(make: Callable[[], Net]) -> None:
     _check(make, "fully_shard", None, 2, [Change(1, (1, 2, 3)), Kill(3, 2, "vote")])
+
+
+class Discriminator(nn.Module):
+    """With a head that none of the losses uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(5, 8), nn.Linear(8, 1), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def _gan(*, plain: bool) -> list[float]:
+    """Two models, whose gradients come in one backward pass."""
+    generator = torch.Generator().manual_seed(3)
+    made, judge = nn.Linear(5, 5), Discriminator()
+    for p in (*made.parameters(), *judge.parameters()):
+        p.data.copy_(torch.randn(p.shape, generator=generator) * 0.3)
+    first, second = _optimizer(made), _optimizer(judge)
+    one: Any = made if plain else er.AdaptiveDataParallel(made, first, scaling_rule="none")
+    two: Any = judge if plain else er.AdaptiveDataParallel(judge, second, scaling_rule="none")
+
+    def step(x: Tensor) -> None:
+        second.zero_grad()
+        (two(one(x).detach()).square().mean() - two(x).mean()).backward()
+        second.step()
+        first.zero_grad()
+        two(one(x)).mean().backward()
+        first.step()
+
+    if plain:
+        for x, _ in DataLoader(_data(), batch_size=BATCH):
+            step(x)
+    else:
+        for _ in er.remaining_epochs_until(1):
+            for x, _ in er.AdaptiveDataLoader(_data(), batch_size=BATCH, shuffle=False):
+                step(x)
+    return [p.sum().item() for p in (*made.parameters(), *judge.parameters())]
+
+
+def test_gradients_of_two_models_come_in_one_pass_though_one_of_them_is_not_used_as_a_whole() -> None:
+    found = run_job(lambda: _gan(plain=False), [Change(3, (1, 2, 3))], first=(1, 2)).results
+    assert all(own == pytest.approx(_gan(plain=True), abs=1e-4) for own in found.values()), found

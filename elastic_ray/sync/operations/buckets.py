@@ -35,6 +35,7 @@ class Bucket:
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
         used: which parameters had a gradient in any micro-step of an accumulation.
         written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
+        additions: how often the pass adds to that ``.grad``.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Bucket:
     carried: torch.Tensor | None = None
     used: list[bool] = dataclasses.field(default_factory=list)
     written: tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int] | None = None
+    additions: int = 1
 
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
@@ -56,7 +58,12 @@ class Bucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.complete = True
+        self.complete, self.additions = True, 1
+
+    def add_again(self, param: torch.Tensor) -> None:
+        """The pass adds to a gradient once more, by a backward pass within it."""
+        if self.written is not None and self.written[0] is param:
+            self.additions += 1
 
     def mark_incomplete(self) -> None:
         """The backward pass has ended without having reached all parameters."""
@@ -188,7 +195,7 @@ class Bucket:
         if self.written is None:
             return False
         param, grad, version = self.written
-        return param.grad is not None and param.grad is grad() and param.grad._version <= version + 1
+        return param.grad is not None and param.grad is grad() and param.grad._version <= version + self.additions
 
     def replace_buffer(self) -> None:
         """Leave the buffer to a reduction that was given up and may still write to it."""

@@ -41,6 +41,8 @@ _GROUP = (
     "_training_state",
     "_to_sharded",
     "_reset_iter_state",
+    "post_backward",
+    "finalize_backward",
     *_SETTINGS,
 )
 _PARAM = (
@@ -314,6 +316,21 @@ def reshard(module: nn.Module) -> None:
 def is_backward_over(module: nn.Module) -> bool:
     """Whether torch is through with a backward pass, whose last reductions it makes at the very end."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
+
+
+def reduce_rest(module: nn.Module) -> None:
+    """Have torch reduce gradients that it leaves behind at the end of a backward pass.
+
+    Where a module is used several times under reentrant checkpointing, torch takes its part of the pass as over after
+    the first backward pass within that, and would add what comes later to the next step's gradients.
+    """
+    for group in groups_of(module):
+        fields = [field for field in group.fsdp_params if hasattr(field, "_unsharded_param")]
+        if any(field._unsharded_param.grad is not None for field in fields):
+            state = group._training_state
+            group.post_backward()
+            group.finalize_backward()
+            _put(group, _training_state=state)
 
 
 def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:

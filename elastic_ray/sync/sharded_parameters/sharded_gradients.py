@@ -28,6 +28,7 @@ from elastic_ray.sync.sharded_parameters import checks
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     is_backward_over,
+    reduce_rest,
     reshard,
     take_over,
     to_sharded,
@@ -225,6 +226,7 @@ class ShardedGradients:
         if not is_backward_over(self._module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
+        reduce_rest(self._module)
         self._task = -1
         step, run = self._step, self._run
         if step is not None:
