@@ -234,6 +234,11 @@ def test_micro_batches(program: Program, backward: Backward, workers: int) -> No
     _check(program, backward, workers=workers, micro=2)
 
 
+def test_micro_batches_of_a_worker_that_has_become_the_only_one() -> None:
+    """All buckets count, and not only the last one, which holds what the group's last reduction has left."""
+    _check(recycled_without_reentry, micro=2, script=[Change(2, (2,))])
+
+
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("backward", [plainly, in_parts])
 def test_several_passes_of_a_sharded_model(backward: Backward, micro: int | None) -> None:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from elastic_ray.batch.device_numbers import read
+from elastic_ray.batch.real_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.operations.protocol import GradientBucket
@@ -21,7 +22,7 @@ _LARGE = 1 << 14
 
 @dataclasses.dataclass(slots=True)
 class Bucket:
-    """A flat buffer that holds the gradients of some parameters of one group, dtype and device.
+    """A flat buffer that holds the gradients of some parameters of one group, dtype and device, in real numbers.
 
     Attributes:
         index: position in the order of reduction.
@@ -205,16 +206,16 @@ class Bucket:
 
 def build_bucket(index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int) -> Bucket:
     """A bucket of parameters of one dtype and device, with ``tail`` extra elements at its end."""
-    numel = sum(p.numel() for p in params)
-    flat = torch.zeros(numel + tail, dtype=params[0].dtype, device=params[0].device)
+    size = sum(real_count(p) for p in params)
+    flat = torch.zeros(size + tail, dtype=params[0].dtype.to_real(), device=params[0].device)
     body, views = _cut_views(flat, params)
     return Bucket(index=index, group=group, params=list(params), flat=flat, body=body, views=views)
 
 
 def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    sizes = [p.numel() for p in params]
+    sizes = [real_count(p) for p in params]
     body = flat[: sum(sizes)]
-    return body, [piece.view(p.shape) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
+    return body, [shaped_like(piece, p) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
 
 
 def are_finite(buckets: Sequence[GradientBucket]) -> bool:
