@@ -50,13 +50,13 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     called = AdaptedTrainLoop(train_loop, policies) if policies else train_loop
     try:
         file = io.BytesIO()
-        _ByValue(file).dump((called, passed))
+        _ByValue(file).dump((called, passed))  # type: ignore[no-untyped-call]
         return file.getvalue()
     except Exception as error:
         raise TypeError(_unpicklable(train_loop, passed, error)) from error
 
 
-class _ByValue(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
+class _ByValue(ray.cloudpickle.CloudPickler):
     """Pickles what a script defines by value, and modules by name, whatever their class.
 
     cloudpickle takes along each submodule whose name code mentions: ``torch`` and an attribute ``classes`` are
@@ -69,7 +69,7 @@ class _ByValue(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
             name = next((name for name, each in sys.modules.items() if each is obj), "")
             if name:
                 return importlib.import_module, (name,)
-        return super().reducer_override(obj)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
 
 class AdaptedTrainLoop:
