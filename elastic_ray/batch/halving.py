@@ -31,7 +31,8 @@ class Halving:
         every: steps from one measurement to the next that a monitor asks for at most; None for no wish.
         least: fewest samples of a half.
 
-    No step before ``since`` is halved. Without ``adapts`` steps count from 0, so that a monitor finds those that it names.
+    No step before ``since`` is halved. Without ``adapts`` steps count from 0, so that a monitor finds those that it
+    names.
 
     Example:
         >>> halving = Halving(since=0, adapts=True)

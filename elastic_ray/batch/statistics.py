@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from elastic_ray.batch.device_numbers import with_steps_read
+from elastic_ray.batch.real_numbers import as_real, real_count
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
@@ -145,9 +146,10 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
     """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
 
     Entry for entry as ``torch.cat([p.reshape(-1) for p in params])``, in float32 (float64 for float64
-    parameters). 1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had
-    a gradient would count with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of
-    their parameter's root mean square, so that one waking coordinate cannot pass for the whole gradient.
+    parameters); the two parts of a complex number by themselves, as these optimizers take them. 1 for parameters
+    with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had a gradient would count with up
+    to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
+    so that one waking coordinate cannot pass for the whole gradient.
 
     Returns:
         None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
@@ -157,13 +159,13 @@ def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.P
     pieces = [_piece(state, groups.get(id(p), {}), p) for state, p in zip(states, params, strict=True)]
     if all(piece is None for piece in pieces):
         return None
-    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
-    flat = torch.ones(sum(p.numel() for p in params), dtype=dtype, device=params[0].device)
+    dtype = torch.float64 if any(param.dtype.to_real() == torch.float64 for param in params) else torch.float32
+    flat = torch.ones(sum(real_count(p) for p in params), dtype=dtype, device=params[0].device)
     position = 0
     for param, piece in zip(params, pieces, strict=True):
         if piece is not None:
-            flat[position : position + param.numel()].copy_(piece.reshape(-1))
-        position += param.numel()
+            flat[position : position + real_count(param)].copy_(piece.reshape(-1))
+        position += real_count(param)
     return flat
 
 
@@ -186,7 +188,8 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
     function = _denominator(state)
     if function is None or _step(state) < WARM_STEPS:
         return None
-    return function(state, group).to(torch.promote_types(dtype, torch.float32))
+    parts = {key: as_real(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return function(parts, group).to(torch.promote_types(dtype.to_real(), torch.float32))
 
 
 def least_denominator(size: Tensor) -> Tensor:

@@ -87,6 +87,17 @@ def refuse_wrapped(module: torch.nn.Module, own: type) -> None:
         )
 
 
+def refuse_lazy(module: torch.nn.Module) -> None:
+    """Raise ValueError for layers whose parameters have no shape before the first batch."""
+    lazy = [name for name, each in module.named_parameters() if torch.nn.parameter.is_lazy(each)]
+    if lazy:
+        raise ValueError(
+            f"{', '.join(lazy[:5])} of the model have no shape yet (torch.nn.Lazy...), so that workers could not agree "
+            "on gradients: call the model once on a batch, model(torch.zeros(2, ...)), then make the optimizer, and "
+            "wrap last"
+        )
+
+
 def refuse_several(optimizer: Any) -> None:
     """Raise TypeError for more than one optimizer of a model."""
     if isinstance(optimizer, (list, tuple, Mapping)):

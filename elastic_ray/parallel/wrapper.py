@@ -18,7 +18,9 @@ from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
+from elastic_ray.parallel.inner_optimizers import complete, inner_optimizers
 from elastic_ray.parallel.learning_rates import LearningRates
+from elastic_ray.parallel.model_copy import ModelCopy, copied
 from elastic_ray.parallel.model_parts import ModelParts
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.patches import (
@@ -36,6 +38,7 @@ from elastic_ray.parallel.refusals import (
     check_process_group,
     check_stragglers,
     refuse_bounded_tables,
+    refuse_lazy,
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
@@ -45,7 +48,7 @@ from elastic_ray.parallel.refusals import (
 from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.state.tree import DictState
+from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
@@ -61,7 +64,7 @@ from elastic_ray.sync.statistics.noise import NoiseTracker
 from placement.goodput.model import NoiseScale
 
 _ADDED_UP = (
-    "the loop began to add up gradients over several steps in a step that is cut in two to measure its noise: there they "
+    "the loop began to add up gradients over several steps in a step that is cut in two to measure its noise: they "
     "count more than once. Later steps are not cut; let the loop add up gradients from its first step on"
 )
 
@@ -103,9 +106,9 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
-        ValueError: the optimizer holds other parameters than the module's, or none; a parameter belongs to a model
-            that was wrapped before; gradients are stepped within ``backward()``; a trained embedding has ``max_norm``
-            and there may be several workers.
+        ValueError: the optimizer holds other parameters than the module's, or none; a parameter has no shape yet, or
+            belongs to a model that was wrapped before; gradients are stepped within ``backward()``; a trained embedding
+            has ``max_norm`` and there may be several workers.
         RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
@@ -231,6 +234,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             if step.halved:
                 self._run.tell("warning", _ADDED_UP)
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
+        """Copies and pickles hold the weights of the moment, and train nothing: see ``ModelCopy``."""
+        return copied(self.module, self.training)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model, as ``torch.nn.Module.zero_grad``."""
         super().zero_grad(set_to_none)
@@ -293,10 +300,13 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Tell the run what of the model its other ranks need, and what a lost step must take back."""
         states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
+        registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
         states.register(f"model/{index}", self._kept.model_state)
         states.register(f"optimizer/{index}", self._kept.optimizer_state)
+        for name, inner in inner_optimizers(optimizer).items():
+            states.register(f"optimizer/{index}/{name}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
@@ -422,4 +432,10 @@ def _check_types(module: Any, optimizer: Any) -> None:
             f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
             "AdaptiveDataParallel(model, optimizer) needs both"
         )
+    complete(optimizer)
     refuse_several_evaluations(optimizer)
+    refuse_lazy(module)
+
+
+# Code that asks for torch's wrapper, to look inside or to leave "module." out of names, is right for this one as well.
+torch.nn.parallel.DistributedDataParallel.register(AdaptiveDataParallel)

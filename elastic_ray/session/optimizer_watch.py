@@ -69,6 +69,18 @@ class OptimizerWatch:
         if world_size == 1 or optimizer in self._known or optimizer in self._warned:
             return
         self._warned.add(optimizer)
+        wrapped = list(self._known)
+        if any(optimizer in vars(each).values() for each in wrapped):
+            return  # as SAM's, whose state the run knows of
+        known = {id(p) for each in wrapped for group in each.param_groups for p in group["params"]}
+        if all(id(p) in known for group in optimizer.param_groups for p in group["params"]):
+            self._tell(
+                "warning",
+                f"{type(optimizer).__name__} steps parameters of a wrapped model, which is wrapped with another "
+                "optimizer: workers that join later get nothing of its state (momentum). Before the model is wrapped, "
+                "keep it as an attribute of that optimizer, or elastic_ray.register_state() it",
+            )
+            return
         text = (
             f"{type(optimizer).__name__} steps parameters that AdaptiveDataParallel does not know, in a group of "
             f"{world_size} workers: each trains a copy of its own on its own share of the samples, and workers "

@@ -150,6 +150,11 @@ def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
 
 def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
     """Raise StrategyError where a parameter or its optimizer does not suit."""
+    if isinstance(sync, Owner) and sync.owns_tiles and param.dtype.startswith("complex"):
+        raise StrategyError(
+            f"parameters in tiles must be real, but {param.name} is {param.dtype}: use strategy='all_reduce', or give "
+            "it a rule of Reduce"
+        )
     if isinstance(sync, Rows):
         if len(param.shape) != 2:
             raise StrategyError(

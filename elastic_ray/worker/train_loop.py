@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import io
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -46,9 +49,27 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     _check_policies(policies)
     called = AdaptedTrainLoop(train_loop, policies) if policies else train_loop
     try:
-        return bytes(ray.cloudpickle.dumps((called, passed)))  # type: ignore[no-untyped-call]
+        file = io.BytesIO()
+        _ByValue(file).dump((called, passed))  # type: ignore[no-untyped-call]
+        return file.getvalue()
     except Exception as error:
         raise TypeError(_unpicklable(train_loop, passed, error)) from error
+
+
+class _ByValue(ray.cloudpickle.CloudPickler):
+    """Pickles what a script defines by value, and modules by name, whatever their class.
+
+    cloudpickle takes along each submodule whose name code mentions: ``torch`` and an attribute ``classes`` are
+    ``torch.classes`` to it, an object that is a module of a class of its own and cannot be pickled.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """See ``pickle.Pickler``."""
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            name = next((name for name, each in sys.modules.items() if each is obj), "")
+            if name:
+                return importlib.import_module, (name,)
+        return super().reducer_override(obj)  # type: ignore[no-untyped-call]
 
 
 class AdaptedTrainLoop:

@@ -29,7 +29,7 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
     """Whether control values can ride on the bucket's reduction: they must arrive exactly."""
     plain = isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
-    return plain and dtype in (torch.float32, torch.float64)
+    return plain and dtype.to_real() in (torch.float32, torch.float64)
 
 
 def make_bucket(

@@ -128,6 +128,7 @@ class GradientEngine:
     @property
     def profile(self) -> ModelProfile:
         """What a strategy's planner needs to know of the model."""
+        self._trainable.check()
         return profile_of(self._module, self._trainable.groups, self._optimizer)
 
     @property

@@ -104,7 +104,7 @@ class BucketLayout:
         ]
         self.sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlicedBucket)]
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
-        self._own_tail = torch.zeros(size, device=params[0].device)
+        self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
         name = plan.strategy.label

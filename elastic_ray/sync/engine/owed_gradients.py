@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.real_numbers import real_count, real_shape
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
@@ -52,9 +53,10 @@ class _Debtor:
 
     def by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Its pieces, in the parameters' shapes."""
-        pieces = torch.split(flat, [p.numel() for p in self.bucket.params])
+        pieces = torch.split(flat, [real_count(p) for p in self.bucket.params])
         return {
-            name: piece.view(p.shape) for name, piece, p in zip(self.names, pieces, self.bucket.params, strict=True)
+            name: piece.view(real_shape(p))
+            for name, piece, p in zip(self.names, pieces, self.bucket.params, strict=True)
         }
 
     def flat(self, by_name: _Tensors) -> torch.Tensor:
@@ -64,8 +66,8 @@ class _Debtor:
         pieces = []
         for name, param in zip(self.names, self.bucket.params, strict=True):
             piece = by_name.get(name)
-            if piece is None or piece.shape != param.shape:
-                piece = torch.zeros(param.numel())
+            if piece is None or piece.shape != real_shape(param):
+                piece = torch.zeros(real_count(param), dtype=dtype)
             pieces.append(piece.reshape(-1).to(device, dtype))
         return torch.cat(pieces)
 

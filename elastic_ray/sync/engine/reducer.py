@@ -1,9 +1,10 @@
 """The synchronisation engine: gradients of all ranks into their weighted mean, statistics along the way.
 
-One asynchronous all-reduce per bucket, started as soon as backward has filled it, awaited at the end of backward,
-so that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. Gradients are weighted by
-samples, or as the loop says, so unequal local batches give the gradient of the whole batch. The reduction works on
-buffers of its own: one that was given up can never write into ``.grad``.
+One asynchronous all-reduce per bucket, started as soon as backward has filled it, awaited at the end of backward, so
+that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. In a model's first pass, where there
+are several models, and where passes are nested, so that gradients come several times, reductions start when the
+outermost pass ends. Gradients are weighted by samples, or as the loop says, so unequal local batches give the gradient
+of the whole batch. The reduction works on buffers of its own: one that was given up can never write into ``.grad``.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class GradientReducer:
         self._number, self._exchange_rows = number, exchange_rows
         self._lay_out, self._check_finite = lay_out, check_finite
         self._warned = self._tried = False
+        self._told = False  # the pass is announced
         self._unanswered = False  # announced, and not yet answered
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
         self.nonfinite_ranks: list[int] | None = None  # ranks whose gradients were not, in this step
@@ -85,6 +87,11 @@ class GradientReducer:
         self._micro = self._launched = 0
         self._weight, self._weights = 1.0, StepWeights(group, context.consensus, statistics)
         self._reduces = self._accumulates = self._measures = False
+        self._reached: set[int] = set()  # parameters that have a gradient of this pass, by id
+        self._task = -1  # autograd's number of the pass
+        self._nests = False  # passes within passes were seen, as of reentrant checkpoints: gradients come several times
+        self._knows = False  # a pass was seen to its end
+        self._early = False  # buckets are reduced while the pass goes on
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
 
@@ -110,6 +117,8 @@ class GradientReducer:
 
     def follow(self, *, changed: bool) -> None:
         """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
+        if self._running and torch._C._current_graph_task_id() == -1:
+            self._running = False  # user code has caught an exception of a backward pass
         if self._running or not (changed or self._trainable.changed()):
             return
         if self._step is not None and self._ledger.outermost is self._step:
@@ -156,16 +165,41 @@ class GradientReducer:
                     refuse_weights(self._ledger.step)
                     return
                 self._begin()
+            if torch._C._current_graph_task_id() != self._task:
+                self._nests, self._early = True, False
+            if id(param) in self._reached:
+                self._reach_again(index, param)
+                return
+            self._reached.add(id(param))
             pending = self._pending
             pending[index] -= 1
-            if not pending[index] and self._reduces:
+            if not pending[index] and self._reduces and self._early:
                 self._launch_ready()
+
+    def _reach_again(self, index: int, param: torch.Tensor) -> None:
+        """A backward pass within this one adds to a gradient that was complete.
+
+        Raises:
+            RuntimeError: it is being reduced without that.
+        """
+        if index < self._launched:
+            raise RuntimeError(
+                f"a gradient of shape {tuple(param.shape)} was added to when it was being averaged already: the model "
+                "uses a layer several times under reentrant checkpointing, and has not until now. Checkpoint with "
+                "use_reentrant=False, or do so from the first step on"
+            )
+        self._buckets[index].add_again(param)
 
     def _begin(self) -> None:
         """The first gradient of a backward pass: find out what is to become of the pass."""
         self._context.moment("backward")
         step = self._ledger.step
         self._running = True
+        self._task = torch._C._current_graph_task_id()
+        self._reached = set()
+        self._told = False
+        # Several models' gradients may come in one pass, in turns, and are to be reduced in one order on all ranks.
+        self._early = self._knows and not self._nests and self._context.models == 1
         self._launched = 0
         self._goes_on, self._complete = False, True
         self._pending = list(self._sizes)
@@ -180,7 +214,8 @@ class GradientReducer:
             if self._reduces and not self._warned:
                 self._warned = True
                 self._context.tell("warning", OUTSIDE_OF_LOADERS)
-            self._announce()
+            if self._early:
+                self._announce()
             return
         if step is not self._step:
             self._begin_step(step)
@@ -197,12 +232,14 @@ class GradientReducer:
         self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
         self._measures = self._statistics.due and self._open and not self._ledger.failed
-        self._announce()
+        if self._early:
+            self._announce()
 
     def _announce(self) -> None:
         """Tell the other ranks that this one reduces gradients: they answer while backward goes on."""
         if not self._reduces:
             return
+        self._told = True
         self._announced = self._announcements.of(self._step)
         try:
             self._unanswered = self._consensus.announce_reductions(self._announced, known=self._met_before())
@@ -310,7 +347,7 @@ class GradientReducer:
 
     def _finish(self) -> None:
         """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
-        self._running = False
+        self._running, self._knows = False, True
         self._trainable.drop_strangers()
         step = self._step
         self._group.agree(step)
@@ -320,6 +357,8 @@ class GradientReducer:
         self._pending = [0] * len(self._buckets)
         if self._reduces:
             self._complete = all(bucket.complete for bucket in self._buckets)
+            if not self._told:
+                self._announce()
             self._launch_ready()
             self._collect(step)
         elif step is None:

@@ -64,6 +64,7 @@ class Reduction:
             Whether its gradients travel in a form that gives statistics.
         """
         self.end_step()
+        self._written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
         owing = [each for each in self._layout.operations if isinstance(each, OwingOperation)]
         self._owing = [each for each in owing if isinstance(each, CompressedOperation) or each.residual.in_use]

@@ -31,9 +31,27 @@ class Trainable:
         self._known: set[int] = set()
         self._left_out: list[torch.nn.Parameter] = []
         self._sizes: list[int] = []
+        self._places = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
         self.groups: list[list[torch.nn.Parameter]] = []
         self.params: list[torch.nn.Parameter] = []
         self._lay_out(wrapped=False)
+
+    def check(self) -> None:
+        """The model has the parameters that it was wrapped with.
+
+        Raises:
+            ValueError: others are in their places; the message names them.
+        """
+        now = dict(self._module.named_parameters(remove_duplicate=False))
+        if self._known <= {id(p) for p in now.values()}:
+            return
+        other = [name for name, p in now.items() if self._places.get(name, id(p)) != id(p)]
+        gone = [name for name, known in self._places.items() if known in self._known and name not in now]
+        raise ValueError(
+            f"{', '.join([*other, *gone][:5])} of the model were replaced or tied after AdaptiveDataParallel had "
+            "wrapped it, and its optimizer does not step what is there now: change layers and tie weights first, "
+            "then make the optimizer, and wrap last"
+        )
 
     def changed(self) -> bool:
         """Whether there are parameters to be taken in."""
@@ -64,8 +82,9 @@ class Trainable:
         strangers = sum(1 for group in groups for p in group if id(p) not in order)
         if strangers:
             raise ValueError(
-                f"optimizer must hold parameters of module only, but {strangers} of its parameters belong elsewhere; "
-                "several models need one AdaptiveDataParallel and one optimizer each"
+                f"optimizer must hold parameters of module only, but {strangers} of its parameters belong elsewhere. "
+                "Are they of a layer that was replaced since? Make the optimizer after that. Several models need one "
+                "AdaptiveDataParallel and one optimizer each"
             )
         held = {id(p) for group in groups for p in group}
         missing = [name for name, p in self._module.named_parameters() if id(p) in trained - held]

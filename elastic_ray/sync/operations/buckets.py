@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from elastic_ray.batch.device_numbers import read
+from elastic_ray.batch.real_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 from elastic_ray.sync.operations.protocol import GradientBucket
@@ -21,7 +22,7 @@ _LARGE = 1 << 14
 
 @dataclasses.dataclass(slots=True)
 class Bucket:
-    """A flat buffer that holds the gradients of some parameters of one group, dtype and device.
+    """A flat buffer that holds the gradients of some parameters of one group, dtype and device, in real numbers.
 
     Attributes:
         index: position in the order of reduction.
@@ -35,6 +36,7 @@ class Bucket:
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
         used: which parameters had a gradient in any micro-step of an accumulation.
         written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
+        additions: how often the pass adds to that ``.grad``.
     """
 
     index: int
@@ -48,6 +50,7 @@ class Bucket:
     carried: torch.Tensor | None = None
     used: list[bool] = dataclasses.field(default_factory=list)
     written: tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int] | None = None
+    additions: int = 1
 
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
@@ -57,7 +60,12 @@ class Bucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.complete = True
+        self.complete, self.additions = True, 1
+
+    def add_again(self, param: torch.Tensor) -> None:
+        """The pass adds to a gradient once more, by a backward pass within it."""
+        if self.written is not None and self.written[0] is param:
+            self.additions += 1
 
     def mark_incomplete(self) -> None:
         """The backward pass has ended without having reached all parameters."""
@@ -185,7 +193,7 @@ class Bucket:
         if self.written is None:
             return False
         param, grad, version = self.written
-        return param.grad is not None and param.grad is grad() and param.grad._version <= version + 1
+        return param.grad is not None and param.grad is grad() and param.grad._version <= version + self.additions
 
     def replace_buffer(self) -> None:
         """Leave the buffer to a reduction that was given up and may still write to it."""
@@ -195,16 +203,16 @@ class Bucket:
 
 def build_bucket(index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int) -> Bucket:
     """A bucket of parameters of one dtype and device, with ``tail`` extra elements at its end."""
-    numel = sum(p.numel() for p in params)
-    flat = torch.zeros(numel + tail, dtype=params[0].dtype, device=params[0].device)
+    size = sum(real_count(p) for p in params)
+    flat = torch.zeros(size + tail, dtype=params[0].dtype.to_real(), device=params[0].device)
     body, views = _cut_views(flat, params)
     return Bucket(index=index, group=group, params=list(params), flat=flat, body=body, views=views)
 
 
 def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    sizes = [p.numel() for p in params]
+    sizes = [real_count(p) for p in params]
     body = flat[: sum(sizes)]
-    return body, [piece.view(p.shape) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
+    return body, [shaped_like(piece, p) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
 
 
 def are_finite(buckets: Sequence[GradientBucket]) -> bool:

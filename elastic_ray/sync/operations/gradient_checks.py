@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from elastic_ray.batch.real_numbers import as_real
+
 OUTSIDE_OF_LOADERS = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: a plain "
     "DataLoader gives all of them the same samples, such steps are not drawn again after a failure, and the "
@@ -36,7 +38,7 @@ def refuse_own(grads: Iterable[torch.Tensor | None]) -> None:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all elements are finite, by one sum over them; a sum may overflow where no element has."""
-    return math.isfinite(float(tensor.sum())) or bool(tensor.isfinite().all())
+    return math.isfinite(float(as_real(tensor).sum())) or bool(tensor.isfinite().all())
 
 
 class Finiteness:

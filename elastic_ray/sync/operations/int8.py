@@ -40,7 +40,7 @@ class Int8Compression:
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
             packed = (world, blocks * (BLOCK + _SCALE_BYTES))
-            self._work = torch.zeros(world, blocks, BLOCK, device=vector.device)
+            self._work = torch.zeros(world, blocks, BLOCK, dtype=torch.float32, device=vector.device)
             self._sent, self._received = (torch.empty(packed, dtype=torch.uint8, device=vector.device) for _ in "ab")
             self._mine = torch.empty(packed[1], dtype=torch.uint8, device=vector.device)
         self._work.view(-1)[: vector.numel()].copy_(vector)
@@ -54,7 +54,7 @@ class Int8Compression:
         """The sum of this rank's share to all of them; then everything is there."""
         blocks = self._work.shape[1]
         if finished == 1:
-            share = torch.zeros(1, blocks, BLOCK, device=vector.device)
+            share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)
             for each in self._received:
                 _add_dequantised(each, share[0])
             _quantise(share, self._mine.unsqueeze(0))

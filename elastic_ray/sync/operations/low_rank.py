@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.real_numbers import real_count
 from elastic_ray.sync.operations.protocol import GradientCollectives
 from elastic_ray.sync.operations.same_bits import orthonormal, product_of
 
@@ -55,7 +56,7 @@ class LowRankCompression:
         self._fresh: list[torch.Tensor] = []  # of the pass in progress
         self._given: dict[int, torch.Tensor] = {}  # before the first pass
         self._laid_out = 0
-        self._first = self._second = torch.empty(0)
+        self._first = self._second = torch.empty(0, dtype=torch.float32)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
         """P of all matrices, and what travels whole."""
@@ -125,7 +126,7 @@ class LowRankCompression:
         self._matrices, self._whole, self._factors, self._fresh = [], [], [], []
         first = 0
         for place, param in enumerate(params):
-            numel, rows = param.numel(), param.shape[0] if param.dim() > 1 else 1
+            numel, rows = real_count(param), param.shape[0] if param.dim() > 1 else 1
             columns = numel // max(1, rows)
             rank = min(self._rank, rows, columns)
             if param.dim() > 1 and 2 * rank * (rows + columns) <= numel:
@@ -142,7 +143,7 @@ class LowRankCompression:
         if given is not None and given.shape == (rank, columns):
             return given.to(like)
         generator = torch.Generator().manual_seed(place)
-        return torch.randn(rank, columns, generator=generator).to(like)
+        return torch.randn(rank, columns, generator=generator, dtype=torch.float32).to(like)
 
     def _bases(self) -> list[torch.Tensor]:
         """P of each matrix, in what travels first."""

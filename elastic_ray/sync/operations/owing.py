@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.real_numbers import real_count, shaped_like
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.residual import Residual
 
@@ -52,9 +53,11 @@ class OwingOperation(abc.ABC):
             return
         vector = self.residual.take(scale)
         assert vector is not None, "it is owed"
-        for param, piece in zip(bucket.params, torch.split(vector, [p.numel() for p in bucket.params]), strict=True):
+        for param, piece in zip(
+            bucket.params, torch.split(vector, [real_count(p) for p in bucket.params]), strict=True
+        ):
             if param.grad is not None:
-                piece = piece.view(param.shape).to(param.grad.dtype)
+                piece = shaped_like(piece, param).to(param.grad.dtype)
                 param.grad.add_(piece.to_sparse(1) if param.grad.is_sparse else piece)
         self.residual.leave(None, scale)
 

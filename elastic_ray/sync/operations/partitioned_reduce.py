@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.batch.real_numbers import real_shape
 from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.partition import partition_axis
@@ -40,7 +41,7 @@ class PartitionedReduceOperation:
         if self._axis == 0:
             pieces = torch.tensor_split(self._form.pack(flat), self._parts)
         else:
-            self._cut(flat, [tuple(p.shape) for p in bucket.params])
+            self._cut(flat, [real_shape(p) for p in bucket.params])
             torch._foreach_copy_(self._packed, self._slices)
             pieces = tuple(self._pieces)
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]

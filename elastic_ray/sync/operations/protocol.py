@@ -114,6 +114,9 @@ class GradientBucket(MeasuredGradient, Protocol):
     def begin_pass(self) -> None:
         """A backward pass begins."""
 
+    def add_again(self, param: torch.Tensor) -> None:
+        """The pass adds to a parameter's gradient once more, by a backward pass within it."""
+
     def mark_incomplete(self) -> None:
         """The backward pass has ended without having reached all parameters."""
 

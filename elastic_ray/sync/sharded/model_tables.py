@@ -80,7 +80,7 @@ class ModelTables:
         for table in self.tables:
             table.push()
         communicator = self._run.group.communicator
-        vote = communicator.gradients.all_reduce(torch.ones(1))
+        vote = communicator.gradients.all_reduce(torch.ones(1, dtype=torch.float32))
         self._run.moment("vote")
         communicator.wait(vote)
 

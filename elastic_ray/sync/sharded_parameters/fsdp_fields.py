@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ _GROUP = (
     "_training_state",
     "_to_sharded",
     "_reset_iter_state",
+    "post_backward",
+    "finalize_backward",
     *_SETTINGS,
 )
 _PARAM = (
@@ -52,6 +54,7 @@ _PARAM = (
         "unsharded_accumulated_grad",
         "_module_info",
         "_orig_size",
+        "accumulate_unsharded_grad_if_needed",
         "fsdp_placement",
         "mp_policy",
         "_setattr_on_modules",
@@ -230,6 +233,29 @@ def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce
         setattr(unit, setter, functools.partial(_refuse_setting, setter))
 
 
+def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
+    """Report each parameter of a sharded module that has a gradient of its own when torch scatters gradients.
+
+    Torch scatters zeros for the others, since ranks may use different parameters, and they cannot be told from
+    gradients later.
+
+    Args:
+        unit: the sharded module.
+        used: is called with the user's parameter, once or more in a backward pass.
+    """
+    for group in unit._get_fsdp_state()._fsdp_param_groups:
+        for field in group.fsdp_params:
+            _put(field, accumulate_unsharded_grad_if_needed=functools.partial(_report_use, field, used))
+
+
+def _report_use(field: Any, used: Callable[[nn.Parameter], None]) -> None:
+    """Stand in the place of a parameter's method that torch calls first of all when a backward pass has reached it."""
+    own = hasattr(field, "_unsharded_param") and field._unsharded_param.grad is not None
+    if own or field.unsharded_accumulated_grad is not None:
+        used(field.sharded_param)
+    type(field).accumulate_unsharded_grad_if_needed(field)
+
+
 def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
     raise StrategyError(_CHANGED.format(setter=setter))
 
@@ -290,6 +316,21 @@ def reshard(module: nn.Module) -> None:
 def is_backward_over(module: nn.Module) -> bool:
     """Whether torch is through with a backward pass, whose last reductions it makes at the very end."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
+
+
+def reduce_rest(module: nn.Module) -> None:
+    """Have torch reduce gradients that it leaves behind at the end of a backward pass.
+
+    Where a module is used several times under reentrant checkpointing, torch takes its part of the pass as over after
+    the first backward pass within that, and would add what comes later to the next step's gradients.
+    """
+    for group in groups_of(module):
+        fields = [field for field in group.fsdp_params if hasattr(field, "_unsharded_param")]
+        if any(field._unsharded_param.grad is not None for field in fields):
+            state = group._training_state
+            group.post_backward()
+            group.finalize_backward()
+            _put(group, _training_state=state)
 
 
 def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:

@@ -54,6 +54,15 @@ class MicroSteps:
                 if each is not None and other is not None:
                     each.add_(other)
 
+    def has(self, place: int) -> bool:
+        """True if an earlier micro-step has left a gradient for the parameter at ``place``."""
+        return self._before is not None and self._before[place] is not None
+
+    def leave_out(self, place: int) -> None:
+        """Forget the zeros that the latest pass has left for a parameter that no rank has a gradient of."""
+        if self._so_far is not None:
+            self._so_far[place] = None
+
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Of two gradients, each None for zero; in memory of its own."""

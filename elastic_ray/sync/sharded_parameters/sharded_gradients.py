@@ -8,6 +8,7 @@ step without an exception in user code.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +26,15 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, Finiteness, refuse_own
 from elastic_ray.sync.sharded_parameters import checks
 from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
-from elastic_ray.sync.sharded_parameters.fsdp_fields import is_backward_over, reshard, take_over, to_sharded, units_of
+from elastic_ray.sync.sharded_parameters.fsdp_fields import (
+    is_backward_over,
+    reduce_rest,
+    reshard,
+    take_over,
+    to_sharded,
+    units_of,
+    watch_use,
+)
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
 from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
@@ -62,6 +71,7 @@ class ShardedGradients:
         self._reduces = self._warned = False
         self._waits = False  # gradients of a step wait for the optimizer
         self._micro_steps = MicroSteps(self._gradients)
+        self._has_gradient: set[nn.Parameter] = set()  # in the pass in progress; torch gives zeros to the others
         self.nonfinite_ranks: list[int] | None = None
         collectives.follow(self.entered)
         module.register_forward_pre_hook(self._begin_anew, prepend=True)
@@ -69,6 +79,7 @@ class ShardedGradients:
         for place, unit in enumerate(units_of(module)):
             gather, scatter = GatherShards(collectives, place), ScatterGradients(collectives, place)
             take_over(unit, gather, scatter, collectives.weigh_alone)
+            watch_use(unit, self._reached)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -152,6 +163,11 @@ class ShardedGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             self._begin()
 
+    def _reached(self, param: nn.Parameter) -> None:
+        """Note that a backward pass has a gradient for a parameter, also where only a part of the model was called."""
+        self.entered()
+        self._has_gradient.add(param)
+
     def _begin(self) -> None:
         """A backward pass begins: find out what is to become of it, and tell the others."""
         run, step = self._run, self._run.ledger.step
@@ -165,6 +181,7 @@ class ShardedGradients:
                 run.tell("warning", OUTSIDE_OF_LOADERS)
         else:
             self._begin_in(step)
+        self._has_gradient = {each.param for each in self._optimizer.params if each.param.grad is not None}
         self._statistics.begin_pass(step)
         self._collectives.begin_pass(1.0 / run.group.world_size if step is None else step.weight(run.group.rank))
         try:
@@ -209,6 +226,7 @@ class ShardedGradients:
         if not is_backward_over(self._module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
+        reduce_rest(self._module)
         self._task = -1
         step, run = self._step, self._run
         if step is not None:
@@ -216,10 +234,25 @@ class ShardedGradients:
             self._micro_steps.end_pass(step)
             self._statistics.conclude_alone(step)
         try:
-            if self._reduces and not run.ledger.failed:
+            if not self._reduces:
+                self._leave_out_unused(self._used)
+            elif not run.ledger.failed:
                 self._agree(step)
         except CommunicationFailedError as error:
             self._fail(str(error))
+
+    @property
+    def _used(self) -> list[bool]:
+        """True for each parameter that this rank has a gradient of, from this pass or one before."""
+        earlier = self._micro_steps.has
+        return [each.param in self._has_gradient or earlier(i) for i, each in enumerate(self._optimizer.params)]
+
+    def _leave_out_unused(self, used: Sequence[float]) -> None:
+        """Take back the zeros that torch gives to parameters that no rank has a gradient of, as without shards."""
+        for place, (each, count) in enumerate(zip(self._optimizer.params, used, strict=True)):
+            if not count:
+                each.param.grad = None
+                self._micro_steps.leave_out(place)
 
     def _agree(self, step: StepView | None) -> None:
         """Agree on the step by what would ride on the reduction of its gradients."""
@@ -231,7 +264,8 @@ class ShardedGradients:
                 mean.add(grad)
         flags[group.rank], flags[-1] = float(not self._collectives.finiteness.found()), float(not mean.found())
         own = [*consensus.control_values(group.rank), *consensus.step_tag()]
-        values = torch.tensor([*own, *flags, *self._statistics.values()], dtype=torch.float64)
+        used = self._used
+        values = torch.tensor([*own, *flags, *used, *self._statistics.values()], dtype=torch.float64)
         self._collectives.comes_next("the end of a backward pass")
         work = group.communicator.gradients.all_reduce(values)
         consensus.reductions_started()
@@ -239,11 +273,13 @@ class ShardedGradients:
         consensus.wait(work)
         sums = values.tolist()
         consensus.check_same_step(sums[consensus.control_size : len(own)])
-        found, numbers = sums[len(own) : len(own) + len(flags)], sums[len(own) + len(flags) :]
+        rest = iter(sums[len(own) :])
+        found, counts = list(itertools.islice(rest, len(flags))), list(itertools.islice(rest, len(used)))
         bad = [rank for rank, flag in enumerate(found[:-1]) if flag]
         self.nonfinite_ranks = bad if bad or found[-1] > 0 else None
         complete = step is None or step.is_last_micro
-        self._statistics.take(numbers, counts=complete)
+        self._statistics.take(list(rest), counts=complete)
+        self._leave_out_unused(counts)
         if complete:
             consensus.conclude(sums[: consensus.control_size], group.world_size)
             run.ledger.mark_reduced()

@@ -111,7 +111,7 @@ class ShardedOptimizer:
         if not self.divided:
             return True
         run, update = self._run, update_digest(self.tiled, self._optimizer)
-        voted, votes = False, torch.tensor([1.0, self._by_hand.suspected])
+        voted, votes = False, torch.tensor([1.0, self._by_hand.suspected], dtype=torch.float32)
         try:
             run.consensus.announce(Announced(Intent.SHARDS, self._number, update << 2 | _STEP))
             run.consensus.agreed()

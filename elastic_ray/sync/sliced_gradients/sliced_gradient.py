@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 ADDS_UP = (
     "a backward pass adds to gradients that an earlier one has reduced to the ranks that own their optimizer state: "
     "call optimizer.zero_grad() between the two, call backward() once on the sum of the losses, have all passes but "
-    'the last within no_sync(), or use strategy="zero1"'
+    'the last within no_sync(), or use strategy="zero1". Reentrant checkpoints around all that is trained are a pass '
+    "each: checkpoint with use_reentrant=False"
 )
 _WAITS = "is still being reduced: read it when backward() has returned"
 

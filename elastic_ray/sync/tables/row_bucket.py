@@ -44,6 +44,7 @@ class RowBucket:
         self._has_gradient = False
         self._used: list[bool] = []
         self._written: tuple[weakref.ref[torch.Tensor], int] | None = None
+        self._additions = 1  # of the pass to ``.grad``
         self._flat: torch.Tensor | None = None
         self._preconditioner: RowPreconditioner | None = None
 
@@ -55,7 +56,11 @@ class RowBucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.complete = True
+        self.complete, self._additions = True, 1
+
+    def add_again(self, param: torch.Tensor) -> None:
+        """The pass adds to the gradient once more, by a backward pass within it."""
+        self._additions += 1
 
     def mark_incomplete(self) -> None:
         """The backward pass has ended without having reached the table."""
@@ -188,7 +193,7 @@ class RowBucket:
         if self._written is None or grad is None:
             return False
         written, version = self._written
-        return grad is written() and grad._version <= version + 1
+        return grad is written() and grad._version <= version + self._additions
 
     def replace_buffer(self) -> None:
         """Leave the memory of a whole table to a reduction that was given up and may still write to it."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elastic_ray.batch.real_numbers import as_real
 from elastic_ray.batch.statistics import squared_norm
 
 
@@ -43,7 +44,7 @@ class MeanRows(_Rows):
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)
-        self._grad = grad.detach().reshape(-1)
+        self._grad = as_real(grad.detach()).reshape(-1)
 
     @property
     def is_used(self) -> bool:
@@ -67,7 +68,8 @@ class ScatteredRows(_Rows):
 
     def __init__(self, place: int, group: int, parts: Tensor, shares: Tensor, before: Tensor | None) -> None:
         super().__init__(place, group)
-        self._parts, self._roots, self._before = parts, shares.sqrt(), before
+        self._parts, self._roots = as_real(parts).flatten(1), shares.sqrt()
+        self._before = None if before is None else as_real(before).reshape(-1)
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
         """Sum over the ranks of ``share * ||gradient||^2``, a scalar tensor; ranks without a share do not count."""

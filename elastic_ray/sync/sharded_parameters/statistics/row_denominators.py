@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from elastic_ray.batch.device_numbers import read, with_steps_read
+from elastic_ray.batch.real_numbers import as_real, real_shape
 from elastic_ray.batch.statistics import LEAST_PART, REFRESHED_EVERY, WARM_STEPS, compact, denominators, is_adam_like
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
@@ -84,7 +85,7 @@ class RowDenominators:
         self._found = {}
         for place, square in enumerate(add_up(squares)):
             if square > 0:
-                size = sizes.get(place, params[place].local.new_empty(0))
-                floor = LEAST_PART * math.sqrt(square / math.prod(params[place].shape))
+                size = sizes.get(place, as_real(params[place].local.new_empty(0)).reshape(-1))
+                floor = LEAST_PART * math.sqrt(square / math.prod(real_shape(params[place].param)))
                 self._found[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
         self._round = step // REFRESHED_EVERY

@@ -149,7 +149,9 @@ class ShardStatistics:
         step, groups = self._step, self._groups
         assert step is not None, "only steps are measured"
         weights = [[step.weight(rank)] for rank in self._collectives.peers]
-        shares = torch.tensor(weights, dtype=torch.promote_types(parts.dtype, torch.float32), device=parts.device)
+        shares = torch.tensor(
+            weights, dtype=torch.promote_types(parts.dtype.to_real(), torch.float32), device=parts.device
+        )
         start = 0
         for param, rows, padded in scattered_params(self._units[number]):
             place = self._places[id(param)]
