@@ -133,7 +133,8 @@ def pair_of_its_own() -> tuple[nn.Module, torch.optim.Optimizer]:
 )
 def test_an_opening_that_failed_leaves_nothing_behind(ranks: Ranks, world: int | None, way: str) -> None:
     steps = ranks.run(refused_at_first, way, world=world)
-    assert all(each in (6, 12) if way == "adaptive" else each == 6 for each in ([steps] if world is None else steps))
+    most = 12 if way == "adaptive" else 6  # one worker takes some steps in halves
+    assert all(6 <= each <= most for each in ([steps] if world is None else steps))
 
 
 def test_what_failed_for_its_loader_is_opened_again_with_another() -> None:

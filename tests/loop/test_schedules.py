@@ -38,7 +38,8 @@ def train(schedule: str | None = None, policy: Policy | None = None) -> tuple[fl
     options: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
     wrapped = er.AdaptiveDataParallel(model, optimizer, [decay, once], scaling_rule="none", policy=policy, **options)
     loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1)), batch_size=FIRST)
-    loader.autoscale_batch_size(SAMPLES)
+    if policy is not None:
+        loader.autoscale_batch_size(SAMPLES)
     for _ in er.remaining_epochs_until(EPOCHS):
         for (x,) in loader:
             optimizer.zero_grad()
