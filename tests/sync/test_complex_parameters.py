@@ -111,10 +111,13 @@ def _check(
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_complex_parameters_train_as_in_plain_pytorch(optimizer: str, workers: int) -> None:
-    """With the statistics that the default rule needs."""
+    """With the gradient noise where there are several gradients a step."""
     found = _check(optimizer, workers=workers)
     for _, noise in found.results.values():
-        assert noise is not None and all(value > 0 for value in noise)
+        if workers == 1:  # with a fixed batch one worker measures none
+            assert noise is None
+        else:
+            assert noise is not None and all(value > 0 for value in noise)
 
 
 @pytest.mark.parametrize("strategy", ["fully_shard", "int8", "powersgd", "local_sgd"])
