@@ -10,8 +10,7 @@ PACKAGES = ("elastic_ray", "placement", "tuning")
 
 # Everything that comes through Ray's calls is unpickled by Ray before we see it; its own authentication guards that.
 ALLOWED = {
-    "elastic_ray/worker/train_loop.py": "the user's function and its config, which came through Ray to be run",
-    "elastic_ray/worker/script_classes.py": "the same, for what unpacks it",
+    "elastic_ray/worker/script_classes.py": "the user's function and its config, which came through Ray to be run",
     "elastic_ray/job/journal.py": "the same, which the job's controller has put into Ray's control store itself",
     "elastic_ray/errors.py": "the user's exception, which comes through Ray as part of a pickle of Ray's",
     "elastic_ray/sealed.py": "what the user's function returned, in the user's driver; a copy of an exception",
