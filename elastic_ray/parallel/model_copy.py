@@ -15,10 +15,10 @@ class ModelCopy(torch.nn.Module):
     """What ``copy.deepcopy``, pickle and ``AveragedModel`` make of an ``AdaptiveDataParallel``.
 
     It is called as that, and its state dict has the same names. It belongs to no run: its gradients are not reduced,
-    and no worker but its own knows of it.
+    and no worker but its own knows of it::
 
-    >>> best = copy.deepcopy(model)  # doctest: +SKIP
-    >>> torch.save(best.state_dict(), "best.pt")  # doctest: +SKIP
+        best = copy.deepcopy(model)
+        torch.save(best.state_dict(), "best.pt")
 
     Args:
         module: the model inside.
