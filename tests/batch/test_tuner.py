@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import pickle
@@ -283,6 +284,28 @@ def test_out_of_memory_stops_at_what_is_known_to_run() -> None:
     tuner = tuner_at(choice(400))
     tuner.out_of_memory(512)
     assert tuner.upper == 400
+
+
+def test_one_worker_accumulates_where_a_step_costs_more_than_its_passes() -> None:
+    """The worker's share is full: only more micro-steps make the batch larger, and the update is paid for once."""
+    truth = dataclasses.replace(TRUTH, alpha_s=0.2)
+    limits = dataclasses.replace(ADAPTIVE, local_bsz_bounds=(16, 64))
+    for update, grows in ((truth, True), (TRUTH, False)):
+        tuner, cut = BatchTuner(limits), choice(64, 1)
+        for _ in range(3):
+            tuner.observe(
+                nodes=1,
+                replicas=1,
+                atomic_bsz=64,
+                accum_steps=cut.accum_steps,
+                step_time=float(update.step_time(1, 1, 64, cut.accum_steps)),
+                grad_time=float(update.grad_time(64)),
+                steps=16,
+            )
+            tuner.set_noise(NOISY)
+            tuner.fit()
+            cut = tuner.decide(1, 1, cut).choice
+        assert (cut.accum_steps > 3) == grows, cut
 
 
 def test_out_of_memory_without_accumulation_lowers_the_batch_and_says_so() -> None:
