@@ -508,7 +508,7 @@ def test_limits_are_integers_that_any_process_can_read() -> None:
 
 
 def test_why_a_batch_stays_is_told_once_for_each_cause() -> None:
-    planner = BatchPlanner(fixed=False, fit_every_s=0.0)
+    planner = BatchPlanner(fit_every_s=0.0)
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024)))
     group = Alone()
     shape = planner.choose(group)

@@ -136,6 +136,12 @@ def halves_in_workers(workers: int, persistent: bool, wish: tuple[int, int] | No
     return walked(6, workers=workers, persistent=persistent, wish=wish, epochs=3)
 
 
+def test_a_job_that_keeps_its_batch_halves_none_though_the_loader_may_adapt() -> None:
+    for fixed in (True, False):
+        epochs = run_job(lambda: walked(6), first=(1,), fixed_batch=fixed).results[1]
+        assert any(each.micro_steps > 1 for seen in epochs for each in seen) != fixed
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_a_batch_without_two_halves_is_left_whole(batch: int) -> None:
     for seen in job(lambda: walked(batch)):
