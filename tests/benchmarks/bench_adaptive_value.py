@@ -14,6 +14,9 @@ adaptive batch begins at the smallest batch with that batch's own rate, and noth
 ends its budget below the fixed small batch's end by more than 2 %.
 
     python tests/benchmarks/bench_adaptive_value.py [--tasks mlp cnn gpt] [--q 1.5] [--seeds 5] [--tune] [--cost]
+        [--adaptdl PYTHON]
+
+``--adaptdl`` puts AdaptDL beside it, see ``adaptdl_side.py``.
 
 ``--cost`` measures what the measuring costs instead: CPU time, and wall time, of the average step of an adaptive batch
 that does not grow, beside a fixed batch.
@@ -23,15 +26,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import multiprocessing
+import os
 import statistics
+import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common import bar, finish, side_parser
+from common import HERE, bar, finish, side_parser
 
 UNIT_S = 0.005  # a step at the small batch, on the cost curve's clock
 LOOK_STEPS = 16
@@ -386,6 +392,18 @@ def _run(arguments: _Arguments) -> Run:
     return run(*arguments)
 
 
+def _run_adaptdl(python: str, task: str, q: float, seed: int) -> Run:
+    command = [python, str(HERE / "adaptdl_side.py"), task, str(q), str(seed)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        raise RuntimeError(f"AdaptDL's run ended with {done.returncode}: {done.stderr[-2000:]}")
+    fields = json.loads(done.stdout.splitlines()[-1])
+    found = Run(**{**fields, "batches": tuple(fields["batches"])})
+    print(f"  AdaptDL: {found}", flush=True)
+    return found
+
+
 def _cost(each: Run, q: float) -> float:
     """Time of a fixed batch's run at another cost curve, in steps at the small batch; infinite where it failed."""
     if each.time is None:
@@ -402,6 +420,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--device", default="cpu", help="of the models")
     parser.add_argument("--cost", action="store_true", help="measure what the measuring costs")
+    parser.add_argument("--adaptdl", metavar="PYTHON", help="of an environment with AdaptDL")
     parser.add_argument("--tune", action="store_true", help="try rates around those in this file")
     options = parser.parse_args()
     if options.cost:
@@ -439,6 +458,12 @@ def main() -> None:
         samples = statistics.median(each.samples for each in ours)
         of_best = statistics.median(each.samples for each in fixed[best])
         small = times[known.batches[0]]
+        beside = {}
+        if options.adaptdl:
+            theirs = [_run_adaptdl(options.adaptdl, task, q, seed) for seed in seeds]
+            met = statistics.median(each.time if each.time is not None else float("inf") for each in theirs)
+            last = statistics.median(each.batches[-1] for each in theirs)
+            beside = {"AdaptDL": met, "AdaptDL to small": met / small, "its last batch": last}
         rows.append(
             {
                 "task": task,
@@ -450,6 +475,7 @@ def main() -> None:
                 "samples to best": samples / of_best,
                 "failed": f"{failed} of {len(ours)}",
                 "last batch": statistics.median(each.batches[-1] for each in ours),
+                **beside,
             }
         )
         limit = {1.5: 1.5, 4.0: 1.3, 16.0: 1.05}.get(q)

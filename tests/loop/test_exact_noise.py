@@ -49,7 +49,9 @@ def compared(batch: int, most: int | None, rate: float, steps: int) -> Sums:
     return sums
 
 
-def followed(batch: int, most: int | None, rate: float, *, steps: int | None = None, last: int = 0) -> dict[int, Sums]:
+def followed(
+    batch: int, most: int | None, rate: float, *, steps: int | None = None, last: int | None = None
+) -> dict[int, Sums]:
     """The same for each number of ranks that there was, until so many estimates or that committed step."""
     x, y = rows()
     torch.manual_seed(0)
@@ -59,7 +61,8 @@ def followed(batch: int, most: int | None, rate: float, *, steps: int | None = N
     loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(x, y), batch_size=batch, seed=1)
     if most is not None:
         loader.autoscale_batch_size(batch, local_bsz_bounds=(1, most), gradient_accumulation=True)
-    session, found_by = current_session(), dict[int, list[float]]()
+    session: Any = current_session()
+    found_by = dict[int, list[float]]()
     for _ in er.remaining_epochs_until(1000):
         for xs, ys in loader:
             optimizer.zero_grad()
