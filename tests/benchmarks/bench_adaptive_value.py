@@ -14,12 +14,14 @@ adaptive batch begins at the smallest batch with that batch's own rate, and noth
 ends its budget below the fixed small batch's end by more than 2 %.
 
     python tests/benchmarks/bench_adaptive_value.py [--tasks mlp cnn gpt] [--q 1.5] [--seeds 5] [--tune] [--cost]
-        [--adaptdl PYTHON]
+        [--adaptdl PYTHON] [--efficiency]
 
 ``--adaptdl`` puts AdaptDL beside it, see ``adaptdl_side.py``.
 
 ``--cost`` measures what the measuring costs instead: CPU time, and wall time, of the average step of an adaptive batch
-that does not grow, beside a fixed batch.
+that does not grow, beside a fixed batch. ``--efficiency`` asks whether the noise predicts what a larger batch needs:
+samples to the goal at 4 x the small batch with its rate by the scaling rule, over those at the small batch, beside what
+the noise said of it in each step at the small batch. Each step has two gradients.
 """
 
 from __future__ import annotations
@@ -365,6 +367,73 @@ def _serve_steps(pipe: Any, name: str, device: str, adapts: bool) -> None:
             begin_s, cpu_begin_s, begun = now_s, cpu_s, True
 
 
+# -- what the noise predicts ---------------------------------------------------------------------------------
+
+LARGER = 4
+
+
+def predicted_efficiency(tasks: list[str], seeds: range, workers: int) -> None:
+    """Samples of progress per sample at the larger batch, predicted and measured."""
+    wanted = [(task, scale, seed) for task in tasks for scale in (1, LARGER) for seed in seeds]
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:
+        found = list(zip(wanted, pool.starmap(_samples_to_goal, wanted, chunksize=1), strict=True))
+    rows, bars = [], []
+    for task in tasks:
+        small, large = (
+            [each for (name, scale, _), each in found if (name, scale) == (task, wished)] for wished in (1, LARGER)
+        )
+        needed = statistics.median(samples for samples, _ in small), statistics.median(samples for samples, _ in large)
+        predicted, measured = statistics.median(each for _, each in small), needed[0] / needed[1]
+        rows.append({"task": task, "samples": needed[0], f"at {LARGER} x": needed[1]})
+        rows[-1] |= {"efficiency measured": measured, "predicted": predicted}
+        off = max(predicted / measured, measured / predicted)
+        bars.append(bar(f"{task}: efficiency predicted / measured, or inverse", value=off, limit=1.3, at_least=False))
+    finish("adaptive_value_efficiency", rows=rows, bars=bars)
+
+
+def _samples_to_goal(name: str, scale: int, seed: int) -> tuple[float, float]:
+    """Samples of a run at ``scale`` x the small batch, and the efficiency that its noise predicts at ``LARGER`` x."""
+    import torch
+
+    import elastic_ray as er
+    import elastic_ray.standalone.session as standalone
+    from elastic_ray.batch.limits import BatchChoice
+    from elastic_ray.loop.api import current_session
+    from elastic_ray.membership.messages import SetBatch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    standalone.StandaloneController._look = lambda self, reference: None  # type: ignore[method-assign]
+    task = TASKS[name]
+    small = task.batches[0]
+    model, optimizer, data, loss_of, score = _prepared(name, task.rates[0], "cpu")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore")
+    loader = er.AdaptiveDataLoader(data, batch_size=small, seed=seed, drop_last=True)
+    loader.autoscale_batch_size(LARGER * small, local_bsz_bounds=(1, scale * small // 2), gradient_accumulation=True)
+    session: Any = current_session()
+    samples, needs = 0, list[float]()
+    for _ in er.remaining_epochs_until(100_000):
+        for rows in loader:
+            if session.progress.steps == 0 and scale > 1:
+                choice = BatchChoice(atomic_bsz=scale * small // 2, accum_steps=1)
+                session.membership.post(SetBatch(generation=session.membership.generation, batch=choice))
+            optimizer.zero_grad()
+            loss_of(wrapped, rows).backward()
+            last = session.ledger.outermost.is_last_micro
+            optimizer.step()
+            samples += len(rows[0])
+            if not last:
+                continue
+            if wrapped.noise_scale is not None:
+                needs.append(LARGER / wrapped.noise_scale.gain(float(LARGER)))
+            if session.progress.steps % 5:
+                continue
+            now = score(model)
+            if (now <= task.goal if task.falls else now >= task.goal) or samples > task.budget * small * scale:
+                return float(samples), 1.0 / statistics.mean(needs)
+    raise AssertionError("the budget ends before the epochs")
+
+
 # -- all runs ------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +489,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--device", default="cpu", help="of the models")
     parser.add_argument("--cost", action="store_true", help="measure what the measuring costs")
+    parser.add_argument("--efficiency", action="store_true", help="compare it with what the noise predicts")
     parser.add_argument("--adaptdl", metavar="PYTHON", help="of an environment with AdaptDL")
     parser.add_argument("--tune", action="store_true", help="try rates around those in this file")
     options = parser.parse_args()
@@ -437,6 +507,9 @@ def main() -> None:
         finish("adaptive_value_tuning", rows=rows, bars=[])
         return
     seeds = range(options.seeds or (1 if options.quick else 5))
+    if options.efficiency:
+        predicted_efficiency(options.tasks, seeds, options.workers)
+        return
     wanted: list[_Arguments] = []
     for task, seed in itertools.product(options.tasks, seeds):
         known = TASKS[task]
