@@ -14,7 +14,7 @@ adaptive batch begins at the smallest batch with that batch's own rate, and noth
 ends its budget below the fixed small batch's end by more than 2 %.
 
     python tests/benchmarks/bench_adaptive_value.py [--tasks mlp cnn gpt] [--q 1.5] [--seeds 5] [--tune] [--cost]
-        [--adaptdl PYTHON] [--efficiency]
+        [--adaptdl PYTHON] [--efficiency] [--rules]
 
 ``--adaptdl`` puts AdaptDL beside it, see ``adaptdl_side.py``.
 
@@ -22,6 +22,7 @@ ends its budget below the fixed small batch's end by more than 2 %.
 that does not grow, beside a fixed batch. ``--efficiency`` asks whether the noise predicts what a larger batch needs:
 samples to the goal at 4 x the small batch with its rate by the scaling rule, over those at the small batch, beside what
 the noise said of it in each step at the small batch. Each step has two gradients.
+``--rules`` has two ranks adapt their batch at q = 1.5 under each rule for the learning rate, ten seeds each.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import subprocess
 import sysconfig
@@ -124,8 +126,11 @@ class Run:
     batches: tuple[int, ...]
 
 
-def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "cpu") -> Run:
-    """Train until the goal or the budget's end; ``batch`` 0 adapts from the small one to 16 times it or more."""
+def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "cpu", rule: str | None = None) -> Run:
+    """Train until the goal or the budget's end; ``batch`` 0 adapts from the small one to 16 times it or more.
+
+    ``rule`` sets learning rates; None for the one that is taken where the loop names none.
+    """
     import torch
 
     import elastic_ray as er
@@ -140,8 +145,10 @@ def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "
     standalone.StandaloneController._look = lambda self, reference: None  # type: ignore[method-assign]
     small = task.batches[0]
     model, optimizer, data, loss_of, score = _prepared(name, rate, device)
-    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore", scaling_rule=rule)
     loader = er.AdaptiveDataLoader(data, batch_size=batch or small, seed=seed, drop_last=True)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(seed + 1000 * int(os.environ.get("RANK", "0")))  # ranks shift their digits by themselves
     if not batch:
         loader.autoscale_batch_size(max_batch_size=32 * small)
     session: Any = current_session()
@@ -150,10 +157,10 @@ def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "
         for rows in loader:
             optimizer.zero_grad()
             loss_of(wrapped, rows).backward()
-            clock.now_s += UNIT_S * (1.0 + (q - 1.0) * (len(rows[0]) / small - 1.0) / 15.0)
+            clock.now_s += UNIT_S * (1.0 + (q - 1.0) * (ranks * len(rows[0]) / small - 1.0) / 15.0)
             last = session.ledger.outermost.is_last_micro
             optimizer.step()
-            samples += len(rows[0])
+            samples += ranks * len(rows[0])
             if not last:
                 continue
             steps = session.progress.steps + 1
@@ -434,6 +441,43 @@ def _samples_to_goal(name: str, scale: int, seed: int) -> tuple[float, float]:
     raise AssertionError("the budget ends before the epochs")
 
 
+# -- rules for the learning rate -----------------------------------------------------------------------------
+
+RULES = (None, "linear", "sqrt", "legw", "none")
+
+
+def compare_rules(tasks: list[str], seeds: range) -> None:
+    """Two ranks of each run in processes of their own; a run fails that misses the goal."""
+    rows, bars = [], []
+    for task, rule in itertools.product(tasks, RULES):
+        found = [_run_two_ranks(task, rule, seed) for seed in seeds]
+        missed = sum(each.time is None for each in found)
+        times = [each.time if each.time is not None else float("inf") for each in found]
+        row = {"task": task, "rule": rule or "as it is", "time": statistics.median(times)}
+        row |= {"missed": f"{missed} of {len(found)}", "last batch": statistics.median(r.batches[-1] for r in found)}
+        rows.append(row)
+        if rule is None:
+            bars.append(bar(f"{task}: runs that miss the goal", value=float(missed), limit=0, at_least=False))
+    finish("adaptive_value_rules", rows=rows, bars=bars)
+
+
+def _run_two_ranks(task: str, rule: str | None, seed: int) -> Run:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        ranks = [pool.apply_async(_run_rank, (task, rule, seed, rank, port)) for rank in range(2)]
+        first, _ = (each.get(timeout=1200.0) for each in ranks)
+    print(f"  {rule}: {first}", flush=True)
+    return first
+
+
+def _run_rank(task: str, rule: str | None, seed: int, rank: int, port: int) -> Run:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return run(task, 1.5, 0, TASKS[task].rates[0], seed, rule=rule)
+
+
 # -- all runs ------------------------------------------------------------------------------------------------
 
 
@@ -490,6 +534,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of the models")
     parser.add_argument("--cost", action="store_true", help="measure what the measuring costs")
     parser.add_argument("--efficiency", action="store_true", help="compare it with what the noise predicts")
+    parser.add_argument("--rules", action="store_true", help="compare the rules for the learning rate on two ranks")
     parser.add_argument("--adaptdl", metavar="PYTHON", help="of an environment with AdaptDL")
     parser.add_argument("--tune", action="store_true", help="try rates around those in this file")
     options = parser.parse_args()
@@ -509,6 +554,9 @@ def main() -> None:
     seeds = range(options.seeds or (1 if options.quick else 5))
     if options.efficiency:
         predicted_efficiency(options.tasks, seeds, options.workers)
+        return
+    if options.rules:
+        compare_rules(options.tasks, range(options.seeds or 10))
         return
     wanted: list[_Arguments] = []
     for task, seed in itertools.product(options.tasks, seeds):
