@@ -106,6 +106,7 @@ class Session:
         self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
         self._synced = self._in_epochs = self._opening_failed = self._told_of_early_report = False
+        self._steps_at_join = 0
         self._saved = saved
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
@@ -311,6 +312,11 @@ class Session:
             self.fail_opening()
             raise
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step was committed since this worker joined."""
+        return self._synced and self.progress.steps > self._steps_at_join
+
     def _open(self) -> None:
         """Join the group with what the train function has built."""
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
@@ -323,6 +329,7 @@ class Session:
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self._synced = True
+        self._steps_at_join = self.progress.steps
         self.ledger.begin_replay()
 
     def _install_saved(self) -> None:

@@ -239,7 +239,7 @@ class Worker:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
-                return _end(RunFailed, error=raised)
+                return _end(RunFailed, error=raised, trained=session.has_trained)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)
