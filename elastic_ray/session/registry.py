@@ -299,6 +299,11 @@ class Registry:
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
 
     @property
+    def saves_together(self) -> bool:
+        """True if no rank alone can save at the end: state lies with several, or models differ; the same on all."""
+        return any(each.divided or each.tabled or each.drifts for each in self._gradients)
+
+    @property
     def settled(self) -> bool:
         """Whether none does after the steps that are committed, and this rank can save all alone, and is to."""
         if self.in_parts and self.saving.together:

@@ -220,7 +220,9 @@ class Worker:
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
-            session.finish()
+            saves = saver is not None and elastic.keep_last_state
+            if session.finish(saves=saves) and saver is not None:
+                saver.save_last(until=lambda: session.membership.stop_requested)
             link.flush()
             return _end(RunFinished, value=seal(value))
         except WorkerDismissed as dismissed:
