@@ -162,6 +162,7 @@ class Registry:
         loaders: the loaders.
         monitoring: as given.
         saving: what the ranks agree on of checkpoints that all of them write.
+        least_share: fewest samples that the models can be trained with at once.
         halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
     """
 
@@ -173,6 +174,7 @@ class Registry:
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
         self.saving = SaveAgreement()
+        self.least_share = 1
         self.halving_changes = 0
         self._adds_up = False  # gradients over several steps
 
