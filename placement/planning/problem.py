@@ -127,8 +127,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 def minimums(problem: Problem) -> Allocation:
     """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
-    room = FreeResources(problem.cluster)
-    served = [view for view in by_precedence(problem) if serve(view, room)]
+    served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
         if problem.apart:
@@ -136,6 +135,27 @@ def minimums(problem: Problem) -> Allocation:
         if not packing.short:
             return packing.allocation
         served.pop()  # scattered room: the last one gives way
+
+
+def _served(problem: Problem) -> list[JobView]:
+    """Jobs whose minimums fit together, by precedence.
+
+    A job that many nodes can hold makes way on those that are all that another one's labels allow.
+    """
+    nodes = problem.cluster.nodes
+    room = FreeResources(problem.cluster)
+    reach = {view.job: sum(node.matches(view.selector) for node in nodes) for view in problem.views}
+    bound = any(count < len(nodes) for count in reach.values())
+    served: list[JobView] = []
+    for view in by_precedence(problem):
+        if serve(view, room):
+            served.append(view)
+        elif bound:
+            again = FreeResources(problem.cluster)
+            together = sorted([*served, view], key=lambda each: reach[each.job])
+            if all(serve(each, again) for each in together):
+                served, room = [*served, view], again
+    return served
 
 
 def usable(view: JobView, room: FreeResources) -> int:

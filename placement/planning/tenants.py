@@ -194,7 +194,7 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
     In turn: minimums of jobs that are not to be stopped; what fits into each tenant's entitlement; and what is then
     left, which is lent. Minimums of all tenants come before the growth of any. It is always the tenant's turn that has
     least for its weight, and of equal ones the one's that would stop a job. Jobs that only some nodes can hold have
-    entitlements to these nodes as if there were no others, and their turns come before those of other jobs.
+    entitlements to these nodes as if there were no others, and no other jobs; their turns come before those of others.
 
     Returns:
         Amounts by tenant and resource, and the minimums by job.
@@ -217,13 +217,17 @@ def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, 
 
 
 def _parts(problem: Problem) -> list[Problem]:
-    """The whole, and those parts of it that are all that the labels of some job allow."""
+    """The whole, and those parts of it that are all that the labels of some job allow, with the jobs that they bind."""
     nodes = problem.cluster.nodes
-    found = {frozenset(node.node_id for node in nodes): problem}
-    for selector in {tuple(sorted(view.selector.items())): view.selector for view in problem.views}.values():
-        part = Cluster(nodes=tuple(node for node in nodes if node.matches(selector)))
-        found.setdefault(frozenset(node.node_id for node in part.nodes), dataclasses.replace(problem, cluster=part))
-    return list(found.values())
+    reach = {
+        view.job: frozenset(node.node_id for node in nodes if node.matches(view.selector)) for view in problem.views
+    }
+    found = [problem]
+    for allowed in sorted(set(reach.values()) - {frozenset(node.node_id for node in nodes)}, key=sorted):
+        part = Cluster(nodes=tuple(node for node in nodes if node.node_id in allowed))
+        bound = problem.only(job for job, own in reach.items() if own <= allowed)
+        found.append(dataclasses.replace(bound, cluster=part))
+    return found
 
 
 def kept_without_idle_spot(problem: Problem, configured: Mapping[str, Tenant]) -> frozenset[str]:
