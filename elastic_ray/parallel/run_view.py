@@ -91,6 +91,8 @@ class LeadingLoader(Protocol):
 class ModelParts(Protocol):
     """Where a model registers what belongs to it."""
 
+    least_share: int
+
     @property
     def loaders(self) -> LeadingLoader:
         """The loaders."""

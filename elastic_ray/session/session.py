@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
+_SAVED_TOGETHER_WAIT_S = 60.0  # one rank may evaluate after the last epoch
 _IGNORED = StragglerConfig()
 
 
@@ -422,8 +423,14 @@ class Session:
         """Rank 0's measurements since the last call; None before the first generation."""
         return step_report(self._parts)
 
-    def finish(self) -> None:
+    def finish(self, *, saves: bool = False) -> bool:
         """The train function returned.
+
+        Args:
+            saves: what the run ends with is to be saved; the same on all ranks.
+
+        Returns:
+            True if this rank can save its part of that now, or all of it.
 
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
@@ -436,5 +443,16 @@ class Session:
             )
         self.registry.call(HookPoint.BEFORE_END)
         self._parts.adaptation.end_train()
-        if self.world_size > 1 and not self.ledger.failed and not self.membership.voided:
-            self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S)
+        if self.ledger.failed:
+            return False
+        alone = self.world_size == 1 or not self.registry.saves_together
+        all_here, wait_s = False, _FINISHED_WAIT_S if alone or not saves else _SAVED_TOGETHER_WAIT_S
+        if self.world_size > 1 and not self.membership.voided:
+            all_here = self.consensus.announce_finished(Announced(Intent.FINISH), wait_s)
+        if alone or not saves:
+            return saves
+        if not all_here:
+            self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
+            return False
+        self.consensus.reductions_started()
+        return self._changes.before_last_save()
