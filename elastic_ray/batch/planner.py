@@ -248,7 +248,7 @@ class BatchPlanner:
         if tuner is None or report.shape is None:
             return
         tuner.set_noise(report.noise)
-        tuner.set_signal(report.signal, batch_size=report.batch_size, steps=report.total_steps)
+        tuner.set_signal(report.signal, batch_size=report.batch_size, steps=report.total_steps, loss=report.loss)
         if report.parts and report.step_time > 0:
             self._learn_types(report)
             return

@@ -246,6 +246,30 @@ def test_max_steps_and_schedules_end_where_they_should(tmp_path: Path) -> None:
     assert result.rates[-1] <= 0.2 * 2 / (2 * STEPS) + 1e-9, "the linear schedule has come to its end"
 
 
+def test_the_log_begins_with_the_lines_of_theirs(tmp_path: Path) -> None:
+    logger, said = logging.getLogger("transformers.trainer"), dict[bool, list[str]]()
+    for elastic in (False, True):
+        lines = said[elastic] = []
+        handler = logging.Handler(logging.INFO)
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign, misc]
+        args = arguments(tmp_path)
+        made = (Trainer if elastic else transformers.Trainer)(
+            model=gpt(), args=args, train_dataset=Texts(), data_collator=bare
+        )
+        made.remove_callback(transformers.PrinterCallback)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            made.train()
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+    begins = [each for each in said[False] if each.startswith(("*****", "  "))]
+    assert len(begins) >= 8
+    assert set(begins) <= set(said[True])
+
+
 def test_micro_batches_are_accumulated_and_clipped_whole(tmp_path: Path) -> None:
     alone = Result(fit(tmp_path, elastic=False))
     wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
