@@ -53,6 +53,17 @@ class ReplicaCheck(Protocol):
         """Whether all ranks announced the same."""
 
 
+class Compared(Protocol):
+    """What the ranks compare once, by fingerprints that ride on an announcement."""
+
+    @property
+    def fingerprint(self) -> int:
+        """That of this rank."""
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Compare with what the other ranks have announced; raises ``ReplicasDifferError`` where it differs."""
+
+
 class ControlPart(Protocol):
     """Numbers of this rank that ride on the control sums, and what all ranks conclude from their sums.
 
@@ -105,6 +116,7 @@ class RankConsensus:
         self._replicas = replicas
         self._position = position
         self._announcer: Announcer | None = None
+        self._plan: Compared | None = None
 
     @property
     def announcer(self) -> Announcer:
@@ -121,15 +133,22 @@ class RankConsensus:
         for part in self._parts:
             part.begin()
 
-    def announce(self, what: Announced, payload: Sequence[float] = ()) -> None:
+    def announce(self, what: Announced, payload: Sequence[float] = (), plan: Compared | None = None) -> None:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
+
+        Args:
+            what: it.
+            payload: rides along, and is added up.
+            plan: compared with that of the other ranks, in place of the parameters.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: what was announced before was not done.
         """
-        fingerprint = 0
-        if self._compares(what):
+        fingerprint, self._plan = 0, plan
+        if plan is not None:
+            fingerprint = plan.fingerprint
+        elif self._compares(what):
             fingerprint = self._replicas.fingerprint(self._position.steps)
         self.announcer.start(what, self._position.loader_steps, fingerprint=fingerprint, payload=payload)
 
@@ -165,15 +184,16 @@ class RankConsensus:
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: they have not; raised on every rank.
-            ReplicasDifferError: they hold different parameters; raised on every rank.
+            ReplicasDifferError: they hold different parameters or data; raised on every rank.
         """
         sums = self.announcer.agree()
-        self._replicas.compare(self._communicator(), self.announcer.fingerprints)
+        compared = self._replicas if self._plan is None else self._plan
+        compared.compare(self._communicator(), self.announcer.fingerprints)
         return sums
 
-    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: Compared | None = None) -> list[float]:
         """Announce what comes next, and wait for the others; see :meth:`announce` and :meth:`agreed`."""
-        self.announce(what, payload)
+        self.announce(what, payload, plan)
         sums = self.agreed()
         self.announcer.done()
         return sums
@@ -220,17 +240,21 @@ class RankConsensus:
             part.conclude(sums[first:last], world_size)
             first = last
 
-    def step_tag(self) -> tuple[float, float]:
-        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step."""
-        sample_tag = 0 if self._reads_differ else self._position.sample_tag
-        return Announcer.step_tag(self._position.loader_steps, sample_tag)
+    def step_tag(self, note: int = 0) -> tuple[float, float]:
+        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step.
 
-    def check_same_step(self, tags: Sequence[float]) -> None:
+        Args:
+            note: of the gradients, see ``gradients_note``.
+        """
+        sample_tag = 0 if self._reads_differ else self._position.sample_tag
+        return Announcer.step_tag(self._position.loader_steps, sample_tag + note)
+
+    def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
         """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
 
         Ranks that have read other samples for it are told of once: an augmentation may differ, which does no harm.
         """
-        if not self.announcer.check_same_step(tags):
+        if not self.announcer.check_same_step(tags, note):
             self._reads_differ = True
             self._warn(_READS_DIFFER)
 
@@ -254,6 +278,7 @@ class RankConsensus:
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
+        plan: Compared | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
@@ -262,6 +287,7 @@ class RankConsensus:
             added: what it has added, by accumulator and name.
             some_are_idle: ranks without samples cannot know the names of what the others have added to.
             join: of a rank without samples: takes part in what the others have announced.
+            plan: is compared as well.
 
         Returns:
             Accumulator, name and sum over the ranks, in the same order everywhere.
@@ -283,7 +309,7 @@ class RankConsensus:
 
         def agree(payload: Sequence[float]) -> Sequence[float]:
             padding = [0.0] * (PAYLOAD_SIZE - len(payload))
-            sums = self.agree_on(what, [*payload, *padding, *own])
+            sums = self.agree_on(what, [*payload, *padding, *own], plan)
             if commits:
                 self._conclude_parts(sums[PAYLOAD_SIZE:], communicator.world_size)
             return sums[: len(payload)]

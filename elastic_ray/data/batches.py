@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
-from elastic_ray.data.order import EpochOrder, StreamSharder
+from elastic_ray.data.order import EpochOrder, StreamSharder, digest
+from elastic_ray.data.plan_facts import item_facts
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
 from elastic_ray.data.shares import Shares
+
+_SHOWN = 4  # of an order, in errors
 
 
 class StepSplit:
@@ -103,6 +106,9 @@ class BatchSource(Protocol):
 
     def commit(self) -> None:
         """The step was used."""
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """What all ranks must have in common to use each sample of the epoch once, as plain values by name."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin at ``position``, with ``total`` samples in the pass."""
@@ -227,6 +233,16 @@ class MapBatches:
     def commit(self) -> None:
         """The step was used."""
 
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """The length of the dataset, the epoch's order, and what can be told of the items."""
+        order = self.indices(epoch)
+        begins = [*order[:_SHOWN].tolist(), f"{digest(order):016x}"]
+        return {
+            "len(dataset)": len(self._dataset),
+            **item_facts(self._dataset),
+            f"the order of epoch {epoch}": begins,
+        }
+
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""
         return can_switch(position=position, total=total, world_size=world_size)
@@ -306,6 +322,10 @@ class StreamBatches:
         """The step was used: its items are let go."""
         if self._stream is not None:
             self._stream.commit()
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """None: items are compared as they are read, see ``StepBatches.sample_tag``."""
+        return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""

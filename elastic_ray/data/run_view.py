@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.adaptation.policy import Policy
@@ -36,6 +36,9 @@ class PassesView(Protocol):
 
     def check_group(self, loader_pass: PassProgress) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one, as it is."""
+
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
+        """Compare what decides a pass's data before its first step in a group; False if another group was entered."""
 
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""

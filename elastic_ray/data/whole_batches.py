@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSplit
-from elastic_ray.data.order import EpochOrder
+from elastic_ray.data.order import EpochOrder, digest
 from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.sharding import Indices
 from elastic_ray.data.whole import batch_ends, whole_step
@@ -106,6 +106,11 @@ class WholeBatches(MapBatches):
         counts = [last - first for first, last in batches] + [0] * (cut.world_size - len(batches))
         fetches = [self.fetch] if cut.rank < len(batches) else []
         return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """As of ``MapBatches``, and where batches end."""
+        ends = np.asarray(self.ends(epoch), dtype=np.int64)
+        return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """A group of any size can go on from the end of a batch."""

@@ -254,7 +254,7 @@ class Session:
             )
         rates = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
         number = self.registry.models.add(info, noise, rates)
-        self._replicas.add(module)
+        self._replicas.add(module, optimizer)
         self.optimizers.add(optimizer)
         return number
 

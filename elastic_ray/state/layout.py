@@ -42,11 +42,12 @@ def difference(layouts: Mapping[int, bytes]) -> str:
     )
 
 
-def check_samples(samples: Sequence[int]) -> None:
+def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
     """What the ranks deal out by position must be one dataset; its length is what can be told without reading it.
 
     Args:
         samples: of an epoch, by rank; below 0 where a rank does not know them.
+        joins: True for ranks that join others.
 
     Raises:
         ReplicasDifferError: two ranks know different ones.
@@ -55,11 +56,12 @@ def check_samples(samples: Sequence[int]) -> None:
     one = next(iter(known), 0)
     other = next((rank for rank, count in known.items() if count != known[one]), None)
     if other is not None:
+        one_joins, other_joins = (", which joins" if joins and joins[rank] else "" for rank in (one, other))
         raise ReplicasDifferError(
             f"every worker must train on the same dataset, but the training loader's has {known[one]} samples on rank "
-            f"{one} and {known[other]} on rank {other}: each would take its share of another order, so that samples "
-            "are left out and others used twice. Build it from the same files on every worker, and let the loader "
-            "share it out"
+            f"{one}{one_joins} and {known[other]} on rank {other}{other_joins}: each would take its share of another "
+            "order, so that samples are left out and others used twice. Build it from the same files on every worker, "
+            "and let the loader share it out"
         )
 
 

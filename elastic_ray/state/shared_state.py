@@ -102,6 +102,7 @@ class SharedState:
         self.progress = progress
         self.shape: BatchChoice | None = None
         self.complete = False
+        self.joined = False  # the present group without a state of its own, and has that of others
         self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
@@ -275,7 +276,8 @@ class SharedState:
                 -1 if samples is None else samples,
             ]
         )
-        check_samples([row[-1] for row in rows])
+        holds = [bool(row[4]) for row in rows]
+        check_samples([row[-1] for row in rows], [any(holds) and not each for each in holds])
         everyone = [
             StateVersion(
                 step=steps,
@@ -287,6 +289,7 @@ class SharedState:
             )
             for steps, stepped, lineage, passes, complete, averaged, *_ in rows
         ]
+        self.joined = not self.complete and any(each.has_state for each in everyone)
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[-2] for row in rows])
         holders = [each for each in everyone if each.has_state]

@@ -45,8 +45,13 @@ class Votes:
 
     def __init__(self, failing: int = 0) -> None:
         self.failing, self.intents, self.details = failing, list[Intent](), list[int]()
+        self.plans = list[Any]()
 
-    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False) -> list[Any]:
+    def agree_on(self, what: Announced, payload: Any = (), plan: Any = None) -> None:
+        self.vote(what, {}, plan=plan)
+
+    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False, plan: Any = None) -> list[Any]:
+        self.plans.append(plan)
         self.intents.append(what.intent)
         self.details.append(what.detail)
         if len(self.intents) <= self.failing:
@@ -58,7 +63,7 @@ class State:
     """Where the run stands, and nothing to undo."""
 
     def __init__(self) -> None:
-        self.progress = RunProgress()
+        self.progress, self.joined = RunProgress(), False
 
     def snapshot(self) -> None: ...
 
@@ -70,7 +75,7 @@ class State:
 class Parts:
     """A group, models and buffers."""
 
-    generation, buffer_layout = 3, 7
+    generation, buffer_layout, world_size = 3, 7, 2
     gradients_wait = False
     communicator: Any = "the group"
 
@@ -338,3 +343,34 @@ def test_the_end_of_an_epoch_ends_its_passes_and_carries_out_what_was_put_off() 
     run.passes.end_epoch()
     assert left.done and run.passes.step is None
     assert run.states.progress.epoch == 1 and run.changes.between == [True]
+
+
+def test_what_decides_the_data_is_compared_once_in_each_group() -> None:
+    run, told = Run(), list[int]()
+
+    def facts() -> dict[str, int]:
+        told.append(1)
+        return {"seed": 3}
+
+    loader_pass = run.passes.enter()
+    assert all(run.passes.compare_plan(loader_pass, facts) for _ in range(3))
+    assert run.consensus.intents == [Intent.PLAN] and run.consensus.plans[0].facts == {"seed": 3}
+    run.group.generation = 4
+    assert run.passes.compare_plan(loader_pass, facts) and run.consensus.intents == [Intent.PLAN] * 2
+    run.group.generation, run.group.world_size = 5, 1
+    assert run.passes.compare_plan(loader_pass, facts) and len(told) == 2, "one rank has nobody to compare with"
+
+
+def test_a_step_is_cut_anew_where_the_group_breaks_while_its_data_is_compared() -> None:
+    run = Run(failing=1)
+    assert not run.passes.compare_plan(run.passes.enter(), dict)
+    assert run.changes.causes == ["broke"]
+
+
+def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
+    run = Run()
+    run.begin(run.passes.enter())
+    nested = run.passes.enter()
+    assert run.passes.compare_plan(nested, lambda: {"seed": 3}) and not run.consensus.intents
+    run.passes.end_pass(nested, 8)
+    assert run.consensus.intents == [Intent.END_OF_PASS] and run.consensus.plans[0].facts == {"seed": 3}
