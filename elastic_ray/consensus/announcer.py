@@ -132,7 +132,7 @@ class Announcer:
         """By rank, as announced last."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
-    def announce_finished(self, what: Announced, loader_steps: int, wait_s: float) -> bool:
+    def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
         """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
 
         The announcement stands as long as the group does: a rank that announces something else later finds it.
@@ -140,7 +140,7 @@ class Announcer:
         Raises:
             RanksDisagreeError: another one goes on, as far as that is known in this time.
         """
-        self._begin(what, loader_steps, 0, ())
+        self._begin(what, loader_steps, fingerprint, ())
         self._open = None
         until_s = time.monotonic() + wait_s
         self._work = None  # an outdated announcement, behind which these stand

@@ -43,7 +43,7 @@ class ReplicaCheck(Protocol):
     def begin(self) -> None:
         """A group was entered: what was checked in another does not count."""
 
-    def due(self, steps: int, *, at_end: bool = False) -> bool:
+    def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """Whether they are to be compared after so many steps."""
 
     def fingerprint(self, steps: int) -> int:
@@ -95,6 +95,7 @@ class RankConsensus:
         position: how far this rank is.
         parts: what else rides on the control sums.
         warn: tells the job's user.
+        is_last_epoch: True if no other one follows, as far as all ranks know.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class RankConsensus:
         position: Position,
         parts: Sequence[ControlPart] = (),
         warn: Callable[[str], None] = logger.warning,
+        is_last_epoch: Callable[[], bool] = lambda: False,
     ) -> None:
         self._communicator = communicator
         self._world_size = world_size
         self._parts = parts
-        self._warn = warn
+        self._warn, self._is_last_epoch = warn, is_last_epoch
         self._reads_differ = False
         self._changes = changes
         self._replicas = replicas
@@ -150,6 +152,7 @@ class RankConsensus:
             fingerprint = plan.fingerprint
         elif self._compares(what):
             fingerprint = self._replicas.fingerprint(self._position.steps)
+            self._changes.compared()
         self.announcer.start(what, self._position.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
@@ -174,9 +177,11 @@ class RankConsensus:
 
     def _compares(self, what: Announced) -> bool:
         """Whether parameters are compared with this announcement."""
-        at_end = what.intent is Intent.END_OF_PASS and what.index == 0
-        asked = at_end or what.intent is Intent.GRADIENTS
-        return asked and self._replicas.due(self._position.steps, at_end=at_end)
+        steps, saves = self._position.steps, what.intent is Intent.BUFFERS
+        if what.index == 0 and (saves or what.intent is Intent.END_OF_PASS):
+            always = saves or self._changes.saves or self._changes.comparison or self._is_last_epoch()
+            return self._replicas.due(steps, at_end=True, always=always)
+        return what.intent is Intent.GRADIENTS and self._replicas.due(steps, always=self._changes.comparison)
 
     def agreed(self) -> list[float]:
         """Wait until all ranks have announced the same; returns the sums of what rode along.
@@ -198,9 +203,20 @@ class RankConsensus:
         self.announcer.done()
         return sums
 
-    def announce_finished(self, what: Announced, wait_s: float) -> bool:
-        """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`."""
-        return self.announcer.announce_finished(what, self._position.loader_steps, wait_s)
+    def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
+        """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
+
+        Args:
+            what: it.
+            wait_s: longest wait for the others.
+            fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
+
+        Returns:
+            The fingerprints of all ranks; none where they have not all come within this time.
+        """
+        if self.announcer.announce_finished(what, self._position.loader_steps, wait_s, fingerprint):
+            return self.announcer.fingerprints
+        return []
 
     def reductions_started(self) -> None:
         """The reductions that were announced are all on their way."""

@@ -144,7 +144,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     session = current_session()
     if session.ledger.replaying:
         return  # the job has had this report before this worker came (back)
-    number = session.count_report()
+    number = session.count_report(saves=checkpoint is not None)
     if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
@@ -188,7 +188,8 @@ def register_state(name: str, target: Any) -> None:
     Args:
         name: unique in the train loop.
         target: has ``state_dict()`` of tensors and plain values, and ``load_state_dict(state)``. Of a
-            ``torch.nn.Module`` all parameters and buffers travel, persistent or not.
+            ``torch.nn.Module`` all parameters and buffers travel, persistent or not, its extra states
+            (``get_extra_state``), modes, and the sums of a ``torchmetrics.Metric``.
 
     Raises:
         TypeError: it is no text, or has no such methods.
@@ -213,6 +214,8 @@ def register_state(name: str, target: Any) -> None:
         raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
     registered, name = RegisteredState(target), f"user/{name}"
     session.states.register(name, registered.state)
+    if registered.extras is not None:
+        session.states.register(f"{name}/parts", registered.extras)
     session.states.register_rollback(registered.remember, registered.roll_back, name)
 
 

@@ -6,7 +6,6 @@ code between them never sees membership, batch size or learning rate move.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +26,12 @@ from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
 from elastic_ray.session.run_state import make_run_state
 from elastic_ray.session.step_reports import step_report
+from elastic_ray.state.layout import check_ends
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
-from elastic_ray.state.starting_point import StartingPoint
+from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.user_collectives import UserCollectives
 from elastic_ray.stragglers.reports import StragglerConfig
@@ -43,19 +43,6 @@ if TYPE_CHECKING:
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
 _IGNORED = StragglerConfig()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
-    """Captured states that a worker begins with, and that make it a holder of state.
-
-    Attributes:
-        states: from before a rerun in this process, or of an automatic checkpoint.
-        path: of that automatic checkpoint; empty for a rerun.
-    """
-
-    states: dict[str, Any]
-    path: str = ""
 
 
 class Session:
@@ -334,6 +321,11 @@ class Session:
         self.sync_point()
         self.progress.declare_epochs(epochs)
 
+    def leave_epochs(self) -> None:
+        """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""
+        if self.synced and self.world_size > 1:
+            self._replicas.leave(self.progress.steps, self.progress.loader_steps)
+
     def enter_loop(self) -> PassProgress:
         """The next loader pass of this epoch, with the position that it has already reached.
 
@@ -353,8 +345,10 @@ class Session:
         """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
         return self.ledger.resume_point(self.registry.models.gain)
 
-    def count_report(self) -> int:
-        """Another call of ``report``; returns its number in the run."""
+    def count_report(self, *, saves: bool = False) -> int:
+        """Another call of ``report``, with a checkpoint if it ``saves``; returns its number in the run."""
+        if saves:
+            self._parts.agreed.ask_for_comparison()
         reports = self.progress.count_report(self._parts.agreed.reports)
         self._parts.agreed.count_reports(reports)
         return reports
@@ -388,6 +382,7 @@ class Session:
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
             RanksDisagreeError: another rank goes on training. It finds out as well, if that takes longer.
+            ReplicasDifferError: the ranks have come apart in the last steps.
         """
         if not self.synced:
             raise RuntimeError(
@@ -397,4 +392,5 @@ class Session:
         self.registry.call(HookPoint.BEFORE_END)
         self._parts.adaptation.end_train()
         if self.world_size > 1 and not self.ledger.failed and not self.membership.voided:
-            self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S)
+            left = self._replicas.left_at(self.progress.loader_steps)
+            check_ends(self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S, left))

@@ -65,5 +65,25 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
         )
 
 
+def check_ends(fingerprints: Sequence[int]) -> None:
+    """Compare what the ranks hold behind the last epoch.
+
+    Args:
+        fingerprints: of their parameters, by rank; 0 where one has told none.
+
+    Raises:
+        ReplicasDifferError: they differ.
+    """
+    known = {rank: value for rank, value in enumerate(fingerprints) if value}
+    if len(set(known.values())) > 1:
+        common = max(known.values(), key=lambda value: (fingerprints.count(value), -fingerprints.index(value)))
+        others = ", ".join(str(rank) for rank, value in known.items() if value != common)
+        raise ReplicasDifferError(
+            f"the result of rank 0 stands for all ranks, but when the loop over epochs was left, rank(s) {others} held "
+            "other parameters, or trained them in another way, than the others: something in the last steps follows "
+            "from rank, clock, own samples or unseeded random numbers"
+        )
+
+
 def _shown(layout: Mapping[str, str], name: str) -> str:
     return layout.get(name, "missing")

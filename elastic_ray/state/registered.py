@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.state.module_extras import ModuleExtras
 from elastic_ray.state.tree import DictState, ModuleState, Stateful, pack, unpack
 
 
@@ -52,17 +53,22 @@ class RegisteredState:
 
     Attributes:
         state: its part of what all ranks share.
+        extras: of a module: modes, extra states, and sums of metrics; None of anything else.
     """
 
     def __init__(self, target: Any) -> None:
         self.state: Stateful = ModuleState(target) if isinstance(target, torch.nn.Module) else DictState(target)
+        self.extras = ModuleExtras(target, sums=True) if isinstance(target, torch.nn.Module) else None
         self._remembered = Remembered()
 
     def remember(self) -> Remembered:
         """Its present values."""
-        self._remembered.take(self.state.capture())
+        self._remembered.take((self.state.capture(), self.extras.capture() if self.extras is not None else None))
         return self._remembered
 
     def roll_back(self, remembered: Remembered) -> None:
         """Return to values that were remembered."""
-        self.state.restore(remembered.tree())
+        state, extras = remembered.tree()
+        self.state.restore(state)
+        if self.extras is not None:
+            self.extras.restore(extras)

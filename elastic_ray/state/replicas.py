@@ -37,6 +37,7 @@ class Replicas:
         self._modules: list[torch.nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._checked = -1
+        self._left = 0, 0
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Another model, and what steps it.
@@ -64,16 +65,27 @@ class Replicas:
         """A group was entered: what was checked in another does not count."""
         self._checked = -1
 
-    def due(self, steps: int, *, at_end: bool = False) -> bool:
+    def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """Whether all parameters are to be compared after ``steps`` steps.
 
         Args:
             steps: committed optimizer steps.
             at_end: of a loader's pass.
+            always: unless they have been.
         """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
-        due = late or steps in _EARLY or steps % _EVERY == 0
+        due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
+
+    def leave(self, steps: int, loader_steps: int) -> None:
+        """The loop over epochs is left after so many steps: code behind it may change models on one rank alone."""
+        if self.due(steps, always=True):
+            self._left = loader_steps, self.fingerprint(steps)
+
+    def left_at(self, loader_steps: int) -> int:
+        """The fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
+        at, fingerprint = self._left
+        return fingerprint if at == loader_steps else 0
 
     def fingerprint(self, steps: int) -> int:
         """A fingerprint of all parameters, and of how they are trained, after ``steps`` steps; never 0."""

@@ -118,6 +118,10 @@ class SharedState:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
 
+    def holds(self, target: object) -> bool:
+        """True if user code has registered this object as a state."""
+        return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
+
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
         """Undo for small state that user code moves on even when its step is lost (schedulers, scalers).
 

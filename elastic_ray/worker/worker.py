@@ -26,10 +26,10 @@ from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.current import set_worker_session
 from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.session import SavedState, Session
+from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress, in_no_generation
-from elastic_ray.state.starting_point import StartingPoint
+from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller

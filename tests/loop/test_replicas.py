@@ -15,6 +15,7 @@ import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import set_session
 from elastic_ray.state.replicas import Replicas, sum_of_bits
+from tests.loop.changing import Change, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -357,3 +358,71 @@ def test_gradients_that_do_not_belong_together_are_an_error(ranks: Ranks, how: s
 @pytest.mark.parametrize("how", ["zeros", "nobody", "all", "uneven"])
 def test_what_all_ranks_do_to_gradients_is_theirs(ranks: Ranks, how: str) -> None:
     assert ranks.run(adding, how, world=2) == [""] * 2
+
+
+# -- the last steps, checkpoints and changes of the group ----------------------------------------------------------
+
+
+def apart(epochs: int, at: int, leaves: int, saves: int = 0) -> tuple[str, int]:
+    """What a rank is told, and after how many steps; rank 1 comes apart by a bit at step ``at``."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(rows(), batch_size=4)
+    session = current_session()
+    try:
+        for epoch in er.remaining_epochs_until(epochs):
+            for x, y in loader:
+                if session.progress.steps == at:
+                    noise(session.rank, 5, model, optimizer)
+                if session.progress.steps == saves > 0 == session.rank:
+                    session.count_report(saves=True)
+                optimizer.zero_grad()
+                (wrapped(x.double()) - y).square().mean().backward()
+                optimizer.step()
+            if epoch == leaves:
+                break
+        with torch.no_grad():
+            model[0].weight[0] += session.rank  # the job's result is rank 0's: others may do as they like with theirs
+        session.finish()
+    except er.ReplicasDifferError as error:
+        return str(error), session.progress.steps
+    return "", session.progress.steps
+
+
+def test_ranks_that_come_apart_in_the_last_epoch_are_found(ranks: Ranks) -> None:
+    for told, steps in ranks.run(apart, 10, 115, -1, world=2):
+        assert "after 120 steps: 2.weight" in told and steps == 120
+
+
+def test_so_are_they_where_the_loop_is_left_earlier(ranks: Ranks) -> None:
+    for told, steps in ranks.run(apart, 20, 115, 9, world=2):
+        assert "when the loop over epochs was left, rank(s) 1 held other parameters" in told and steps == 120
+
+
+def test_behind_the_loop_each_rank_may_change_its_own(ranks: Ranks) -> None:
+    assert ranks.run(apart, 10, -1, -1, world=2) == [("", 120)] * 2
+    assert ranks.run(apart, 20, -1, 3, world=2) == [("", 48)] * 2
+
+
+def test_a_reported_checkpoint_is_a_check(ranks: Ranks) -> None:
+    for told, steps in ranks.run(apart, 20, 122, -1, 123, world=2):
+        assert "after 124 steps: 2.weight" in told and steps == 124
+
+
+def test_a_change_of_the_group_is_a_check() -> None:
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        session = current_session()
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(rows(), batch_size=4):
+                if session.progress.steps == 3:
+                    noise(session.rank, 5, model, optimizer)
+                optimizer.zero_grad()
+                (wrapped(x.double()) - y).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(er.ReplicasDifferError, match=r"after 6 steps: 2\.weight"):
+        run_job(train, [Change(5, (1, 2, 3))], first=(1, 2))

@@ -47,6 +47,7 @@ class CarriedGradients:
         self._applied = False  # the optimizer has stepped in the step in progress
         self._updated: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that the last update has left
         self._beneath = False  # the present gradients were added to it
+        self._alike = False  # all ranks have come by an update in the present group
         self._adding = False  # a pass within no_sync is in progress
         self._passes = 0  # such passes since the last update
         self._uneven = False  # in steps in which ranks have other numbers of samples
@@ -86,14 +87,21 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """A number that the ranks must have in common when they reduce; see ``gradients_note``."""
+        """A number that the ranks must have in common when they reduce; see ``gradients_note``.
+
+        0 up to the first update in a group: a rank that has joined it lacks what the others have done since their last.
+        """
+        if not self._alike:
+            return 0
         return gradients_note(0 if self._uneven else self._passes, beneath=self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
         """The pass has added to the watched parameter: to what was left behind, unless that was thrown away."""
-        self.watched = None
+        if self._updated is None:
+            self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
-        self._beneath = grad is not None and grad is updated() and grad._version == at + 1
+        added = grad is not None and (self._beneath or grad._version == at + 1)
+        self._beneath = added and grad is updated()
         if self._left is not None and param.grad is not None:
             (left, version), self._left = self._left, None
             thrown_away = param.grad is not left() or param.grad._version > version + 1
@@ -105,6 +113,7 @@ class CarriedGradients:
 
     def mark_reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
+        self._passes, self._uneven = 0, False
         self._local = False
 
     def refuse_own(self) -> None:
@@ -136,7 +145,7 @@ class CarriedGradients:
         grad = next((p.grad for p in self._params() if p.grad is not None), None)
         self._last = weakref.ref(grad) if grad is not None else None
         self._last_version = grad._version if grad is not None else 0
-        self._passes, self._uneven, self._beneath = 0, False, False
+        self._alike, self._passes, self._uneven, self._beneath = True, 0, False, False
         self._updated = (self._last, self._last_version) if self._last is not None else None
         self._watch_update()
 
@@ -186,7 +195,7 @@ class CarriedGradients:
 
     def enter_group(self) -> None:
         """A group was entered: what only some of its ranks hold counts no more."""
-        self._updated, self.watched, self._beneath = None, None, False
+        self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:
             self._take(0, {})
