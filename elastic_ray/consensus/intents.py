@@ -35,6 +35,11 @@ class Intent(enum.IntEnum):
     PLAN = 13
 
 
+_SAME_CALLS = (
+    "Every rank must make the same calls (backward, break, continue, return) in the same steps: let such a decision "
+    "follow from numbers that all ranks share, such as an Accumulator's sums or get_context().get_global_step(), not "
+    "from a rank's own samples, rank, clock or count"
+)
 _STEPPED = "which parameters have a gradient, and learning rates"
 
 
@@ -139,9 +144,22 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
         )
     return (
         f"the ranks do different things in step {min(loader_steps)} (steps of all loaders counted), so that their "
-        f"collectives cannot be matched: {told}. Every rank must make the same calls (backward, break, continue, "
-        "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
-        "Accumulator's sums or get_context().get_global_step(), not from a rank's own samples, rank, clock or count"
+        f"collectives cannot be matched: {told}. {_SAME_CALLS}"
+    )
+
+
+def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
+    """Text of the error of a rank that is about to begin a step behind which another one's training has ended.
+
+    Args:
+        rank: the one that has returned.
+        steps: of all loaders that it has committed.
+        other: a rank that goes on.
+        others_steps: that this one has committed.
+    """
+    return (
+        f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
+        f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
     )
 
 

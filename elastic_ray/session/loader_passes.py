@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
 from elastic_ray.session.pass_view import PassChanges, PassRun
 from elastic_ray.state.data_plan import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
@@ -89,9 +89,12 @@ class LoaderPasses:
 
         Raises:
             ReplicasDifferError: the ranks would use other samples, or in another order; raised on every rank.
+            RanksDisagreeError: another rank has returned from the train function, after as many steps or fewer.
         """
         parts = self._parts
         depth, generation = parts.ledger.depth, parts.group.generation
+        if not depth:
+            self._check_returned()
         known = self._plans.get(depth)
         if parts.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
             return True
@@ -105,6 +108,15 @@ class LoaderPasses:
             self._changes.regroup(str(error))
             return False
         return True
+
+    def _check_returned(self) -> None:
+        """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
+        steps = self._progress.loader_steps
+        for each in self._parts.group.returned:
+            if each.steps <= steps:
+                raise RanksDisagreeError(
+                    returned_early(each.rank, each.steps, self._parts.group.communicator.rank, steps)
+                )
 
     def begin_step(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""

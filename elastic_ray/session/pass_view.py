@@ -8,6 +8,7 @@ from typing import Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
+from elastic_ray.membership.messages import Returned
 from elastic_ray.state.data_plan import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.lost_step import LostStep
@@ -142,6 +143,10 @@ class PassGroup(Protocol):
     @property
     def generation(self) -> int:
         """Its number."""
+
+    @property
+    def returned(self) -> Sequence[Returned]:
+        """Workers that belong to the group no more, for their train functions have returned."""
 
     @property
     def world_size(self) -> int:

@@ -222,7 +222,7 @@ class Worker:
             value = train_loop.call(assignment.train_loop)
             session.finish()
             link.flush()
-            return _end(RunFinished, value=seal(value))
+            return _end(RunFinished, value=seal(value), rank=session.rank, steps=session.progress.loader_steps)
         except WorkerDismissed as dismissed:
             if dismissed.stopped and session.preempted:
                 return _preempted(session, link, saver)

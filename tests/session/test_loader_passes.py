@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError
+from elastic_ray.membership.messages import Returned
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
@@ -80,6 +82,7 @@ class Parts:
     communicator: Any = "the group"
 
     def __init__(self) -> None:
+        self.returned: tuple[Returned, ...] = ()
         self.models, self.synchronised, self.strategy_key = self, list[Any](), ""
         self.drifts, self.breaks, self.averaged = False, False, list[str]()
 
@@ -374,3 +377,17 @@ def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
     assert run.passes.compare_plan(nested, lambda: {"seed": 3}) and not run.consensus.intents
     run.passes.end_pass(nested, 8)
     assert run.consensus.intents == [Intent.END_OF_PASS] and run.consensus.plans[0].facts == {"seed": 3}
+
+
+def test_a_step_behind_which_another_rank_has_returned_is_a_disagreement() -> None:
+    run = Run()
+    run.group.communicator = SimpleNamespace(rank=0)
+    run.group.returned = (Returned(rank=1, steps=1),)
+    loader_pass = run.passes.enter()
+    assert run.passes.compare_plan(loader_pass, dict), (
+        "the other one was a step ahead: this step is the same as its last"
+    )
+    run.begin(loader_pass)
+    assert run.passes.edge(loader_pass)
+    with pytest.raises(RanksDisagreeError, match=r"rank 1 has returned from the train function after 1 steps; rank 0"):
+        run.passes.compare_plan(loader_pass, dict)
