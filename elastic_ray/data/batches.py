@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
+from elastic_ray.data.compared.items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
-from elastic_ray.data.plan_facts import item_facts
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
 from elastic_ray.data.shares import Shares
 
@@ -101,6 +101,9 @@ class BatchSource(Protocol):
     def end(self) -> None:
         """The pass is over."""
 
+    def close(self) -> None:
+        """The run is over."""
+
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; also again, where one was voided."""
 
@@ -132,7 +135,7 @@ class _PlannedBatches:
     """A batch sampler whose plan can be changed between two iterations of the DataLoader that it feeds."""
 
     def __init__(self) -> None:
-        self._plan: Callable[[], Iterator[list[int]]] = lambda: iter(())
+        self._plan: Callable[[], Iterator[tuple[int, list[int]]]] = lambda: iter(())
         self._epoch = 0
         self._tells_epochs = False
 
@@ -140,12 +143,15 @@ class _PlannedBatches:
         """Give every batch its epoch along."""
         self._tells_epochs = True
 
-    def plan(self, epoch: int, batches: Callable[[], Iterator[list[int]]]) -> None:
+    def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
+        """Take the batches of an epoch from here, each with the position of its first sample."""
         self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self._epoch
-        return (EpochBatch(epoch, batch) for batch in self._plan()) if self._tells_epochs else self._plan()
+        if self._tells_epochs:
+            return (EpochBatch(epoch, first, batch) for first, batch in self._plan())
+        return (batch for _, batch in self._plan())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +191,7 @@ class MapBatches:
         self._locality = bool(getattr(dataset, "locality", False))
         self._indices = _PlannedBatches()
         self._keeps_workers = fetching.persistent_workers or not fetching.num_workers
-        self._make = functools.partial(_data_loader, dataset, self._indices, fetching)
+        self._make = functools.partial(_data_loader, dataset, self._indices, fetching, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
         self._epoch: tuple[int, Indices] | None = None
         self._batches: Iterator[Any] | None = None
@@ -207,13 +213,17 @@ class MapBatches:
             self._loader = self._make()
         self._batches = iter(self._loader)
 
+    def close(self) -> None:
+        """The run is over: worker processes end."""
+        self._batches = self._loader = None
+
     def end(self) -> None:
         """The pass is over: unless they are kept for the next one, the worker processes go."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
 
-    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[list[int]]]:
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
         # Not a method of this object, which the DataLoader would then hold, and its worker processes would outlive it.
         return functools.partial(_shares, self.indices(epoch), position, cut, sort=self._locality)
 
@@ -248,33 +258,33 @@ class MapBatches:
         return can_switch(position=position, total=total, world_size=world_size)
 
 
-def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Iterator[list[int]]:
-    """This rank's micro-batches from ``position`` on; sorted, each rank reads one stretch of the file in a step."""
+def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Iterator[tuple[int, list[int]]]:
+    """This rank's micro-batches from ``position`` on, each with the position of its first sample.
+
+    Sorted, each rank reads one stretch of the file in a step.
+    """
     while count := cut.count(position, len(order)):
         step = order[position : position + count]
         if sort:
             step = np.sort(step)
         for piece in cut.slices(count):
-            yield step[piece].tolist()
+            yield position + piece.start, step[piece].tolist()
         position += count
 
 
-def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching) -> DataLoader[Any]:
-    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork."""
-    options = dict(fetching.options)
-    if fetching.on_epoch is not None or (fetching.persistent_workers and hasattr(dataset, "set_epoch")):
-        hook = fetching.on_epoch
-        if fetching.num_workers:
+def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, seed: int) -> DataLoader[Any]:
+    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork.
+
+    What they draw for a sample follows from the seed, the epoch and its position, see ``seed_sample``.
+    """
+    options, workers = dict(fetching.options), fetching.num_workers
+    if workers or fetching.on_epoch is not None:
+        if workers:
             options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         indices.tell_epochs()
-        dataset = FollowsEpochs(dataset, hook, sets_epoch=fetching.persistent_workers)
-    return DataLoader(
-        dataset,
-        batch_sampler=indices,
-        num_workers=fetching.num_workers,
-        persistent_workers=fetching.num_workers > 0,
-        **options,
-    )
+        sets_epoch, own = fetching.persistent_workers, seed if workers else None
+        dataset = FollowsEpochs(dataset, fetching.on_epoch, sets_epoch=sets_epoch, seed=own)
+    return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)
 
 
 class StreamBatches:
@@ -299,6 +309,9 @@ class StreamBatches:
 
     def end(self) -> None:
         """The pass is over."""
+
+    def close(self) -> None:
+        """The stream is read in this process: nothing has to end."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """As :meth:`MapBatches.step`; the samples of the pass are those that are known to be there."""

@@ -18,11 +18,10 @@ from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_o
 from elastic_ray.data.batches import BringsBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
-from elastic_ray.data.plan_facts import PlanFacts
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares
-from elastic_ray.data.sources import make_source, order_of
+from elastic_ray.data.sources import PlanFacts, make_source, order_of
 from elastic_ray.data.whole import batches_of
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import check_present, session_of_thread
@@ -198,8 +197,8 @@ class AdaptiveDataLoader(ResumableLoader):
 
     def _announce(self) -> None:
         """Lead the run, where this loader is the one to do so, or wait for the next run."""
-        session = self._session
-        loaders = session.registry.loaders
+        loaders = (session := self._session).registry.loaders
+        loaders.add(weakref.WeakMethod(self._source.close))
         self._is_late = session.synced and not session.elastic
         if self._is_late:  # made for another run of this process, or for a last evaluation
             loaders.add_late(weakref.WeakMethod(self.join))

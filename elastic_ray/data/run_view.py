@@ -69,6 +69,9 @@ class LoadersView(Protocol):
     def leads(self, loader: object) -> bool:
         """Whether it does."""
 
+    def add(self, close: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """It belongs to the run, which closes it at its end."""
+
     def add_late(self, join: weakref.WeakMethod[Callable[[Any], None]]) -> None:
         """It was made after the run's first epoch."""
 

@@ -94,7 +94,7 @@ class WholeBatches(MapBatches):
             self._ends = order, ends
         return self._ends[1]
 
-    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[list[int]]]:
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
         return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
@@ -117,9 +117,10 @@ class WholeBatches(MapBatches):
         return True
 
 
-def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[list[int]]:
+def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
+    """This rank's batches from ``position`` on, each with the position of its first sample."""
     while batches := whole_step(ends, position=position, world_size=cut.world_size):
         if cut.rank < len(batches):
             first, last = batches[cut.rank]
-            yield order[first:last].tolist()
+            yield first, order[first:last].tolist()
         position = batches[-1][1]

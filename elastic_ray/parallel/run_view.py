@@ -93,6 +93,9 @@ class LeadingLoader(Protocol):
 class ModelParts(Protocol):
     """Where a model registers what belongs to it."""
 
+    def keep_random(self) -> None:
+        """Leave torch's generators as user code has seeded them."""
+
     @property
     def loaders(self) -> LeadingLoader:
         """The loaders."""

@@ -46,7 +46,7 @@ from elastic_ray.parallel.scalers import check_scaler
 from elastic_ray.parallel.schedulers import Schedulers
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.state.module_extras import ModuleExtras
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
@@ -96,6 +96,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
         stragglers: what a run without a trainer (``torchrun``) does about slow workers: ``"ignore"`` (as None),
             ``"tell"`` (the log) or ``"share"``. Under a trainer ``ElasticConfig(stragglers=)`` says it.
+        fold_random: have torch's generators go on, from the first epoch on, with numbers of each rank's own, so that
+            ranks that are seeded alike draw other dropout masks, and a worker that joins none of those of before.
+            False leaves them as user code has seeded them.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -120,6 +123,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         monitor: Monitor | None = None,
         stragglers: str | None = None,
         schedule: str = "progress",
+        fold_random: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -156,6 +160,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         else:
             session.stragglers.ask(watched)
+        if not fold_random:
+            session.registry.keep_random()
         self._join_run(nonfinite, strategy)
         self._register(lr_scheduler, schedule)
         session.add_policies(policies)

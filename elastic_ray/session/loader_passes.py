@@ -9,7 +9,7 @@ from typing import Any
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
 from elastic_ray.session.pass_view import PassChanges, PassRun
-from elastic_ray.state.data_plan import DataPlan
+from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 

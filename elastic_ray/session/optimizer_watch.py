@@ -41,7 +41,7 @@ def _note_made(kind: Any) -> None:
         if session is not None and optimizer is not None:
             session.optimizers.made(self, optimizer, late=session.synced and session.elastic)
 
-    kind.__init__ = __init__
+    setattr(kind, "__init__", __init__)  # noqa: B010
 
 
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.membership.messages import Returned
-from elastic_ray.state.data_plan import DataPlan
+from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.step import LoaderStep

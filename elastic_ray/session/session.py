@@ -33,6 +33,7 @@ from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.random_numbers import fold_generators
 from elastic_ray.steps.user_collectives import UserCollectives
 from elastic_ray.stragglers.reports import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
@@ -287,6 +288,8 @@ class Session:
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self._synced = True
+        if self.registry.folds_random:
+            fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
         self.ledger.begin_replay()
 
     def _install_saved(self) -> None:

@@ -1,13 +1,25 @@
-"""What is registered on a rank, by name, and how two ranks differ in it (pure)."""
+"""What ranks must have in common: what is registered, by name, and the data; and how two differ in it (pure)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from elastic_ray.state.compared.facts import Facts
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import Communicator
 
 _NAMED = 5
 _DIGEST_BYTES = 5
+_WAY_OUT = (
+    "Each rank takes its share of an order of its own, so that samples are left out and others used twice. Give "
+    "AdaptiveDataLoader the same whole dataset and the same arguments on every worker, whatever its rank, and let it "
+    "share the samples out: sort what comes from a set or a directory listing, seed random_split, shuffles and "
+    "generated data alike, and do not cut the dataset by rank"
+)
 
 
 class ReplicasDifferError(RuntimeError):
@@ -63,6 +75,24 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
             "order, so that samples are left out and others used twice. Build it from the same files on every worker, "
             "and let the loader share it out"
         )
+
+
+class DataPlan(Facts):
+    """Facts about a pass over a loader."""
+
+    __slots__ = ()
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Compare with the other ranks' facts, all of which have announced fingerprints; 0 is an unknown one.
+
+        Raises:
+            CommunicationFailedError: the group broke meanwhile.
+            ReplicasDifferError: the facts differ; raised on every rank.
+        """
+        if text := self.difference(communicator, fingerprints):
+            raise ReplicasDifferError(
+                f"every worker must train on the same data in the same order, but {text}. {_WAY_OUT}"
+            )
 
 
 def check_ends(fingerprints: Sequence[int]) -> None:

@@ -82,6 +82,7 @@ class Worker:
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
         self._retired = RetiredCommunicators()
+        self._first_seed = torch.initial_seed()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._watchdog = ControllerWatchdog(
             self._introduce, self._report_again, self._give_back, timeout_s=setup.elastic.controller_timeout_s
@@ -217,6 +218,9 @@ class Worker:
         set_worker_session(session)
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
+        torch.manual_seed(
+            self._first_seed
+        )  # as in a process that is new: what code draws unseeded is alike on all ranks
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
@@ -247,6 +251,7 @@ class Worker:
             return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
             set_worker_session(None)
+            session.registry.loaders.close()
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)

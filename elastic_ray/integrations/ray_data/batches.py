@@ -79,6 +79,9 @@ class RayDataBatches:
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
 
+    def close(self) -> None:
+        """The run is over: the coordinator ends with the job."""
+
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; of the pass's samples those are told that are known to be there."""
         self._advance(position)

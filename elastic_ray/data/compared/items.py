@@ -1,4 +1,4 @@
-"""What a loader's ranks must have in common, as facts: its options, an epoch's order, and some of the dataset's items.
+"""What can be told of some of a dataset's items, as facts that ranks compare (torch).
 
 Items are looked at where that costs nothing: tensors, arrays, lists, tables, and such attributes of a dataset as have
 an entry for each sample (a list of files). No sample is loaded, and no ``__getitem__`` of the user's is called.
@@ -6,18 +6,14 @@ an entry for each sample (a list of files). No sample is loaded, and no ``__geti
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
-
-from elastic_ray.batch.limits import BatchLimits
-from elastic_ray.data.arguments import LoaderArguments
 
 _PLACES = 16  # of items
 _VALUES = 8  # of an item
@@ -26,13 +22,6 @@ _DEEPEST = 3
 _MOST_PARTS = 8
 
 Facts = dict[str, Any]
-
-
-class TellsFacts(Protocol):
-    """Where batches come from."""
-
-    def facts(self, epoch: int) -> Mapping[str, Any]:
-        """What all ranks must have in common to use each sample of the epoch once."""
 
 
 def places(count: int) -> list[int]:
@@ -186,34 +175,6 @@ def _cut(entry: Any, root: str) -> Any:
     if isinstance(entry, list):
         return [_cut(value, root) if isinstance(value, str) else value for value in entry]
     return entry.removeprefix(root) if isinstance(entry, str) else entry
-
-
-class PlanFacts:
-    """What all ranks must have in common to share out the samples of one loader.
-
-    Args:
-        given: the loader's arguments.
-        source: where its batches come from.
-        seed: of its order.
-        drop_last: also as a sampler has it.
-    """
-
-    def __init__(self, given: LoaderArguments, source: TellsFacts, *, seed: int, drop_last: bool) -> None:
-        self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
-        self._source = source
-        self._first: Facts = {}
-
-    def of(self, epoch: int, limits: BatchLimits) -> Facts:
-        """Facts about a pass, as plain values by name."""
-        batch = dataclasses.asdict(limits)
-        items = self._source.facts(epoch)
-        self._first = self._first or dict(items)
-        return {
-            "batch_size": batch.pop("init_batch_size"),
-            **batch,
-            **self._options,
-            **still_facts(items, self._first),
-        }
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:

@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic_ray.communication.communicator import Communicator
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import Communicator
+
 
 _BYTES = 6  # exact in float64
 _NAMED = 3
