@@ -21,6 +21,12 @@ CONTROL_SIZE = 8
 _NAMES_END = CONTROL_SIZE + 4
 _SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
 
+_UNRECORDED = 3  # reports of another rank without one of rank 0
+UNRECORDED = (
+    f"a rank other than 0 has called report() {_UNRECORDED} times and rank 0 never: metrics are recorded from rank 0 "
+    "alone. Call report() on every rank, or on rank 0; numbers of all ranks add up in an elastic_ray.Accumulator"
+)
+
 Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
@@ -72,6 +78,7 @@ class AgreedChanges:
         self.batch: BatchChoice | None = None
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self._comparison = self.saves = False
+        self._heard = self._others = 0
 
     def begin(self) -> None:
         """A group was entered: nothing that another one agreed on counts in it."""
@@ -79,9 +86,9 @@ class AgreedChanges:
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self._comparison = self.saves = False
 
-    def ask_for_comparison(self) -> None:
-        """Rank 0 has reported a checkpoint: are all ranks the same?"""
-        self._wants_comparison = True
+    def ask_for_comparison(self, wanted: bool) -> None:
+        """Rank 0 has reported, and a checkpoint with it if ``wanted``: are all ranks the same?"""
+        self._wants_comparison = self._wants_comparison or wanted
 
     @property
     def comparison(self) -> bool:
@@ -115,6 +122,11 @@ class AgreedChanges:
         """The run has made so many reports on this rank."""
         self.reports = reports
 
+    def is_unrecorded(self) -> bool:
+        """Another rank than the first reports: True with the third time, if the first one never has."""
+        self._others += 1
+        return self._others == _UNRECORDED and not self._heard
+
     def values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
         wishes = self._wishes
@@ -138,7 +150,8 @@ class AgreedChanges:
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
-        self.reports = max(self.reports, round(sums[6]))
+        self._heard = max(self._heard, round(sums[6]))
+        self.reports = max(self.reports, self._heard)
         wishes = round(sums[7])
         if wishes & 1:
             self._wants_consensus, self._consensus = False, True

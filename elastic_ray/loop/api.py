@@ -129,8 +129,10 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     in all: they are read by processes of the cluster that run no user's code. NumPy's scalars, and arrays and tensors
     of one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
 
-    Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
-    stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
+    Replicas are identical, so rank 0's checkpoint stands for all. Files of a checkpoint that another rank passes in the
+    same place are put into the same directory, as far as rank 0's has none of that name; a ``warning`` event says so
+    where rank 0 has passed none. The call returns when the files have been copied to the run's storage, and the job
+    knows of them.
     Storage that is silent, fails, or is not there, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which
     an event of kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
 
@@ -149,6 +151,8 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
+    elif checkpoint is not None:
+        session.controller.add_files(checkpoint, number)
 
 
 def get_checkpoint() -> Checkpoint | None:

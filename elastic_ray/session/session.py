@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import ModelInfo, StepReport
+from elastic_ray.consensus.changes import UNRECORDED
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
@@ -91,8 +92,7 @@ class Session:
     ) -> None:
         self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
-        self._synced = self._in_epochs = False
-        self._saved = saved
+        self._saved, self._synced, self._in_epochs = saved, False, False
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
         self._parts = make_run_state(
@@ -350,8 +350,9 @@ class Session:
 
     def count_report(self, *, saves: bool = False) -> int:
         """Another call of ``report``, with a checkpoint if it ``saves``; returns its number in the run."""
-        if saves:
-            self._parts.agreed.ask_for_comparison()
+        self._parts.agreed.ask_for_comparison(saves)
+        if self.rank and self._parts.agreed.is_unrecorded():
+            self._tell_once("warning", UNRECORDED, 0)
         reports = self.progress.count_report(self._parts.agreed.reports)
         self._parts.agreed.count_reports(reports)
         return reports

@@ -426,3 +426,26 @@ def test_a_change_of_the_group_is_a_check() -> None:
 
     with pytest.raises(er.ReplicasDifferError, match=r"after 6 steps: 2\.weight"):
         run_job(train, [Change(5, (1, 2, 3))], first=(1, 2))
+
+
+def reporting(ranks_that_do: tuple[int, ...]) -> list[str]:
+    """What the job's user is told where only these ranks report."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    session, told = current_session(), list[str]()
+    session.controller.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    for _ in er.remaining_epochs_until(5):
+        for x, y in er.AdaptiveDataLoader(rows(), batch_size=24):
+            optimizer.zero_grad()
+            (wrapped(x.double()) - y).square().mean().backward()
+            optimizer.step()
+        if session.rank in ranks_that_do:
+            er.report({"rank": session.rank})
+    return told
+
+
+def test_reports_of_other_ranks_alone_are_warned_of(ranks: Ranks) -> None:
+    first, second = ranks.run(reporting, (1,), world=2)
+    assert not first and len(second) == 1 and "metrics are recorded from rank 0 alone" in second[0]
+    assert ranks.run(reporting, (0, 1), world=2) == [[], []] == ranks.run(reporting, (0,), world=2)
