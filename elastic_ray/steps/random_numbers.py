@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import hashlib
 
+import numpy as np
 import torch
 
 _BYTES = 7
+
+
+def seed_alike(job: str) -> None:
+    """Have torch's and NumPy's generators begin alike on all workers of a job, also on those that join or start again.
+
+    What code makes without a seed of its own, as synthetic data, a ``random_split`` or ``train_test_split``, is then
+    one dataset for all of them. A program that seeds its generators does so after this.
+    """
+    digest = hashlib.blake2b(job.encode(), digest_size=_BYTES).digest()
+    seed = int.from_bytes(digest, "big")
+    torch.manual_seed(seed)
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
 
 
 def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> None:

@@ -30,6 +30,7 @@ from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.starting_point import SavedState, StartingPoint
+from elastic_ray.steps.random_numbers import seed_alike
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
@@ -82,7 +83,6 @@ class Worker:
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
         self._retired = RetiredCommunicators()
-        self._first_seed = torch.initial_seed()
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._watchdog = ControllerWatchdog(
             self._introduce, self._report_again, self._give_back, timeout_s=setup.elastic.controller_timeout_s
@@ -218,9 +218,7 @@ class Worker:
         set_worker_session(session)
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
-        torch.manual_seed(
-            self._first_seed
-        )  # as in a process that is new: what code draws unseeded is alike on all ranks
+        seed_alike(assignment.job)
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import elastic_ray as er
-from elastic_ray.steps.random_numbers import fold_generators
+from elastic_ray.steps.random_numbers import fold_generators, seed_alike
 from tests.loop.ranks import Ranks
 from tests.loop.trainee import numbers
 
@@ -63,3 +63,16 @@ def test_a_joiner_and_a_run_that_goes_on_draw_none_of_the_numbers_of_before() ->
             fold_generators(**case)  # type: ignore[arg-type]
             found.append(torch.rand(1).item())
     assert found[0] == expected and len(set(found)) == len(cases)
+
+
+def test_workers_of_a_job_begin_alike() -> None:
+    with torch.random.fork_rng():
+        before = np.random.get_state()  # noqa: NPY002
+        try:
+            found = []
+            for job in ("a", "a", "b"):
+                seed_alike(job)
+                found.append((torch.rand(1).item(), float(np.random.rand())))  # noqa: NPY002
+        finally:
+            np.random.set_state(before)  # noqa: NPY002
+    assert found[0] == found[1] != found[2]
