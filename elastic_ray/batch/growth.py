@@ -107,6 +107,11 @@ class GrowthWatch:
             return f"a growth was taken back, the next may come after step {self._paused_until}"
         return ""
 
+    @property
+    def is_settled(self) -> bool:
+        """True once there are enough estimates for a missing signal to be news."""
+        return self._signal is not None and self._signal.updates >= _SIZES
+
     def step_back(self) -> StepBack | None:
         """Return the smaller batch that the gradients ask for; None to stay. Asked for again, there is none."""
         signal, now = self._signal, self._batch_size

@@ -78,6 +78,8 @@ class BatchPlanner:
         self._fresh = False
         self._fitted_s = 0.0
         self._choice: BatchChoice | None = None
+        self._notice = ""
+        self._noticed: set[tuple[str, int]] = set()  # why a batch stayed, and which
         self._held: int | None = None  # global batch that a policy of the user's has set
         self._replicas = 1
         self._before: tuple[BatchChoice | None, int, str | None] = (None, 1, "")
@@ -337,10 +339,18 @@ class BatchPlanner:
         if report.replicas != self._replicas or tuner.limits.fixed or report.held_batch is not None:
             return None
         decision = tuner.decide(report.nodes, report.replicas, report.shape)
+        if decision.hindered and (occasion := (decision.hindered, decision.batch_size)) not in self._noticed:
+            self._noticed.add(occasion)
+            self._notice = decision.reason
         if not decision.changed or decision.choice == self._choice != report.shape:
             return None
         self._choice = decision.choice
         return decision.choice, f"batch {decision.batch_size}: {decision.reason}"
+
+    def take_notice(self) -> str:
+        """Return why the batch stays as it is, once for each cause and batch; empty where there is nothing new."""
+        notice, self._notice = self._notice, ""
+        return notice
 
     def out_of_memory(self, atomic_bsz: int, *, more_than_equal: bool = False) -> str:
         """Lower the local bound; raises ``BatchDoesNotFitError`` at the smallest batch.

@@ -63,6 +63,7 @@ class BatchDecision:
         reason: why, a sentence.
         changed: whether the global batch or its cut differs from the current one.
         goodput: predicted [samples/s]; None before there is a model.
+        hindered: in a few words, why it stays whatever the model says; empty where nothing is in the way.
     """
 
     choice: BatchChoice
@@ -70,6 +71,7 @@ class BatchDecision:
     reason: str
     changed: bool
     goodput: float | None = None
+    hindered: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,7 +314,20 @@ class BatchTuner:
             reason=reason,
             changed=choice != current or batch_size != now,
             goodput=goodput,
+            hindered=self._hindered(choice, replicas),
         )
+
+    def _hindered(self, choice: BatchChoice, replicas: int) -> str:
+        if self.limits.one_size:
+            return ""
+        if self._noise is None and self._has_no_halves(choice, replicas):
+            return "no halves"
+        return self._watch.hindrance.partition(":")[0].partition(",")[0] if self._watch.is_settled else ""
+
+    def _has_no_halves(self, choice: BatchChoice, replicas: int) -> bool:
+        """Return True if one worker cannot measure the noise of such a batch."""
+        least = max(LEAST_HALF, self.limits.lower)
+        return replicas == 1 and choice.accum_steps == 0 and self.limits.size_of(choice, 1) < 2 * least
 
     def _choose(self, nodes: int, replicas: int, keep: BatchChoice, now: int) -> tuple[BatchChoice, str]:
         """The best batch within reach where it beats the hysteresis, else ``keep``; and why."""
@@ -366,10 +381,10 @@ class BatchTuner:
         """Return what there is no model without, and why, where it will not come by itself."""
         if self._noise is not None:
             return "no throughput model yet"
-        samples, least = self.limits.size_of(keep, replicas), max(LEAST_HALF, self.limits.lower)
-        if replicas == 1 and keep.accum_steps == 0 and samples < 2 * least:
+        if self._has_no_halves(keep, replicas):
             return (
-                f"its gradient noise cannot be measured on one worker, for it has no two halves of {least} samples or "
+                "its gradient noise cannot be measured on one worker, for it has no two halves of "
+                f"{max(LEAST_HALF, self.limits.lower)} samples or "
                 "more; raise batch_size or lower the least of local_bsz_bounds"
             )
         return "no noise scale yet"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import TunerSnapshot, fit_snapshot
+from elastic_ray.events import EventKind
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import SetBatch
 from placement.knowledge.knowledge import Prior
@@ -21,7 +22,7 @@ class BatchChanges:
 
     def __init__(self, parts: JobContext) -> None:
         self._planner, self._group = parts.planner, parts.group
-        self._record, self._background = parts.record, parts.background
+        self._record, self._background, self._events = parts.record, parts.background, parts.events
 
     def tick(self, now_s: float) -> None:
         """Some ten times a second [s, monotonic]: begin a fit if one is due."""
@@ -31,6 +32,8 @@ class BatchChanges:
 
     async def _fit(self, snapshot: TunerSnapshot) -> None:
         self._carry_out(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
+        if notice := self._planner.take_notice():
+            self._events.note(EventKind.BATCH, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
         """Hear what other jobs have measured, by GPU type."""

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from elastic_ray.batch.limits import cut_within, split
 from elastic_ray.batch.noise_scale import NoiseSignal
+from elastic_ray.batch.planner import BatchPlanner
+from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import (
     HYSTERESIS,
     MIN_STEPS,
@@ -480,3 +482,42 @@ def test_limits_are_integers_that_any_process_can_read() -> None:
     limits = BatchLimits(init_batch_size=Size.SMALL, max_batch_size=Size.LARGE, local_bsz_bounds=(None, Size.SMALL))
     assert limits == BatchLimits(init_batch_size=8, max_batch_size=32, local_bsz_bounds=(None, 8))
     assert b"Size" not in pickle.dumps(limits)
+
+
+def test_why_a_batch_stays_is_told_once_for_each_cause() -> None:
+    planner = BatchPlanner(fixed=False, fit_every_s=0.0)
+    planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024)))
+    group = Alone()
+    shape = planner.choose(group)
+    assert shape is not None
+    notices = []
+    for number in range(1, 40):
+        signal = NoiseSignal(present=False, size=1.0, updates=number)
+        report = StepReport(
+            generation=1,
+            nodes=1,
+            replicas=1,
+            shape=shape,
+            steps=10,
+            step_time=0.01,
+            grad_time=0.0,
+            noise=NOISY,
+            epoch=0,
+            epochs=1,
+            total_steps=10 * number,
+            batch_size=64,
+            signal=signal,
+        )
+        planner.observe(report)
+        snapshot = planner.due(float(number))
+        assert snapshot is not None
+        assert planner.fitted(fit_snapshot(snapshot)) is None, "no growth without a signal"
+        notices += [notice] if (notice := planner.take_notice()) else []
+    [notice] = notices
+    assert notice.startswith("the batch stays 64: no signal: after 16 estimates")
+
+
+class Alone:
+    """A group of one worker."""
+
+    generation, nodes, world_size, batch, equal_shares = 1, 1, 1, None, False
