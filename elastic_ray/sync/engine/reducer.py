@@ -374,7 +374,7 @@ class GradientReducer:
                 if self._measures:
                     self._statistics.measure_mean(self._buckets, first=True)
                 self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
-        elif not self._weights.leave_out(step, self._buckets) and (self._measures or not self._tried):
+        elif not self._weights.leave_out(step, self._buckets) and (self._measures or self._tries(step)):
             self._measure_alone()
         if step is not None and step.is_last_micro and not self._ledger.failed:
             self._reduction.settle()
@@ -430,6 +430,10 @@ class GradientReducer:
         if not self._measures or (self._goes_on and self._accumulates):
             return
         self._statistics.collect(step, norms(), grad_scale=self._grad_scale(), goes_on=self._goes_on)
+
+    def _tries(self, step: StepView) -> bool:
+        """Return True for the first pass of one rank alone whose buckets hold nothing of other micro-batches."""
+        return not self._tried and self._group.world_size == 1 and step.micro_steps == 1
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
