@@ -41,7 +41,9 @@ def _trained() -> int:
         er.fully_shard(model, device="cpu")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-        loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(STEPS * 12, 64)), batch_size=12)
+        loader = er.AdaptiveDataLoader(
+            TensorDataset(torch.randn(STEPS * 12, 64, generator=torch.Generator().manual_seed(0))), batch_size=12
+        )
         for _ in er.remaining_epochs_until(1):
             for (x,) in loader:
                 optimizer.zero_grad()
@@ -89,7 +91,9 @@ def _resumed(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
             session.states.resume(read(storage, state_files(storage)[0]), loaded=True)
-            loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 64)), batch_size=12)
+            loader = er.AdaptiveDataLoader(
+                TensorDataset(torch.randn(96, 64, generator=torch.Generator().manual_seed(0))), batch_size=12
+            )
             for _ in er.remaining_epochs_until(1):
                 peak = 0
                 for (x,) in loader:
@@ -110,7 +114,9 @@ def test_a_worker_that_goes_on_from_a_checkpoint_holds_its_rows_and_a_layer_more
         return er.fully_shard(model)
 
     def data() -> TensorDataset:
-        return TensorDataset(torch.randn(96, 64), torch.zeros(96, dtype=torch.long))
+        return TensorDataset(
+            torch.randn(96, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(96, dtype=torch.long)
+        )
 
     Job(tmp_path, strategy=None, make=make, data=data, at=(2,)).run((1, 2, 3, 4))
     # Of four workers each holds two quarters of parameters and two states, and one layer of six while that is read.

@@ -136,7 +136,9 @@ def _peaks(device: str, workers: int) -> tuple[float, float]:
             er.fully_shard(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-            loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(8, 64)), batch_size=8)
+            loader = er.AdaptiveDataLoader(
+                TensorDataset(torch.randn(8, 64, generator=torch.Generator().manual_seed(0))), batch_size=8
+            )
             for _ in er.remaining_epochs_until(1):
                 for (x,) in loader:
                     begun = live.peak
@@ -312,7 +314,9 @@ def _loop(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
     for _ in er.remaining_epochs_until(1):
-        for _ in er.AdaptiveDataLoader(TensorDataset(torch.randn(4, 2)), batch_size=4):
+        for _ in er.AdaptiveDataLoader(
+            TensorDataset(torch.randn(4, 2, generator=torch.Generator().manual_seed(0))), batch_size=4
+        ):
             pass
 
 
