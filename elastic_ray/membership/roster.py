@@ -7,7 +7,7 @@ import enum
 from collections import Counter
 
 from elastic_ray.events import Pause
-from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.messages import GenerationSpec, Returned
 
 
 class WorkerPhase(enum.Enum):
@@ -49,6 +49,7 @@ class WorkerRecord:
     rebuilt: bool = False
     failures: int = 0
     replaced: bool = False
+    returned: Returned | None = None
 
     @property
     def stays(self) -> bool:
@@ -87,9 +88,9 @@ class WorkerRecord:
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures = 0
 
-    def finish(self) -> None:
+    def finish(self, returned: Returned) -> None:
         """Its train function has returned."""
-        self.phase = WorkerPhase.FINISHED
+        self.phase, self.returned = WorkerPhase.FINISHED, returned
 
     def hold_state(self) -> None:
         """It holds a trained state."""
