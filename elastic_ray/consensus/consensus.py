@@ -46,6 +46,9 @@ class ReplicaCheck(Protocol):
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """Whether they are to be compared after so many steps."""
 
+    def end_pass(self) -> None:
+        """A pass ends: no code of the user's has come behind its last step."""
+
     def fingerprint(self, steps: int) -> int:
         """Of this rank's parameters."""
 
@@ -178,6 +181,8 @@ class RankConsensus:
     def _compares(self, what: Announced) -> bool:
         """Whether parameters are compared with this announcement."""
         steps, saves = self._position.steps, what.intent is Intent.BUFFERS
+        if what.index == 0 and what.intent is Intent.END_OF_PASS:
+            self._replicas.end_pass()
         if what.index == 0 and (saves or what.intent is Intent.END_OF_PASS):
             always = saves or self._changes.saves or self._changes.comparison or self._is_last_epoch()
             return self._replicas.due(steps, at_end=True, always=always)

@@ -131,7 +131,6 @@ class LoaderArguments:
         """
         samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
         return {
-            "the type of the dataset": type(self.dataset).__qualname__,
             "drop_last": drop_last,
             "shuffle": self.shuffles and self.sampler is None,
             "whole_batches": self.whole_batches,

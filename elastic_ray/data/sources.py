@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 from elastic_ray.batch.limits import BatchLimits
 from elastic_ray.data.arguments import LoaderArguments
 from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StreamBatches
-from elastic_ray.data.compared.items import still_facts
+from elastic_ray.data.compared.items import item_facts, still_facts
 from elastic_ray.data.order import EpochOrder, order_for
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 
@@ -76,13 +76,13 @@ class PlanFacts:
     def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
         self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
         self._source = source
-        self._first: dict[str, Any] = {}
+        # Where ranks run the same code; later each may have notes of its own in its dataset, and a joiner has none.
+        self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
         """Facts about a pass, as plain values by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
-        self._first = self._first or dict(items)
         return {
             "batch_size": batch.pop("init_batch_size"),
             **batch,

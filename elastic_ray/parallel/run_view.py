@@ -152,6 +152,9 @@ class ModelRun(SyncContext, Protocol):
     def elastic(self) -> bool:
         """Whether the group may change."""
 
+    def trained(self, number: int) -> None:
+        """A model's optimizer steps."""
+
     @property
     def optimizers(self) -> MadeSchedulers:
         """Optimizers and schedulers of the process."""

@@ -18,7 +18,7 @@ _NOT_GIVEN = (
 
 
 def check_scaler(run: ModelRun) -> None:
-    """Look whether an enabled scaler that is not known has called the optimizer's step.
+    """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
 
     Raises:
         RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
@@ -27,8 +27,8 @@ def check_scaler(run: ModelRun) -> None:
     for _ in range(_NEAR):
         scaler = frame.f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):
-            if not scaler.is_enabled():
-                return
+            if not scaler.is_enabled() or run.states.holds(scaler):
+                return  # user code has registered it, or passed it with another model
             if run.elastic:
                 raise RuntimeError(_NOT_GIVEN)
             run.tell("warning", _NOT_GIVEN)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ray.parallel.patches import count_optimizer_steps
 from elastic_ray.parallel.run_view import ModelRun
@@ -50,14 +52,22 @@ class Schedulers:
         """
         unknown = not self._known and any("initial_lr" in group for group in self._optimizer.param_groups)
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
-        made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
-        strangers = [type(each).__name__ for each in made if id(each) not in known and not self._run.states.holds(each)]
+        strangers, made = self._strangers(known)
+        if strangers:
+            gc.collect()  # one that was thrown away may be held by itself
+            strangers, made = self._strangers(known)
         if strangers or (unknown and not made):
             which = f" ({', '.join(strangers)})" if strangers else ""
             raise ValueError(
                 f"the optimizer has a learning-rate scheduler{which} that AdaptiveDataParallel does not know, so "
                 f"workers who join later would miss its state: {_PASS_IT}"
             )
+
+    def _strangers(self, known: Sequence[int]) -> tuple[list[str], bool]:
+        """Names of schedulers that no state of the run holds, and whether any was made; in a job alone."""
+        made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
+        strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
+        return [type(each).__name__ for each in strange], bool(made)
 
     def _rates(self) -> list[dict[str, Any]]:
         return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
@@ -67,8 +77,17 @@ class Schedulers:
             group.update(values)
 
 
-def _with_inner(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, and those that it steps (``SequentialLR``, ``ChainedScheduler``)."""
-    yield scheduler
-    for inner in getattr(scheduler, "_schedulers", ()):
-        yield from _with_inner(inner)
+def _with_inner(scheduler: Any) -> list[Any]:
+    """A scheduler, and those that it holds: ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others."""
+    found: list[Any] = []
+    waiting = [scheduler]
+    while waiting:
+        each = waiting.pop()
+        if any(each is known for known in found):
+            continue
+        found.append(each)
+        for value in vars(each).values() if hasattr(each, "__dict__") else ():
+            held = [*value.values()] if isinstance(value, dict) else value
+            several = held if isinstance(held, (list, tuple)) else [held]
+            waiting.extend(inner for inner in several if isinstance(inner, LRScheduler))
+    return found

@@ -312,7 +312,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
         states.register(f"model/{index}", self._kept.model_state)
-        states.register(f"modules/{index}", ModuleExtras(self.module))
+        extras = ModuleExtras(self.module, warn=functools.partial(self._run.tell, "warning"))
+        states.register(f"modules/{index}", extras)
         states.register(f"optimizer/{index}", self._kept.optimizer_state)
         for name, inner in inner_optimizers(optimizer).items():
             states.register(f"optimizer/{index}/{name}", OptimizerState(inner))
@@ -347,6 +348,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._sync.before_update()
+        self._run.trained(self._index)
         self._check_called()
         if not self._scaler_checked:
             self._scaler_checked = True

@@ -345,6 +345,10 @@ class Session:
         self.sync_point()
         self.progress.declare_epochs(epochs)
 
+    def trained(self, number: int) -> None:
+        """The optimizer of a model steps."""
+        self._replicas.trained(number)
+
     def leave_epochs(self) -> None:
         """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""
         if self.synced and self.world_size > 1:

@@ -38,6 +38,8 @@ class Replicas:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._checked = -1
         self._left = 0, 0
+        self._held = 0  # a number for the parameters' memory at the end of the last pass
+        self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Another model, and what steps it.
@@ -77,10 +79,27 @@ class Replicas:
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
+    def trained(self, number: int) -> None:
+        """Note the mode in which a model's optimizer steps: code between steps may change it on one rank alone."""
+        self._trains[number] = self._modules[number].training
+
+    def end_pass(self) -> None:
+        """Note that no code of the user's has come behind the last step of a pass: it may change one rank's models."""
+        self._held = self._memory()
+
+    def _memory(self) -> int:
+        """A number that changes with whatever writes into parameters."""
+        parameters = (p for module in self._modules for _, p in self._compared(module))
+        return hash(tuple((p.data_ptr(), p._version) for p in parameters))
+
     def leave(self, steps: int, loader_steps: int) -> None:
-        """The loop over epochs is left after so many steps: code behind it may change models on one rank alone."""
-        if self.due(steps, always=True):
-            self._left = loader_steps, self.fingerprint(steps)
+        """The loop over epochs is left after so many steps: code behind it may change models on one rank alone.
+
+        Where code in the last epoch has done so, behind the steps, there is nothing to compare.
+        """
+        if self.due(steps, always=True) and self._held == self._memory():
+            digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
+            self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
 
     def left_at(self, loader_steps: int) -> int:
         """The fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
@@ -139,11 +158,13 @@ class Replicas:
     def _settings(self) -> Facts:
         """How the models are trained: what requires a gradient, what is in training mode, options of optimizers."""
         found: dict[str, Any] = {}
-        for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
+        both = zip(self._named_modules(), self._optimizers, strict=True)
+        for index, ((prefix, module), optimizer) in enumerate(both):
             for name, p in module.named_parameters():
                 found[f"{prefix}{name}.requires_grad"] = p.requires_grad
+            trains = self._trains.get(index) is module.training  # else one rank may be about to evaluate
             for name, each in module.named_modules():
-                found[f"{prefix}{name or 'model'}.training"] = each.training
+                found[f"{prefix}{name or 'model'}.training"] = each.training if trains else None
             for number, group in enumerate(optimizer.param_groups):
                 for option, value in group.items():
                     told = len(value) if option == "params" else _plain(value)

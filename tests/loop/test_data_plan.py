@@ -20,7 +20,7 @@ from elastic_ray.data.compared.items import item_facts, places, still_facts
 from elastic_ray.session.current import session_of_thread
 from elastic_ray.state.compared.facts import common_rank, differing
 from elastic_ray.state.layout import ReplicasDifferError
-from tests.loop.changing import Change, run_job
+from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks
 from tests.loop.trainee import Trainee, numbers
 
@@ -246,12 +246,140 @@ def test_a_joiner_with_fewer_samples_is_named() -> None:
         run_job(train, [Change(2, (1, 2))], first=(1,))
 
 
+# -- changes of the group ------------------------------------------------------------------------------------------
+
+
+def passes_of_all_sizes() -> list[int]:
+    """Samples of all passes of a run: of training, of fewer samples than workers, of none, and within a step."""
+    trainee, seen = Trainee(), list[int]()
+    train, few = loader(numbers(SAMPLES), seed=3), loader(numbers(3), batch_size=2)
+    nothing = loader(numbers(3), batch_size=2, drop_last=True)
+
+    def count(over: er.AdaptiveDataLoader) -> None:
+        total = er.Accumulator()
+        total["samples"] += 0
+        for (x,) in over:
+            total["samples"] += len(x)
+        seen.append(int(total["samples"]))
+
+    for _ in er.remaining_epochs_until(2):
+        count(few)
+        for number, (x,) in enumerate(train):
+            if number == 1:
+                count(few)
+            trainee.train(x)
+        count(nothing)
+        count(few)
+    return seen
+
+
+STEPS = SAMPLES // 12
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [Change(STEPS - 1, (1, 2, 3, 4))],
+        [Change(STEPS, (1, 2, 3, 4))],
+        [Change(0, (1, 2, 3, 4)), Change(STEPS, (1,))],
+        [Kill(STEPS, 2, "edge", joins=(3, 4))],
+        [Kill(STEPS, 2, "forward", joins=(3, 4))],
+        [Kill(STEPS - 1, 1, "edge", last=True, joins=(3,))],
+    ],
+    ids=str,
+)
+def test_wherever_the_group_changes_its_passes_are_compared_by_all_of_it(script: Any) -> None:
+    """Also where a pass begins with it, where ranks have no sample in a pass, and where a pass has none."""
+    found = run_job(passes_of_all_sizes, script, first=(1, 2))
+    assert len(found.groups) >= 2 and found.results
+    for seen in found.results.values():
+        assert seen and set(seen[-2:]) <= {0, 3}, seen
+
+
 # -- facts -----------------------------------------------------------------------------------------------------
 
 
 def test_paths_may_lie_elsewhere_on_each_node() -> None:
     ones, others = (item_facts(Files([f"/scratch/{node}/a/{n}.png" for n in range(40)])) for node in ("x", "yy"))
     assert ones == others and len(ones) == 17
+
+
+def test_long_paths_may_too_also_within_rows() -> None:
+    """Their length differs as well; those that have no folder in common are compared by their files' names."""
+
+    def facts(node: str) -> dict[str, Any]:
+        folder = f"/scratch/{node}/.cache/huggingface/datasets/downloads/extracted/0123456789abcdef0123456789abcdef"
+        rows = [{"image": {"path": f"{folder}/{n}.png", "bytes": b"x"}, "text": f"a/{n}"} for n in range(40)]
+        apart = [f"/{node}-{n % 2}/{n}.png" if n % 3 else f"~/{node}/{n}.png" for n in range(40)]
+        return {**item_facts(rows), **item_facts(Files(apart), "apart")}
+
+    assert facts("x") == facts("another-node")
+
+
+class Notes(Dataset[Any]):
+    """Keeps for each sample what no other rank knows."""
+
+    def __init__(self, rank: int) -> None:
+        self.base = numbers(SAMPLES)
+        self.read = [0] * SAMPLES
+        self.losses = np.full(SAMPLES, float(rank))
+        self.cache: list[Any] = [None if rank else {"x": torch.tensor(n)} for n in range(SAMPLES)]
+        self.drawn = [{"x": rank + n} for n in range(SAMPLES)]
+        self.decoded = [None if rank else f"text {n}" for n in range(SAMPLES)]
+        self.angles = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(rank))
+        self.made_at = [object() for _ in range(SAMPLES)]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        self.read[index] += 1
+        self.cache[index] = {"x": index}
+        return self.base[index]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} is looked for: it might open a file that worker processes come to share")
+
+
+def test_what_a_rank_keeps_for_itself_is_its_own(ranks: Ranks) -> None:
+    assert ranks.run(noting, world=2) == [SAMPLES // 2 * 4] * 2
+
+
+def noting() -> int:
+    """Reads of two loaders over one dataset with notes, the second of which is made later."""
+    trainee, data = Trainee(), Notes(er.get_context().get_world_rank())
+    train = loader(data)
+    for epoch in er.remaining_epochs_until(2):
+        if epoch == 0:
+            evaluation = loader(torch.utils.data.Subset(data, range(SAMPLES)), shuffle=False)
+        for (x,) in train:
+            trainee.train(x)
+        for _batch in evaluation:
+            pass
+    return sum(data.read)
+
+
+def test_a_worker_that_joins_has_no_notes_yet() -> None:
+    def train() -> None:
+        trainee, data = Trainee(), Notes(0)
+        for _ in er.remaining_epochs_until(2):
+            for (x,) in loader(data):
+                trainee.train(x)
+
+    assert run_job(train, [Change(6, (1, 2))], first=(1,)).groups[-1] == (1, 2)
+
+
+class Lazy(list[Any]):
+    """Loads what it is asked for."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("an item is loaded")
+
+
+def test_what_is_loaded_when_asked_for_is_not_compared() -> None:
+    assert not item_facts(Lazy(range(20))) and not item_facts(Files(Lazy(range(20))))
+    stored = torch.utils.data.TensorDataset(torch.full((20, 2), torch.nan))
+    assert not differing(item_facts(stored), item_facts(stored))
 
 
 def test_numbers_may_be_rounded_otherwise() -> None:
@@ -310,8 +438,8 @@ def test_row_groups_stand_for_rows(tmp_path: Path) -> None:
 
 def test_what_a_rank_has_noted_in_numbers_is_no_fact_later() -> None:
     first = {"dataset.losses[0]": [0.0, 0.0], "dataset.names[0]": ["a"], "len(dataset)": 1}
-    now = {"dataset.losses[0]": [0.5, 0.0], "dataset.names[0]": ["b"], "len(dataset)": 2}
-    assert still_facts(now, first) == {**now, "dataset.losses[0]": None}
+    now = {"dataset.losses[0]": [0.5, 0.0], "dataset.names[0]": ["b"], "len(dataset)": 2, "dataset.texts[0]": "new"}
+    assert still_facts(now, first) == {**now, "dataset.losses[0]": None, "dataset.texts[0]": None}
     assert not differing({"losses": None}, {"losses": [1.0, 2.0]})
 
 

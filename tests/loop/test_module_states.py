@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import check_plain
 from tests.loop.changing import Change, run_job
+from tests.loop.ranks import Ranks
 
 ROWS = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(7)))
 
@@ -117,8 +119,64 @@ def test_they_are_in_what_is_saved() -> None:
 
 def test_another_model_does_not_take_them() -> None:
     tree = ModuleExtras(Model()).capture()
-    with pytest.raises(RuntimeError, match=r"has no part body, body\.0"):
+    with pytest.raises(RuntimeError, match=r"has no part body\.0, tail"):
         ModuleExtras(nn.Linear(1, 1)).restore(tree)
+
+
+def test_parts_that_are_on_one_side_alone_keep_their_mode() -> None:
+    """A model may make parts of it with its first call, and drop others."""
+    theirs, mine = Model(), Model()
+    theirs.made, mine.own = nn.ReLU().eval(), nn.ReLU()  # type: ignore[assignment]
+    theirs.body[1].eval()
+    ModuleExtras(mine).restore(ModuleExtras(theirs).capture())
+    assert mine.own.training and not mine.body[1].training  # type: ignore[union-attr]
+
+
+class Keeps(nn.Module):
+    """Its extra state is this."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def test_bytes_in_memory_travel_as_scales_do_and_an_object_stays_with_a_warning() -> None:
+    told: list[str] = []
+    theirs = nn.Sequential(Keeps(io.BytesIO(b"scales")), Keeps(object()), Keeps(None))
+    mine = nn.Sequential(Keeps(None), Keeps("mine"), Keeps(None))
+    extras = ModuleExtras(theirs, warn=told.append)
+    trees = [extras.capture() for _ in range(2)]
+    check_plain({"extras": trees[1]})
+    ModuleExtras(mine).restore(trees[1])
+    assert mine[0].state.read() == b"scales" and mine[1].state == "mine"
+    (only,) = told
+    assert "the state '_extra_state' of module '1' reaches neither workers that join" in only
+
+
+def asked_alone() -> list[str]:
+    """What rank 0 captures by itself of a model some of whose rows are elsewhere."""
+    model = nn.Sequential(er.sync.ShardedEmbedding(12, 2, optimizer="sgd", seed=5), nn.Flatten(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, kept = er.AdaptiveDataParallel(model, optimizer), []
+    for _ in er.remaining_epochs_until(1):
+        for x in er.AdaptiveDataLoader(list(range(12)), batch_size=6):
+            if current_session().rank == 0:
+                kept = sorted(current_session().states.capture()["modules/0"]["states"])
+            optimizer.zero_grad()
+            wrapped(x[:, None]).square().mean().backward()
+            optimizer.step()
+    return kept
+
+
+def test_a_rank_alone_is_not_asked_for_what_all_hold_together(ranks: Ranks) -> None:
+    """As one rank is that sends its state to a joiner, or writes a checkpoint: the others would not answer."""
+    assert ranks.run(asked_alone, world=2) == [[], []]
 
 
 def test_sums_of_registered_metrics_travel_and_a_lost_step_takes_them_back() -> None:
@@ -157,6 +215,24 @@ def test_a_scheduler_that_is_made_anew_in_the_training_is_refused(kind: Any) -> 
         run_job(lambda: train(lambda model, step: None, kind))
 
 
+class WarmUp(torch.optim.lr_scheduler.LRScheduler):
+    """Goes on as another one, which it holds, as those of other libraries do."""
+
+    def __init__(self, optimizer: Any, then: Any) -> None:
+        self.after = {"then": [then]}
+        super().__init__(optimizer)
+
+    def get_lr(self) -> Any:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "then": self.after["then"][0].state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last_epoch = state["last_epoch"]
+        self.after["then"][0].load_state_dict(state["then"])
+
+
 def schedulers(which: str) -> Any:
     """Train with schedulers of which not all are passed."""
     torch.manual_seed(1)
@@ -164,7 +240,16 @@ def schedulers(which: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step, other = (torch.optim.lr_scheduler.StepLR(optimizer, 3) for _ in range(2))
     both = torch.optim.lr_scheduler.SequentialLR(optimizer, [step, other], [5])
-    given = {"one": step, "both": both, "chained": torch.optim.lr_scheduler.ChainedScheduler([both])}.get(which)
+    warm_up = WarmUp(optimizer, step) if which == "warm-up" else None
+    if warm_up is not None:
+        del other, both
+        both = warm_up
+    given = {
+        "warm-up": warm_up,
+        "one": step,
+        "both": both,
+        "chained": torch.optim.lr_scheduler.ChainedScheduler([both]),
+    }.get(which)
     if which == "registered":
         for number, each in enumerate((step, other, both)):
             er.register_state(f"schedule {number}", each)
@@ -181,16 +266,18 @@ def test_schedulers_of_which_not_all_are_passed_are_refused() -> None:
     watch_optimizers()
     with pytest.raises(ValueError, match=r"learning-rate scheduler \(StepLR\) that AdaptiveDataParallel does not know"):
         run_job(lambda: schedulers("one"))
-    for which in ("both", "chained", "registered"):
+    for which in ("both", "chained", "registered", "warm-up"):
         run_job(lambda: schedulers(which))  # noqa: B023
 
 
-def scaled(passed: bool, enabled: bool = True) -> Any:
+def scaled(passed: bool, enabled: bool = True, registered: bool = False) -> Any:
     """Train with AMP's scaler."""
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    if registered:
+        er.register_state("scaler", scaler)
     wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler if passed else None)
     for _ in er.remaining_epochs_until(1):
         for (x,) in er.AdaptiveDataLoader(ROWS, batch_size=12):
@@ -205,6 +292,7 @@ def test_a_scaler_that_is_not_handed_over_is_named(caplog: pytest.LogCaptureFixt
         run_job(lambda: scaled(False))
     run_job(lambda: scaled(True))
     run_job(lambda: scaled(False, enabled=False))
+    run_job(lambda: scaled(False, registered=True))
     set_session(None)
     scaled(False)
     assert [each for each in caplog.messages if "GradScaler steps the optimizer" in each]

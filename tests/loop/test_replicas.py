@@ -303,6 +303,38 @@ def test_replicas_that_are_trained_otherwise_are_an_error_that_names_the_option(
         assert words in told and "after 24 steps" in told
 
 
+def test_a_rank_may_evaluate_alone_and_keep_its_best_model(ranks: Ranks) -> None:
+    """As programs for one process do with ``if rank == 0``; each epoch begins with ``train()``."""
+    assert ranks.run(evaluates_alone, world=2) == [16] * 2
+
+
+def evaluates_alone() -> int:
+    """Steps until rank 0's evaluations end the training of all, with a model that rank 0 alone takes back."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    session = current_session()
+    for epoch in er.remaining_epochs_until(9):
+        best = {name: p.clone() for name, p in model.state_dict().items()}
+        for number, (x, y) in enumerate(er.AdaptiveDataLoader(rows(), batch_size=12)):
+            model.train()
+            optimizer.zero_grad()
+            (wrapped(x.double()) - y).square().mean().backward()
+            optimizer.step()
+            if number == 3 and session.rank == 0:
+                model.eval()
+        if session.rank == 0:
+            model.eval()
+            for p in model.parameters():
+                p.requires_grad_(epoch < 3)
+        if epoch == 3:
+            if session.rank == 0:
+                model.load_state_dict(best)
+            break
+    session.finish()
+    return session.progress.steps
+
+
 def test_of_several_models_that_is_named(ranks: Ranks) -> None:
     for told in ranks.run(trained_otherwise, freezes, 2, world=2):
         assert "model 1: 2.weight.requires_grad is True on rank 0" in told

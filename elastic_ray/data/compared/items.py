@@ -1,13 +1,15 @@
 """What can be told of some of a dataset's items, as facts that ranks compare (torch).
 
-Items are looked at where that costs nothing: tensors, arrays, lists, tables, and such attributes of a dataset as have
-an entry for each sample (a list of files). No sample is loaded, and no ``__getitem__`` of the user's is called.
+Items are looked at where that costs nothing: tensors, arrays, lists, tables, and such attributes of a dataset as name
+each of its samples (a list of files). No sample is loaded, and no code of the user's is called but ``__len__``: no file
+is opened that worker processes would share, and no random number is drawn.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
+import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ _VALUES = 8  # of an item
 _LONGEST = 64  # characters of a text
 _DEEPEST = 3
 _MOST_PARTS = 8
+_FEWEST = 4  # samples of a dataset whose attributes may have an entry for each by intent
 
 Facts = dict[str, Any]
 
@@ -45,31 +48,47 @@ def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
     if isinstance(dataset, TensorDataset):
         tensors = enumerate(dataset.tensors)
         return {key: value for n, t in tensors for key, value in _entries(t, f"{name}.tensors[{n}]").items()}
-    if callable(told := getattr(dataset, "told_of_files", None)):
-        return _entries(told(), f"{name} files")
+    if callable(getattr(type(dataset), "told_of_files", None)):
+        return _entries(dataset.told_of_files(), f"{name} files")
     if _is_table(dataset):
         return _table_facts(dataset, name)
     return _entries(dataset, name) or _attributes(dataset, name, depth)
 
 
 def _attributes(dataset: Any, name: str, depth: int) -> Facts:
-    """Facts about attributes that have an entry for each sample, and about datasets among the attributes."""
+    """Facts about attributes that tell each sample from the others, and about datasets among the attributes.
+
+    Others, such as counts, losses, caches and drawn parameters of augmentations, may be each rank's own.
+    """
     found: Facts = {}
     try:
         count = len(dataset)
         attributes = {**_of_classes(dataset), **vars(dataset)}
-    except TypeError:
+    except Exception:  # the user's code: what does not tell its length is not compared
         return {}
     for attribute, value in sorted(attributes.items()):
         path = f"{name}.{attribute}"
         if _is_dataset(value):
             found |= item_facts(value, path, depth + 1)
-        elif isinstance(value, (list, tuple)) and value and _is_dataset(value[0]):
+        elif type(value) in (list, tuple) and value and _is_dataset(value[0]):
             for number, part in enumerate(value[:_MOST_PARTS]):
                 found |= item_facts(part, f"{path}[{number}]", depth + 1)
-        elif _length(value) == count:
-            found |= _entries(value, path)
+        elif count >= _FEWEST and _length(value) == count:
+            entries = _entries(value, path)
+            if _tell_apart([each for key, each in entries.items() if _is_item(key)]):
+                found |= entries
     return found
+
+
+def _tell_apart(entries: Sequence[Any]) -> bool:
+    """True for names and numbers of samples: texts, integers, and lists with a text in them, of which none is twice."""
+    return all(map(_names_one, entries)) and len(set(map(repr, entries))) == len(entries)
+
+
+def _names_one(entry: Any) -> bool:
+    is_list = isinstance(entry, list) and type(next(iter(entry), None)) is int  # a length, and no key
+    values = entry if is_list else [entry]
+    return type(entry) is int or any(isinstance(value, str) for value in values)
 
 
 def _of_classes(dataset: Any) -> dict[str, Any]:
@@ -77,19 +96,24 @@ def _of_classes(dataset: Any) -> dict[str, Any]:
     own = [
         kind for kind in reversed(type(dataset).__mro__) if kind.__module__.split(".")[0] not in ("torch", "builtins")
     ]
-    return {name: value for kind in own for name, value in vars(kind).items() if isinstance(value, (list, tuple))}
+    return {name: value for kind in own for name, value in vars(kind).items() if type(value) in (list, tuple)}
 
 
 def _length(value: Any) -> int:
-    """Number of entries of what they can be read from at no cost, else -1."""
-    if isinstance(value, torch.Tensor):
+    """Number of entries of what they can be read from at no cost, else -1; no code of the user's is called."""
+    kind = type(value)
+    if kind is torch.Tensor:
         readable = value.layout == torch.strided and value.dim() > 0 and value.device.type == "cpu"
         return len(value) if readable else -1
-    if isinstance(value, np.ndarray):
+    if kind in (np.ndarray, np.memmap):
         return len(value) if value.ndim else -1
-    if isinstance(value, (list, tuple, range)) or hasattr(value, "iloc"):
-        return len(value)
-    return -1
+    return len(value) if kind in (list, tuple, range) or _is_frame(value) else -1
+
+
+def _is_frame(value: Any) -> bool:
+    """True for a data frame or a series of pandas."""
+    kind = type(value)
+    return kind.__module__.startswith("pandas.core.") and kind.__name__ in ("DataFrame", "Series")
 
 
 def _entries(value: Any, name: str) -> Facts:
@@ -97,11 +121,9 @@ def _entries(value: Any, name: str) -> Facts:
     count = _length(value)
     if count < 0:
         return {}
-    rows = value.iloc if hasattr(value, "iloc") else value
-    told = [_plain(rows[index]) for index in places(count)]
-    return {f"len({name})": count} | {
-        f"{name}[{index}]": each for index, each in zip(places(count), _without_root(told), strict=True)
-    }
+    rows = value.iloc if _is_frame(value) else value
+    told = _without_root([_plain(rows[index]) for index in places(count)])
+    return {f"len({name})": count} | dict(zip((f"{name}[{index}]" for index in places(count)), told, strict=True))
 
 
 def _is_dataset(value: Any) -> bool:
@@ -110,79 +132,92 @@ def _is_dataset(value: Any) -> bool:
 
 def _is_table(dataset: Any) -> bool:
     """True for a table of Hugging Face's ``datasets``."""
-    return type(dataset).__module__ == "datasets.arrow_dataset" and hasattr(dataset, "with_format")
+    return type(dataset).__module__ == "datasets.arrow_dataset" and type(dataset).__name__ == "Dataset"
 
 
 def _table_facts(dataset: Any, name: str) -> Facts:
     """Rows of a table as they are stored: neither decoded nor transformed."""
     try:
-        stored = dataset.with_format("arrow")
-        return {f"{name}[{index}]": _plain(stored[index].to_pylist()[0]) for index in places(len(dataset))}
+        stored, chosen = dataset.with_format("arrow"), places(len(dataset))
+        told = _without_root([_plain(stored[index].to_pylist()[0]) for index in chosen])
     except Exception:  # another version of a foreign library: what it cannot tell is not compared
         return {}
+    return dict(zip((f"{name}[{index}]" for index in chosen), told, strict=True))
 
 
 def _plain(item: Any, depth: int = 0) -> Any:
-    """Some values of an item, as JSON has them."""
-    if isinstance(item, torch.Tensor):
+    """Some values of an item, as JSON has them; None for what is unknown, or is not there."""
+    kind = type(item)
+    if kind is torch.Tensor:
         item = item.detach()
         if item.layout != torch.strided or item.device.type != "cpu":
             return list(item.shape)
-        return [list(item.shape), *map(_plain, _some(item.reshape(-1)))] if item.dim() else _plain(item.item())
-    if isinstance(item, np.ndarray):
-        return [list(item.shape), *map(_plain, _some(item.reshape(-1)))] if item.ndim else _plain(item.item())
+        return [list(item.shape), *map(_plain, _some(item))] if item.dim() else _plain(item.item())
+    if kind in (np.ndarray, np.memmap):
+        return [list(item.shape), *map(_plain, _some(item))] if item.ndim else _plain(item.item())
     if isinstance(item, np.generic):
         return _plain(item.item(), depth)
-    if isinstance(item, os.PathLike):
-        item = os.fspath(item)
+    if isinstance(item, pathlib.PurePath):
+        item = str(item)
     if isinstance(item, (str, bytes)):
-        text = item if isinstance(item, str) else item[:_LONGEST].hex()
-        return text if len(text) <= _LONGEST else f"{len(text)} {text[:_LONGEST]} {text[-_LONGEST:]}"
-    if hasattr(item, "iloc"):
+        return item if isinstance(item, str) else item[:_LONGEST].hex()
+    if _is_frame(item):
         item = list(item.values)
-    if depth < _DEEPEST and isinstance(item, Mapping):
+    if depth < _DEEPEST and kind is dict:
         return [[str(key), _plain(item[key], depth + 1)] for key in list(item)[:_VALUES]]
-    if depth < _DEEPEST and isinstance(item, (list, tuple)):
+    if depth < _DEEPEST and type(item) in (list, tuple):
         return [len(item), *(_plain(value, depth + 1) for value in item[:_VALUES])]
-    if item is None or isinstance(item, complex):
-        return repr(item)
-    return item if isinstance(item, (bool, int, float)) else type(item).__name__
+    return item if isinstance(item, (bool, int, float)) else None
 
 
-def _some(flat: Any) -> list[Any]:
-    """Values of a flat tensor or array from all over it."""
-    stride = max(1, len(flat) // _VALUES)
-    found: list[Any] = flat[::stride][:_VALUES].tolist()
+def _some(values: Any) -> list[Any]:
+    """Values of a tensor or array from all over it."""
+    flat = values.reshape(-1)
+    found: list[Any] = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].tolist()
     return found
 
 
 def _without_root(entries: Sequence[Any]) -> list[Any]:
-    """Entries without the folder that all of their paths are in: it may be another one on each node."""
-    texts = [text for each in entries for text in _texts(each)]
-    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    """Entries without the folder that all of their paths are in: it may be another one on each node.
+
+    Of paths that have none in common the names of the files stay.
+    """
+    paths = [text for each in entries for text in _paths(each)]
+    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*paths, strict=False))
     root = "".join(letters[0] for letters in same)
     root = root[: max(root.rfind("/"), root.rfind("\\")) + 1]
-    return [_cut(each, root) for each in entries] if root else list(entries)
+    return [_cut(each, root if len(root) > 1 else "") for each in entries]
 
 
-def _texts(entry: Any) -> list[str]:
-    """Paths in an entry."""
-    values = entry if isinstance(entry, list) else [entry]
-    return [value for value in values if isinstance(value, str) and ("/" in value or "\\" in value)]
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and (value.startswith(("/", "~", "\\\\")) or value[1:3] in (":\\", ":/"))
+
+
+def _paths(entry: Any) -> list[str]:
+    """Absolute paths in an entry."""
+    if isinstance(entry, list):
+        return [path for value in entry for path in _paths(value)]
+    return [entry] if _is_path(entry) else []
 
 
 def _cut(entry: Any, root: str) -> Any:
+    """An entry with paths as they are below ``root``, or their last part, and without the middle of long texts."""
     if isinstance(entry, list):
-        return [_cut(value, root) if isinstance(value, str) else value for value in entry]
-    return entry.removeprefix(root) if isinstance(entry, str) else entry
+        return [_cut(value, root) for value in entry]
+    if not isinstance(entry, str):
+        return entry
+    if _is_path(entry):
+        entry = entry.removeprefix(root) if root else re.split(r"[/\\]", entry)[-1]
+    return entry if len(entry) <= _LONGEST else f"{len(entry)} {entry[:_LONGEST]} {entry[-_LONGEST:]}"
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Facts of a later pass, without numbers in items that this rank has changed since its ``first``: its notes."""
-    return {
-        name: None if _is_item(name) and first.get(name, value) != value and not _has_text(value) else value
-        for name, value in facts.items()
-    }
+    """Facts of a pass, without items that this rank has changed since its ``first``, unless these are texts."""
+    return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
+
+
+def _is_still(name: str, value: Any, before: Any) -> bool:
+    return not _is_item(name) or value == before or (_has_text(value) and _has_text(before))
 
 
 def _is_item(name: str) -> bool:
