@@ -165,6 +165,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
+        session.registry.monitoring.take_report(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
     elif checkpoint is not None:
         session.controller.add_files(checkpoint, number)

@@ -107,11 +107,15 @@ class ModelRegistry:
 class LoaderRegistry:
     """The loader that leads: its limits are the job's, and it follows the batch that the job chooses.
 
+    Args:
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
+
     Attributes:
         info: what it tells the job, None before there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fixed_batch: bool = False) -> None:
+        self._fixed_batch = fixed_batch
         self.info: LoaderInfo | None = None
         self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
@@ -120,6 +124,8 @@ class LoaderRegistry:
 
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """This loader leads from now on."""
+        if self._fixed_batch:
+            info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
 
     @property
@@ -167,6 +173,7 @@ class Registry:
 
     Args:
         monitoring: what is measured of the run's steps.
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
 
     Attributes:
         models: the wrapped models.
@@ -177,10 +184,10 @@ class Registry:
         folds_random: torch's generators become each rank's own with the first epoch.
     """
 
-    def __init__(self, monitoring: Monitoring | None = None) -> None:
+    def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
         self.monitoring = monitoring or Monitoring()
         self.models = ModelRegistry()
-        self.loaders = LoaderRegistry()
+        self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []

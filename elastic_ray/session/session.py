@@ -57,6 +57,7 @@ class Session:
         progress: where to start: the beginning, a checkpoint's resume point, or state kept through a rerun.
         saved: states to start with, where there are some.
         elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         regroup_timeout_s: longest wait for a generation to go on with.
         faults: scripted faults, None outside tests.
         job: its name.
@@ -80,6 +81,7 @@ class Session:
         progress: RunProgress | None = None,
         saved: SavedState | None = None,
         elastic: bool = True,
+        fixed_batch: bool = False,
         join_timeout_s: float = 600.0,
         regroup_timeout_s: float = 60.0,
         faults: FaultInjector | None = None,
@@ -102,6 +104,7 @@ class Session:
             progress or RunProgress(),
             self._replicas,
             elastic=elastic,
+            fixed_batch=fixed_batch,
             stragglers=stragglers,
             adaptation=Adaptation(self, sizes),
             moment=self.moment,

@@ -56,7 +56,7 @@ class StandaloneController:
     def __init__(self, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
         self._replicas = replicas
         self._post = post
-        self._planner = BatchPlanner(fixed=False, fit_every_s=0.0)
+        self._planner = BatchPlanner(fit_every_s=0.0)
         self._choice: BatchChoice | None = None
         self._session: weakref.ref[Session] | None = None
         self.metrics: dict[str, Any] = {}

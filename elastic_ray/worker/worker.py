@@ -310,6 +310,7 @@ class Worker:
             link,
             progress=progress,
             saved=saved,
+            fixed_batch=elastic.fixed_batch,
             join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
             # Only the controller announces generations, and it may be away.
             regroup_timeout_s=max(elastic.switch_timeout_s * 3, elastic.controller_timeout_s + _REGROUP_S),

@@ -151,6 +151,9 @@ class GradientReducer:
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
+        if self._step is not None and self._step.halved:  # the next step is whole: it has no use for the memory
+            for bucket in self._buckets:
+                bucket.drop_carried()
         self._carried.taken()
         self._reduction.asked()
 
@@ -268,6 +271,8 @@ class GradientReducer:
         self._open, self._carries = True, False
         for bucket in self._buckets:
             bucket.begin_step()
+            if step.micro_steps == 1:
+                bucket.drop_carried()
         exact = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
         self._statistics.begin_step(
