@@ -160,9 +160,9 @@ class WorkerMessages:
         """A run of the train function has ended."""
         trains = self._group.machine.current is not None
         match result:
-            case RunFinished(value=value):
+            case RunFinished(value=value, rank=rank, steps=steps):
                 self._job.returned(worker, value)
-                self._group.take(Finished(worker=worker))
+                self._group.take(Finished(worker=worker, rank=rank, steps=steps))
             case RunLeft():
                 self._group.take(Left(worker=worker))
             case RunStopped():

@@ -138,6 +138,7 @@ class GenerationChanges(Roster):
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
             void_below=self.issued if forced or self.current is None else 0,
             reason=reason,
+            returned=tuple(each.returned for each in self.workers.values() if each.returned is not None),
         )
         self.in_flight = InFlight(
             spec=spec,

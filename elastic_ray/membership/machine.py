@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from elastic_ray.membership.changes import GenerationChanges, MembershipConfig
 from elastic_ray.membership.instructions import AllLost, Complete, Instruction, Launch, Release, Reserve, Withdraw
+from elastic_ray.membership.messages import Returned
 from elastic_ray.membership.recovery import SurvivingWorker, recover
 from elastic_ray.membership.roster import WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.selection import first_group, next_group, surplus
@@ -70,8 +71,8 @@ class JobMembership(GenerationChanges):
                 self._lost(worker, cause, now_s, newcomer=newcomer)
             case Left(worker=worker):
                 self._left(worker, now_s)
-            case Finished(worker=worker):
-                self._finished(worker)
+            case Finished(worker=worker, rank=rank, steps=steps):
+                self._finished(worker, Returned(rank=rank, steps=steps))
             case Rerun(worker=worker, has_state=has_state):
                 self._rerun(worker, has_state, now_s)
             case StepFailed():
@@ -211,11 +212,11 @@ class JobMembership(GenerationChanges):
         if record.phase is not WorkerPhase.LEAVING and not expected:
             self._bereave(record, "it left", now_s)
 
-    def _finished(self, worker: str) -> None:
+    def _finished(self, worker: str, returned: Returned) -> None:
         record = self.workers.get(worker)
         if record is None:
             return
-        record.finish()
+        record.finish(returned)
         if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
             self._end(Complete())
 

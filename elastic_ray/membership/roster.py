@@ -7,7 +7,7 @@ import enum
 from collections import Counter
 
 from elastic_ray.events import Pause
-from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.messages import GenerationSpec, Returned
 
 
 class WorkerPhase(enum.Enum):
@@ -52,6 +52,7 @@ class WorkerRecord:
     failures: int = 0
     replaced: bool = False
     joined_others: bool = False
+    returned: Returned | None = None
 
     @property
     def stays(self) -> bool:
@@ -90,9 +91,9 @@ class WorkerRecord:
         self.enter(WorkerPhase.MEMBER, now_s)
         self.failures, self.joined_others = 0, others
 
-    def finish(self) -> None:
+    def finish(self, returned: Returned) -> None:
         """Its train function has returned."""
-        self.phase = WorkerPhase.FINISHED
+        self.phase, self.returned = WorkerPhase.FINISHED, returned
 
     def hold_state(self) -> None:
         """It holds a trained state."""

@@ -23,8 +23,17 @@ class Left(Signal):
     """Its train function has unwound after it left a generation."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Signal):
-    """Its train function has returned: training is complete for this rank."""
+    """Its train function has returned: training is complete for this rank.
+
+    Attributes:
+        rank: its last one.
+        steps: committed steps of all loaders.
+    """
+
+    rank: int = 0
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

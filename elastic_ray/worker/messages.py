@@ -183,9 +183,11 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """The train function has returned ``value``."""
+    """The train function has returned ``value``, on the worker's last ``rank`` after ``steps`` steps of all loaders."""
 
     value: Sealed | None = None
+    rank: int = 0
+    steps: int = 0
 
 
 class RunLeft(RunEnd):
