@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.adaptation.policy import Policy
@@ -38,6 +38,9 @@ class PassesView(Protocol):
     def check_group(self, loader_pass: PassProgress) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one, as it is."""
 
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Have what decides a pass's data compared at the end of its first step in a group."""
+
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""
 
@@ -71,6 +74,9 @@ class LoadersView(Protocol):
     def leads(self, loader: object) -> bool:
         """Whether it does."""
 
+    def add(self, close: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """It belongs to the run, which closes it at its end."""
+
     def add_late(self, join: weakref.WeakMethod[Callable[[Any], None]]) -> None:
         """It was made after the run's first epoch."""
 
@@ -82,12 +88,19 @@ class RegistryView(Protocol):
     def loaders(self) -> LoadersView:
         """Its loaders."""
 
+    @property
+    def least_share(self) -> int:
+        """Fewest samples that its models can be trained with at once."""
+
     def halving(self, steps: int) -> Halving | None:
         """Return which steps a single rank takes in two halves from here on; None for none."""
 
 
 class LoaderRun(ResumedRun, Protocol):
     """See the module's text."""
+
+    def tell(self, kind: str, text: str) -> None:
+        """Tell the job's user something, from rank 0."""
 
     @property
     def rank(self) -> int:

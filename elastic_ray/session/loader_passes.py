@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
 from elastic_ray.session.pass_view import PassChanges, PassRun
+from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -46,6 +47,9 @@ class LoaderPasses:
         self._deferred_change: Callable[[int], bool] | None = None
         self._asked_to_end: PassProgress | None = None
         self._ended_early: PassProgress | None = None
+        # By depth: a pass, the group in which it was described, and its description.
+        self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
+        self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
 
     @property
     def _progress(self) -> RunProgress:
@@ -71,6 +75,39 @@ class LoaderPasses:
         if self._parts.ledger.depth == 0 and self._changes.furthest_passes > self._progress.ended_passes:
             loader_pass.end()
             self._progress.follow_passes(self._changes.furthest_passes)
+
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Have what decides the data of a pass compared at the end of its first step in each group.
+
+        There all ranks are at one place: an announcement of its own at the step's beginning would meet those of ranks
+        that are still within the step before. That of a pass within a step is compared at its end.
+
+        Args:
+            loader_pass: the pass, whose next step this rank is about to begin.
+            facts: tells what the ranks must have in common.
+
+        Raises:
+            RanksDisagreeError: another rank has returned from the train function, after as many steps or fewer.
+        """
+        parts = self._parts
+        depth, generation = parts.ledger.depth, parts.group.generation
+        if not depth:
+            self._check_returned()
+        known = self._plans.get(depth)
+        if parts.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
+            return
+        plan = DataPlan(facts=facts(), joined=parts.states.joined)
+        self._plans[depth] = loader_pass, generation, plan
+        self._due = (generation, plan) if not depth else self._due
+
+    def _check_returned(self) -> None:
+        """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
+        steps = self._progress.loader_steps
+        for each in self._parts.group.returned:
+            if each.steps <= steps:
+                raise RanksDisagreeError(
+                    returned_early(each.rank, each.steps, self._parts.group.communicator.rank, steps)
+                )
 
     def begin_step(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -165,9 +202,11 @@ class LoaderPasses:
         try:
             if failure is not None:
                 raise CommunicationFailedError(failure)
-            if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
+            plan = self._due[1] if not nested and self._due[0] == parts.group.generation else None
+            if ledger.needs_vote or plan is not None or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
-                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step)
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
+                self._due = self._due if nested else (0, None)
         except CommunicationFailedError as error:
             if abandoned and not nested:
                 self._give_up(step, str(error))
@@ -228,7 +267,10 @@ class LoaderPasses:
         early, self._ended_early = abandoned or self._ended_early is loader_pass, None
         while self._progress.ended_passes == ended:
             try:
-                self._vote(Announced(Intent.END_OF_PASS, self._parts.ledger.depth, parts.registry.buffer_layout))
+                depth = parts.ledger.depth
+                described = self._plans.get(depth) if depth else None
+                plan = described[2] if described is not None and described[0] is loader_pass else None
+                self._vote(Announced(Intent.END_OF_PASS, depth, parts.registry.buffer_layout), plan=plan)
                 self._progress.end_pass()
                 parts.registry.sync_buffers(parts.group.communicator)
                 if self._parts.ledger.depth == 0:
@@ -270,14 +312,14 @@ class LoaderPasses:
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
-    def _vote(self, what: Announced, step: LoaderStep | None = None) -> None:
+    def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
         parts = self._parts
         added = parts.sums.take(parts.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
-            self._progress.add_sums(parts.consensus.vote(what, added))
+            self._progress.add_sums(parts.consensus.vote(what, added, plan=plan))
             return
         join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
-        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join))
+        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""

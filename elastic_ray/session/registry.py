@@ -120,6 +120,7 @@ class LoaderRegistry:
         self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
         self._failed = False
+        self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """This loader leads from now on."""
@@ -150,6 +151,16 @@ class LoaderRegistry:
         self._late = [known for known in self._late if known() is not None]
         self._late.append(join)
 
+    def add(self, close: weakref.WeakMethod[Any]) -> None:
+        """A loader belongs to this run; ``close`` ends its worker processes."""
+        self._made = [*(known for known in self._made if known() is not None), close]
+
+    def close(self) -> None:
+        """The run is over: worker processes of its loaders end with it, whoever still holds the loaders."""
+        for reference in self._made:
+            if (close := reference()) is not None:
+                close()
+
     def late(self) -> Iterator[Callable[[Any], None]]:
         """How each of those that are still there joins another run."""
         for reference in self._late:
@@ -169,7 +180,9 @@ class Registry:
         loaders: the loaders.
         monitoring: as given.
         saving: what the ranks agree on of checkpoints that all of them write.
+        least_share: fewest samples that the models can be trained with at once.
         halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
+        folds_random: torch's generators become each rank's own with the first epoch.
     """
 
     def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
@@ -180,8 +193,14 @@ class Registry:
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
         self.saving = SaveAgreement()
+        self.least_share = 1
         self.halving_changes = 0
         self._adds_up = False  # gradients over several steps
+        self.folds_random = True
+
+    def keep_random(self) -> None:
+        """Leave torch's generators as user code has seeded them."""
+        self.folds_random = False
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""
@@ -304,6 +323,11 @@ class Registry:
         """Whether state lies with several ranks that each can write its part of; the same on all."""
         gradients = self._gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
+
+    @property
+    def saves_together(self) -> bool:
+        """True if no rank alone can save at the end: state lies with several, or models differ; the same on all."""
+        return any(each.divided or each.tabled or each.drifts for each in self._gradients)
 
     @property
     def settled(self) -> bool:

@@ -117,6 +117,7 @@ def make_run_state(
             ledger,
             riders,
             warn=lambda text: tell("warning", text),
+            is_last_epoch=lambda: states.progress.in_last_epoch,
         ),
         clock=StepClock(),
         meter=meter,

@@ -125,6 +125,9 @@ class StandaloneController:
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
+    def add_files(self, checkpoint: Any, index: int) -> None:
+        """A checkpoint stays where the user's code has written it."""
+
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)

@@ -172,20 +172,24 @@ def test_a_model_that_is_to_be_compiled_is(monkeypatch: pytest.MonkeyPatch, tmp_
     torch.testing.assert_close(weights(once), weights(theirs))
 
 
+def run(kind: Any, folder: Path, resume: bool, **options: Any) -> Any:
+    """A training of its own, which saves within the second epoch or goes on from there."""
+    set_session(None)
+    folder = folder / kind.__module__
+    saves = {} if resume else {"save_strategy": "steps", "save_steps": STEPS + 3}
+    return train(kind, folder, resume=folder / f"checkpoint-{STEPS + 3}" if resume else None, **saves, **options)
+
+
+def test_going_on_draws_the_random_numbers_that_would_have_come(tmp_path: Path) -> None:
+    whole = run(Trainer, tmp_path, False, dropout=0.5)
+    torch.testing.assert_close(weights(run(Trainer, tmp_path, True, dropout=0.5)), weights(whole))
+
+
 def test_going_on_without_skipping_data_begins_the_epoch_anew(tmp_path: Path) -> None:
-    """And going on otherwise, on one worker, draws the random numbers that the one that was not interrupted draws."""
-
-    def run(kind: Any, resume: Any, **options: Any) -> Any:
-        set_session(None)
-        return train(kind, tmp_path / kind.__module__, resume=resume, dropout=0.5, **options)
-
-    saves = {"save_strategy": "steps", "save_steps": STEPS + 3}
     found = []
     for kind in (transformers.Trainer, Trainer):
-        whole = run(kind, None, **saves)
-        folder = tmp_path / kind.__module__ / f"checkpoint-{STEPS + 3}"
-        torch.testing.assert_close(weights(run(kind, folder)), weights(whole))
-        anew = run(kind, folder, ignore_data_skip=True)
+        whole = run(kind, tmp_path, False)
+        anew = run(kind, tmp_path, True, ignore_data_skip=True)
         assert not torch.equal(weights(anew), weights(whole))
         found.append((anew.state.global_step, weights(anew)))
     assert found[0][0] == found[1][0]

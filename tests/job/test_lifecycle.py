@@ -127,7 +127,18 @@ def test_ranks_that_disagree_end_the_job_with_who_did_what(
         handle.result(timeout=180)
     times_s = {event.kind: event.time_s for event in handle.events()}
     assert times_s[EventKind.FINISHED] - times_s[EventKind.STARTED] < 10.0
-    assert "rank 0 reduces the gradients of model 0" in str(error.value)
+    assert re.search("rank 0 (reduces the gradients of model 0|begins another step)", str(error.value))
+    assert handle.status().phase is JobPhase.FAILED
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_returned_early_is_named_also_where_it_did_not_wait_for_the_others(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    """The other one comes to its next collective when the connections of the first are closed."""
+    handle = start(tmp_path, workers=2, epochs=10_000, return_at=6, linger_at=6)
+    with pytest.raises(RanksDisagreeError, match="rank 1 has returned from the train function after 6 steps; rank 0"):
+        handle.result(timeout=180)
     assert handle.status().phase is JobPhase.FAILED
 
 

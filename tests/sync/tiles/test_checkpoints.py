@@ -96,9 +96,9 @@ def test_a_checkpoint_asks_no_rank_in_a_collective_of_its_own(tmp_path: Path, mo
     asked: list[Intent] = []
     agree_on = RankConsensus.agree_on
 
-    def noted(self: RankConsensus, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+    def noted(self: RankConsensus, what: Announced, payload: Sequence[float] = (), plan: Any = None) -> list[float]:
         asked.append(what.intent)
-        return agree_on(self, what, payload)
+        return agree_on(self, what, payload, plan)
 
     monkeypatch.setattr(RankConsensus, "agree_on", noted)
     seen: dict[int, set[float]] = {}
