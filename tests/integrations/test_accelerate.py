@@ -8,7 +8,6 @@ import dataclasses
 import inspect
 import logging
 import math
-import re
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
 from elastic_ray.session.current import set_session
+from tests.integrations.argument_tables import arguments
 from tests.loop.changing import Change, Kill, run_job
 
 accelerate = pytest.importorskip("accelerate")
@@ -610,8 +610,7 @@ def test_the_seed_of_the_data_is_kept() -> None:
 
 def test_every_argument_is_accounted_for() -> None:
     """A new one must be kept, mapped or refused: say which in ``docs/huggingface.md``."""
-    text = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| (kept|mapped|refused) \|", text, re.MULTILINE))
+    rows = arguments("huggingface.md", "Accelerator")
     own = [name for name in inspect.signature(accelerate.Accelerator.__init__).parameters if name != "self"]
     data = [f"DataLoaderConfiguration.{field.name}" for field in dataclasses.fields(DataLoaderConfiguration)]
     assert sorted(rows) == sorted([*own, *data])

@@ -49,7 +49,10 @@ def check_arguments(args: Any) -> None:
         "n_gpu": args.n_gpu > 1,
         "train_sampling_strategy": getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
         "world_size": args.world_size > 1,
-        **{name: getattr(args, name, None) is not None for name in _OF_DDP},
+        "ddp_timeout": getattr(args, "ddp_timeout", 1800) != 1800,
+        "average_tokens_across_devices": getattr(args, "average_tokens_across_devices", True) is False,
+        "optim": _updates_in_backward(str(getattr(args.optim, "value", args.optim))),
+        **{name: getattr(args, name, None) is not None for name in (*_OF_DDP, "ddp_backend", "parallelism_config")},
     }
     for name, way_out in _REFUSED.items():
         if found[name]:
@@ -59,6 +62,11 @@ def check_arguments(args: Any) -> None:
 def _dispatches(config: Any) -> bool:
     """True if an ``accelerator_config`` asks for what only accelerate's own loaders do."""
     return bool(getattr(config, "dispatch_batches", None) or getattr(config, "gradient_accumulation_kwargs", None))
+
+
+def _updates_in_backward(optimizer: str) -> bool:
+    """True for optimizers that update parameters within backward, before the workers have averaged the gradients."""
+    return optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo")
 
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
@@ -71,6 +79,19 @@ _REFUSED = {
     ),
     "deepspeed": "its state cannot follow the group: leave it out",
     "fsdp": "its shards cannot follow the group: leave it out",
+    "parallelism_config": "its groups of processes cannot follow the job's: leave it out",
+    "ddp_backend": "the job chooses it by the workers' devices: leave it out",
+    "ddp_timeout": (
+        "leave it out, and say how long a worker waits for a slow one by "
+        "ElasticTrainer(elastic_config=ElasticConfig(collective_timeout_s=))"
+    ),
+    "average_tokens_across_devices": (
+        "the loss is that of all tokens of a step, however many workers share them: leave it out"
+    ),
+    "optim": (
+        "it updates parameters within backward, before the workers' gradients are averaged: take one that updates in "
+        "step(), such as 'galore_adamw' or 'adafactor'"
+    ),
     "dataloader_in_order": (
         "a job that changes size goes on behind the last sample that was used, which needs their order: leave it out"
     ),

@@ -33,9 +33,9 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return self.gather(input_data)
 
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
-        """Sum or mean over all workers of each tensor in it."""
-        if reduction not in ("sum", "mean", "none"):
-            raise ValueError(f"reduction must be 'sum', 'mean' or 'none', but got {reduction!r}")
+        """Sum, mean or maximum over all workers of each tensor in it."""
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise ValueError(f"reduction must be 'sum', 'mean', 'max' or 'none', but got {reduction!r}")
         if reduction == "none":
             return tensor
         return recursively_apply(lambda each: er.all_reduce(each, reduction) * scale, tensor)

@@ -26,7 +26,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
         trainer: a ``transformers.Trainer``.
 
     Raises:
-        ValueError: it has no training data.
+        ValueError: it has no training data, or is to read a stream in processes of its own.
     """
     dataset, args = trainer.train_dataset, trainer.args
     if dataset is None:
@@ -40,6 +40,12 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
         options["collate_fn"] = collate
     if not isinstance(dataset, IterableDataset):
         options |= _order_and_workers(trainer, dataset)
+    elif args.dataloader_num_workers:
+        raise ValueError(
+            f"dataloader_num_workers={args.dataloader_num_workers} cannot be kept under elastic-ray for a dataset "
+            "without a length: each worker reads the stream in its own process and keeps its share. Leave it out, or "
+            "pass a dataset with a length"
+        )
     loader = er.AdaptiveDataLoader(
         dataset,
         batch_size=trainer._train_batch_size,

@@ -38,6 +38,7 @@ check_overridden(
             *("get_train_dataloader", "_get_train_sampler", "_get_collator_with_removed_columns", "training_step"),
             *("_remove_unused_columns", "_clip_grad_norm", "_get_grad_norm", "_get_learning_rate", "store_flos"),
             *("_track_num_input_tokens", "_get_output_dir", "_evaluate", "evaluate", "is_world_process_zero"),
+            "_load_rng_state",
         ],
     },
 )
@@ -94,9 +95,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         check_arguments(self.args)
         refuse_wrapped(self.model, er.AdaptiveDataParallel)
         elastic(self.args)
+        self._set_log_level()
         self._elastic_options = elastic_options or {}
         self.tr_weight = 0.0
         self.initial_steps = 0
+        self._random_numbers_of: str | None = None
         self._losses: list[torch.Tensor] = []
         self._unwrap_ours()
 
@@ -120,11 +123,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- the loop
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        """As theirs; the model and its optimizer are then the job's."""
-        super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        """As theirs; the model, compiled where the arguments say so, and its optimizer are then the job's."""
+        prepared, _ = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         model = er.AdaptiveDataParallel(
-            self.model,
+            plain_model(prepared),  # a second train() is given the first one's wrapper
             optimizer,
             lr_scheduler=self.lr_scheduler,
             grad_scaler=self.accelerator.scaler,
@@ -159,12 +162,15 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         session.states.register("transformers", DictState(TrainerProgress(self)))
         step = StepProgress(self)
         session.states.register_rollback(step.remember, step.roll_back)
-        if resume_from_checkpoint is not None:
-            self._resume(Path(resume_from_checkpoint), loader, done, within)
+        goes_on = resume_from_checkpoint is not None and self._resume(
+            Path(resume_from_checkpoint), loader, done, within
+        )
         job.join()
         self._take_rank()
         planned = {"Num examples": examples, "Num Epochs": epochs, "Num update steps per epoch": per_epoch}
         self._tell_of_begin(loader, {**planned, "Total optimization steps": max_steps})
+        alone = get_context().get_world_size() == 1  # several would draw the same numbers
+        self._random_numbers_of = resume_from_checkpoint if goes_on and alone else None
         model.zero_grad()
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
@@ -191,19 +197,22 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         for what, count in said.items():
             _logger.info("  %s = %s", what, f"{count:,}")
 
-    def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> None:
-        """Go on where a checkpoint of theirs stands, unless the job has one of its own."""
+    def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> bool:
+        """Go on where a checkpoint of theirs stands, unless the job has one of its own; returns whether it does."""
+        states = current_session().states
+        own = bool(states.progress.steps or states.progress.epoch or states.progress.passes)
         position = read_position(folder)
         if position is not None:
+            if self.args.ignore_data_skip:  # from the first sample of the epoch that it stands in
+                position = {**position, "loops": [], "left": 0}
             loader.load_state_dict(position)
-            return
-        states = current_session().states
-        if not (states.progress.steps or states.progress.epoch or states.progress.passes):
+        elif not own:
             begun = RunProgress(epoch=epochs, steps=self.state.global_step)
             if batches:
                 begun.begin_pass(0)
                 begun.passes[0].advance(batches * self._train_batch_size)
             states.start_from(begun)
+        return not own
 
     def _train_epoch(
         self, model: Any, loader: er.AdaptiveDataLoader, epoch: int, trial: Any, ignored: Any, begin_s: float
@@ -213,6 +222,9 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         last: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
         while (inputs := next(batches, _END)) is not _END:
             self._take_rank()
+            if self._random_numbers_of is not None:  # after the loader has drawn its own, as theirs does
+                self._load_rng_state(self._random_numbers_of)
+                self._random_numbers_of = None
             if self._micro_step(model, loader, inputs, last):
                 self._after_step(loader, epoch)
                 self._maybe_log_save_evaluate(
@@ -295,9 +307,12 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs = self.state
         theirs.global_step += 1
         size, used = loader.current_batch_size, step.loader_pass.position + step.count
-        batches = step.total // size if loader.drop_last else -(-step.total // size)
+        if has_length(loader):
+            batches = step.total // size if loader.drop_last else -(-step.total // size)
+        else:
+            batches = theirs.max_steps  # of a stream theirs knows nothing better
         theirs.epoch = epoch + -(-used // size) / max(batches, 1)  # theirs counts batches, the last as much as any
-        if loader.on_last_batch:
+        if loader.on_last_batch and has_length(loader):
             theirs.epoch = float(epoch + 1)
         if self.initial_steps >= theirs.max_steps:
             theirs = self.control
@@ -306,10 +321,15 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
 
     def _take_rank(self) -> None:
         theirs = self.state
-        theirs.is_local_process_zero, theirs.is_world_process_zero = (
-            self.is_local_process_zero(),
-            self.is_world_process_zero(),
-        )
+        before = theirs.is_local_process_zero, theirs.is_world_process_zero
+        now = self.is_local_process_zero(), self.is_world_process_zero()
+        theirs.is_local_process_zero, theirs.is_world_process_zero = now
+        if now != before:
+            self._set_log_level()
+
+    def _set_log_level(self) -> None:
+        """Set transformers' log level to this rank's: ``log_level``, or ``log_level_replica`` on the others."""
+        transformers.utils.logging.set_verbosity(self.args.get_process_log_level())
 
     def is_world_process_zero(self) -> bool:
         """Whether this worker saves and logs."""
@@ -360,12 +380,12 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         theirs.num_input_tokens_seen = before + er.all_reduce(theirs.num_input_tokens_seen - before)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As theirs, on rank 0, with the place in the data."""
+        """As theirs, on rank 0 (or on each node, ``save_on_each_node``), with the place in the data."""
         if trial is None:
             self.store_flos()
         if current_session().ledger.failed:  # the step is drawn again, and saved then
             return
-        if self.is_world_process_zero():
+        if self.args.should_save:
             with self._alone():
                 super()._save_checkpoint(model, trial)
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

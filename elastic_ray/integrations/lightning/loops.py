@@ -256,6 +256,11 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             share_buffers(self.trainer.lightning_module)
         super().on_advance_end(data_fetcher)
 
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:
+        """As Lightning's; where ``val_check_interval`` is a time, by the clock of rank 0."""
+        checks = super()._should_check_val_fx(data_fetcher)
+        return checks if self.trainer._val_check_time_interval is None else bool(er.broadcast(checks))
+
     def _should_accumulate(self) -> bool:
         """Whether the step goes on after this micro-batch: the job says it."""
         return accumulating()
@@ -270,7 +275,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         theirs: Any = self.trainer.fit_loop
         theirs.max_batches = batches
         theirs = self.trainer
-        fraction = theirs.val_check_interval
+        fraction = getattr(theirs, "val_check_interval", None)  # not there where the interval is a time
         if isinstance(fraction, float) and theirs.val_check_batch not in (None, math.inf):
             theirs.val_check_batch = max(1, int(batches * fraction))
 
