@@ -11,6 +11,16 @@ from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
 
+_SWITCHES = (
+    "fixed_batch",
+    "restart",
+    "automatic_checkpoints",
+    "keep_last_state",
+    "private_files",
+    "tensorboard",
+    "metrics",
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
@@ -41,7 +51,9 @@ class ElasticConfig:
         fixed_batch: keep batch sizes as they are even where the loader allows the job to adapt them.
         automatic_checkpoints: save the whole elastic state (models, optimizers, schedulers, the loader's position,
             statistics) to the run's storage now and then, so that a job that loses all of its workers, or its whole
-            cluster, goes on from there. They are deleted when the job finishes.
+            cluster, goes on from there. The job saves itself once more when it finishes.
+        keep_last_state: keep the last automatic checkpoint of a job that has finished; ``Result.checkpoint`` is that
+            of a job that reports none, and ``load_model_state`` reads it. False deletes it.
         checkpoint_interval_s: time between two of them; None finds the best from what one costs and how often workers
             are lost (Young 1974, Daly 2006), and keeps their cost under half a percent.
         stragglers: what is done about a worker that takes 1.25 times as long as the others for the same work, or more:
@@ -77,6 +89,7 @@ class ElasticConfig:
     report_interval_s: float = 1.0
     fixed_batch: bool = False
     automatic_checkpoints: bool = True
+    keep_last_state: bool = True
     checkpoint_interval_s: float | None = None
     stragglers: Response = "tell"
     straggler_patience_s: float = 60.0
@@ -112,7 +125,7 @@ class ElasticConfig:
                 raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")
         elif name in ("checkpoint_interval_s", "tensorboard") and value is None:
             return
-        elif name in ("fixed_batch", "restart", "automatic_checkpoints", "private_files", "tensorboard", "metrics"):
+        elif name in _SWITCHES:
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, but got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | float):

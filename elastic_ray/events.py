@@ -333,7 +333,8 @@ class JobOutcome:
         metrics: rank 0's last reported metrics.
         reports: the last reports of rank 0, in order; those before are in the run's ``reports.jsonl``.
         first_report: ``Report.index`` of the first report of this run.
-        checkpoints: path and metrics of the checkpoints still kept, oldest first.
+        checkpoints: path and metrics of the reported checkpoints still kept, oldest first.
+        states: directory of the automatic checkpoints that are left; empty for none.
         return_value: what rank 0's train function returned.
     """
 
@@ -343,6 +344,7 @@ class JobOutcome:
     reports: tuple[Report, ...] = ()
     first_report: int = 1
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    states: str = ""
     return_value: Sealed | None = None
 
 

@@ -8,10 +8,11 @@ from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from tuning.ray_tune import elastic
+    from tuning.sweep import stop_sweep
     from tuning.trials import Promise
 
-_HOMES = {"Promise": "tuning.trials", "elastic": "tuning.ray_tune"}
+_HOMES = {"Promise": "tuning.trials", "elastic": "tuning.ray_tune", "stop_sweep": "tuning.sweep"}
 
-__all__ = ["Promise", "elastic"]
+__all__ = ["Promise", "elastic", "stop_sweep"]
 
 __getattr__, __dir__ = lazy_names("tuning", _HOMES)

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import logging
 import posixpath
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,10 +21,13 @@ from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.events import JobPhase
 from elastic_ray.worker.train_loop import with_config
 from placement.allocator.actor import find_allocator
 from placement.ray_cluster.snapshot import on_head
+from placement.text import printable
 from tuning.in_tune import in_tune
+from tuning.sweep import StopWatch, SweepStoppedError
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable
 
@@ -33,6 +37,8 @@ logger = logging.getLogger(__name__)
 # TuneConfig(max_concurrent_trials). A thousandth of a CPU would take a whole one from workers that need whole ones.
 _WITHOUT_HEAD = {"CPU": 0.001}
 _WAIT_S = 5.0
+_LOOK_S = 0.5
+_HELD_S = 3.0  # Tune's loop learns within this time that the sweep was stopped, and starts no other trial meanwhile
 
 
 def elastic(
@@ -134,6 +140,7 @@ class ElasticTrainable(Trainable):
         """What the trial's own process holds: next to nothing, on the head node, where its job's controller is."""
         _check_space(config)
         _tell_kept_actors()
+        _end_stopped_sweeps()
         on = on_head() if ray.is_initialized() else {}
         if on:
             find_allocator(cls._template.spec.policy)  # it starts while trials do, which will need it
@@ -159,7 +166,11 @@ class ElasticTrainable(Trainable):
     def step(self) -> dict[str, Any]:
         """The next report of the train loop."""
         if self._job is None:
-            self._job = self._start()
+            try:
+                self._job = self._start()
+            except SweepStoppedError:
+                time.sleep(_HELD_S)
+                raise
         job, self._asked_last = self._job, False
         if self._asked_in_vain > 1:  # once may be too early, or the trial's end
             raise NoCheckpointError(self.trial_id)
@@ -240,10 +251,14 @@ class ElasticTrainable(Trainable):
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
         job.raise_error()
+        if stopped := job.status.phase is JobPhase.STOPPED:
+            time.sleep(_HELD_S)
         if self._last_result is None and self._saved is None:
             raise RuntimeError(
-                f"the train loop of trial {self.trial_id} has ended without a report: call elastic_ray.report({{...}}) "
-                "with the metric that TuneConfig(metric) names, once an epoch for instance"
+                f"trial {self.trial_id} was stopped before its first report: {job.status.message}"
+                if stopped
+                else f"the train loop of trial {self.trial_id} has ended without a report: call "
+                "elastic_ray.report({...}) with the metric that TuneConfig(metric) names, once an epoch for instance"
             )
         return {RESULT_DUPLICATE: True}
 
@@ -268,6 +283,44 @@ def _tell_kept_actors() -> None:
         return kept
 
     TuneController._maybe_cache_trial_actor = keep_and_tell  # type: ignore[method-assign]
+
+
+def _end_stopped_sweeps() -> None:
+    """Have Tune's loop, which is to run in this process, end an experiment whose sweep was stopped."""
+    look = getattr(TuneController, "_stop_experiment_if_needed", None)
+    if look is None or look.__module__ == __name__:  # without it no trial is started any more, which fails each
+        return
+
+    def look_and_end(self: TuneController) -> None:
+        reason = _why_stopped(self)
+        if reason and not self._should_stop_experiment:
+            logger.warning("the sweep ends with what there is: %s", printable(reason))
+            self.request_stop_experiment()  # type: ignore[no-untyped-call]
+        look(self)
+
+    look_and_end.__module__ = __name__
+    TuneController._stop_experiment_if_needed = look_and_end  # type: ignore[method-assign]
+
+
+def _why_stopped(controller: TuneController) -> str:
+    """Why the sweep of an experiment's trials was stopped; empty if it was not, or it is not time to look again."""
+    watch: _Watch = vars(controller).setdefault("_elastic_watch", _Watch())
+    now_s = time.monotonic()
+    if now_s < watch.next_s:
+        return ""
+    watch.next_s = now_s + _LOOK_S
+    trials = controller.get_trials()  # type: ignore[no-untyped-call]
+    trial = next((t for t in trials if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
+    if trial is None:
+        return ""
+    return watch.stops.look(trial.get_trainable_cls()._template.sweep or trial.storage.experiment_dir_name)
+
+
+class _Watch:
+    """When an experiment looks again whether its sweep was stopped, and how."""
+
+    def __init__(self) -> None:
+        self.next_s, self.stops = 0.0, StopWatch()
 
 
 def _check_space(config: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from elastic_ray.job_spec import JobSpec
-from placement.ray_cluster.named_actors import create_on_head
+from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.cached_checkpoints import CheckpointCache
 from tuning.sweep_processes import SweepProcesses
@@ -31,6 +31,59 @@ _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
 _OPEN_S = 120.0
+_STOP_S = 15.0  # for trials to end their steps
+
+
+class SweepStoppedError(RuntimeError):
+    """The sweep was stopped: it starts no trial any more."""
+
+    def __init__(self, sweep: str, reason: str) -> None:
+        super().__init__(f"sweep {sweep!r} was stopped and starts no trial any more: {reason}")
+        self._arguments = sweep, reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SweepStoppedError, self._arguments
+
+
+def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
+    """End a sweep that runs: no trial is started any more, and those that run end after the step in progress.
+
+    The sweep's ``Tuner.fit()`` or ``Experiment.run()`` then returns with what there is.
+
+    Args:
+        name: of the sweep, which is its tenant's: ``tuning.elastic(sweep=...)``, else that of the experiment.
+        reason: why, for the last event of each trial.
+
+    Returns:
+        False if no such sweep runs.
+    """
+    sweep = find_actor(f"sweep:{name}")
+    if sweep is None:
+        return False
+    ray.get(sweep.stop.remote(reason), timeout=_OPEN_S)
+    return True
+
+
+class StopWatch:
+    """Finds out, without waiting, whether sweeps were stopped that this process drives."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, Any] = {}
+
+    def look(self, name: str) -> str:
+        """Why this sweep was stopped, once none of its trials runs any more; empty before."""
+        asked = self._asked.pop(name, None)
+        if asked is not None and not ray.wait([asked], timeout=0)[0]:
+            self._asked[name] = asked
+            return ""
+        try:
+            if asked is not None and (reason := str(ray.get(asked))):
+                return reason
+            if (sweep := find_actor(f"sweep:{name}")) is not None:
+                self._asked[name] = sweep.stopped.remote()
+        except RayError:  # it has ended: no trial runs
+            pass
+        return ""
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
@@ -48,6 +101,8 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
                 f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
                 "where it runs, may be overloaded: try fewer trials at a time (max_concurrent_trials)"
             ) from None
+        except RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, SweepStoppedError) else error) from None
         except RayActorError:  # it had nothing to do and has just ended itself
             time.sleep(0.2 * (attempt + 1))
         else:
@@ -95,11 +150,14 @@ class Sweep:
         self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
+        self._stop_reason, self._stopped_by_s, self._stopped = "", 0.0, False
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
         """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are opened here"
+        if self._stop_reason:
+            raise SweepStoppedError(self._name, self._stop_reason)
         kind, run, name = _kind(spec), spec.trial.controller, ""
         self._processes.admit(run, kind)
         cached = self._cached.find(spec.trial.start_from)
@@ -152,6 +210,35 @@ class Sweep:
             self._idle[run] = ended
             self._ended(run, ended)
 
+    async def stop(self, reason: str, now: bool = False) -> int:
+        """Start no trial any more, and stop those that run; returns how many they are.
+
+        Args:
+            reason: why, for their last events.
+            now: in the middle of a step.
+        """
+        self._stop_reason = self._stop_reason or reason
+        self._stopped_by_s = time.monotonic() + _STOP_S
+        for each in self._busy.values():
+            each.controller.stop.remote(now=now, reason=f"the sweep was stopped: {reason}")
+        logger.info("sweep %s: stopped with %d trials: %s", self._name, len(self._busy), reason)
+        return len(self._busy)
+
+    async def stopped(self) -> str:
+        """Why it was stopped, once no trial runs any more; empty before."""
+        return self._stop_reason if self._stopped else ""
+
+    async def _all_ended(self) -> bool:
+        """True if no trial runs any more, as far as controllers answer, or none is waited for any longer."""
+        for each in tuple(self._busy.values()):
+            try:
+                status = await asyncio.wait_for(each.controller.status.remote(), _CALL_TIMEOUT_S)
+            except (RayError, asyncio.TimeoutError):
+                continue
+            if not status.phase.ended:
+                return time.monotonic() > self._stopped_by_s
+        return True
+
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
         """A worker process on the node, and whether it has ever answered; None for a run that it was not told of."""
         return await self._processes.lend(run, node)
@@ -202,6 +289,8 @@ class Sweep:
                     self._ending.pop(run, None)
                     if self._busy.pop(run, None) is not None:
                         self._ended(run, each)
+            if self._stop_reason and not self._stopped:
+                self._stopped = await self._all_ended()
             now_s = time.monotonic()
             self._processes.expire(now_s)
             self._cached.expire(now_s)

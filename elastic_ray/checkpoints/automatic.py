@@ -5,6 +5,9 @@ which says where it stands and what the first one's checksum is. A state without
 checksum is corrupt. The token differs each time, so that writing never touches a state that is there, even of as many
 steps. This module does not know what a state holds (see ``checkpoints/format.py``).
 
+Of a job that has finished the last one stays, and ``automatic/finished`` has its name: a job of the same name begins
+anew, and does not go on from there.
+
 A sharded checkpoint, which all ranks have written, is a directory ``step_<n>_<token>`` in the place of the first file
 (see ``checkpoints/sharded``); its note has the checksum of the manifest in it.
 """
@@ -19,7 +22,7 @@ import logging
 import posixpath
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pyarrow.fs
 
@@ -29,6 +32,7 @@ from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
 from placement.storage.private_files import make_directory
 
 DIRECTORY = "automatic"
+_FINISHED = "finished"
 _MOST_PARTS = 1_000_000
 _PAUSES_S = (0.2, 1.0, 3.0)
 
@@ -110,18 +114,21 @@ def state_files(
     storage: RunStorage,
     pass_over: Callable[[str], None] = lambda problem: None,
     heard: Callable[[], bool] = lambda: True,
+    *,
+    directory: str = "",
 ) -> tuple[StateFile, ...]:
     """Complete automatic checkpoints of a run, newest first; their files have not been looked into.
 
     Args:
         storage: the run.
+        directory: where they lie; empty for the run's own place.
         pass_over: takes why something that looks like one is not used, a sentence.
         heard: called with every one, so that who waits sees that it goes on.
 
     Raises:
         OSError: storage cannot be read, which says nothing about what is there.
     """
-    directory = posixpath.join(storage.path, DIRECTORY)
+    directory = directory or posixpath.join(storage.path, DIRECTORY)
     if storage.filesystem.get_file_info(directory).is_file:
         pass_over(f"{directory} is not used: it is a file, where a directory of automatic checkpoints should be")
         return ()
@@ -185,6 +192,30 @@ def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
     for each in others:
         if each not in fewer[: keep - 1]:
             _delete_state(storage.filesystem, each.path)
+
+
+def keep_last(storage: RunStorage, state: StateFile) -> None:
+    """Keep this automatic checkpoint alone: the job has finished with it."""
+    path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
+    write_checked(storage, path, lambda stream: stream.write(posixpath.basename(state.path).encode()))
+    for each in state_files(storage):
+        if each.path != state.path:
+            _delete_state(storage.filesystem, each.path)
+    delete_unfinished(storage)
+
+
+def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
+    """Those of ``states`` that a job did not finish with, in order.
+
+    Raises:
+        OSError: storage cannot be read.
+    """
+    path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
+    if not states or not storage.filesystem.get_file_info(path).is_file:
+        return tuple(states)
+    with storage.filesystem.open_input_stream(path) as raw:
+        finished = bytes(raw.readall()).decode(errors="replace")
+    return tuple(each for each in states if posixpath.basename(each.path) != finished)
 
 
 def delete_states(storage: RunStorage) -> None:

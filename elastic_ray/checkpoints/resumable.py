@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from elastic_ray.checkpoints.automatic import StateFile, state_files
+from elastic_ray.checkpoints.automatic import StateFile, of_unfinished, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage, StoredCheckpoint
 from elastic_ray.state.resume_point import ResumePoint
 
@@ -16,13 +16,15 @@ class StoredRun:
 
     Attributes:
         checkpoints: reported ones, oldest first.
-        states: automatic ones, newest first.
+        states: automatic ones, newest first, but for what an earlier job of the name has finished with.
+        result: that, newest first; empty where none has finished.
         start: where the checkpoint stands that a trial starts from; None if it does not say, or starts from none.
         passed_over: why what looks like a checkpoint is not used, a sentence each.
     """
 
     checkpoints: tuple[StoredCheckpoint, ...] = ()
     states: tuple[StateFile, ...] = ()
+    result: tuple[StateFile, ...] = ()
     start: ResumePoint | None = None
     passed_over: tuple[str, ...] = ()
 
@@ -50,8 +52,12 @@ def find_stored(
     if is_trial:
         return StoredRun(start=storage.load_resume_point(start_from) if start_from is not None else None)
     problems: list[str] = []
+    checkpoints = storage.stored_checkpoints(problems.append, heard)
+    found = state_files(storage, problems.append, heard) if with_states else ()
+    states = of_unfinished(storage, found)
     return StoredRun(
-        checkpoints=storage.stored_checkpoints(problems.append, heard),
-        states=state_files(storage, problems.append, heard) if with_states else (),
+        checkpoints=checkpoints,
+        states=states,
+        result=tuple(each for each in found if each not in states),
         passed_over=tuple(problems),
     )

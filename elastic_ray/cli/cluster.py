@@ -184,6 +184,35 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
     return tuple(JobClient(each, controller) for each, controller in found if controller is not None)
 
 
+def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
+    """Actors of the sweeps that ``name`` means: the sweep of this name, or those of a submission's trials.
+
+    Args:
+        name: of a job, a sweep or a submission.
+        jobs: what :func:`find_jobs` has found by it.
+    """
+    if any(each.answers.job == name for each in jobs):
+        return []  # one trial is meant
+    named = find_actor(f"sweep:{name}")
+    trials = (each.answers.spec.trial for each in jobs if each.answers.spec is not None)
+    sweeps = {each.sweep for each in trials if each is not None and each.sweep is not None}
+    return [named] if named is not None else list(sweeps)
+
+
+def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
+    """End a sweep: no trial is started any more, those that run are stopped; returns how many they are.
+
+    Raises:
+        ClickException: it does not answer.
+    """
+    try:
+        return int(ray.get(sweep.stop.remote(reason, now), timeout=_CALL_TIMEOUT_S))
+    except GetTimeoutError:
+        raise click.ClickException(f"the sweep's actor has not answered within {_CALL_TIMEOUT_S:g} s") from None
+    except RayActorError:
+        return 0
+
+
 def find_job(name: str) -> JobClient:
     """The one job of this name, or of this submission.
 

@@ -123,19 +123,26 @@ def _follow_events(found: JobClient, *, follow: bool) -> None:
             raise click.exceptions.Exit(1)
 
 
-@click.command(short_help="Stop a job.")
+@click.command(short_help="Stop a job, or a sweep.")
 @job_argument
 @click.option("--now", is_flag=True, help="In the middle of a step, unsaved; else after the step in progress.")
 def stop(job: str, now: bool) -> None:
-    """Stop a job, or all jobs of a submission; a script without a job is ended itself.
+    """Stop a job, a sweep, or all jobs and sweeps of a submission; a script without a job is ended itself.
 
-    A stopped job's script goes on behind fit() with what the job has reached; its checkpoints stay.
+    A stopped job's script continues after fit() with what the job has reached; its checkpoints stay. So does that of a
+    sweep, which starts no other trial. The name of one trial stops that trial, and the sweep continues.
     """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
     cluster.connect()
     found = cluster.find_jobs(job)
+    sweeps = cluster.find_sweeps(job, found)
+    for sweep in sweeps:
+        trials = cluster.stop_sweep(sweep, now=now, reason="elastic-ray stop")
+        say(f"the sweep ends; {trials} trials are stopped")
+    if not found and sweeps:
+        return
     if not found:
         script = ray_jobs.find(job)
         if script is None or script.ended:

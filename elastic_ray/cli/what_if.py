@@ -61,8 +61,10 @@ def live(text: str | None, policy: str | None, as_json: bool) -> None:
         raise click.ClickException("no elastic job runs on this cluster, so there is nothing to ask about")
     chosen, now_s = policy or seen.policy, time.time()
     try:
-        now = outlook(views, seen.cluster, chosen, now_s, stay=True)
-        then = None if text is None else outlook(views, read_nodes(text, views), chosen, now_s)
+        rules = seen.constraints
+        now = outlook(views, seen.cluster, chosen, now_s, stay=True, constraints=rules)
+        there = None if text is None else read_nodes(text, views)
+        then = None if there is None else outlook(views, there, chosen, now_s, constraints=rules)
     except InputError as error:
         raise click.UsageError(str(error)) from error
     if as_json:

@@ -31,6 +31,7 @@ class StepSplit:
         drop_last: leave out a last step smaller than the batch.
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
+        least: fewest samples of a rank's micro-batch; ranks for which there are not as many have none.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class StepSplit:
         "batch_size",
         "drop_last",
         "halving",
+        "least",
         "micro_steps",
         "rank",
         "shares",
@@ -56,6 +58,7 @@ class StepSplit:
         drop_last: bool,
         shares: Shares | None = None,
         halving: Halving | None = None,
+        least: int = 1,
     ) -> None:
         self.batch_size = batch_size
         self.micro_steps = micro_steps
@@ -64,6 +67,7 @@ class StepSplit:
         self.drop_last = drop_last
         self.shares = shares
         self.halving = halving
+        self.least = least
         self._first = (0, 0)  # position, and committed steps there
         # By samples and micro-steps of the step: nearly all steps have as many.
         self._sizes: dict[tuple[int, int], list[list[int]]] = {}
@@ -92,13 +96,16 @@ class StepSplit:
             batch_size=max(self.batch_size, self.world_size),
             world_size=self.world_size,
             drop_last=self.drop_last,
+            least=self.least,
         )
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
         """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
         key = count, self.micro_steps_at(position, count)
         if key not in self._sizes:
-            self._sizes[key] = split(count, world_size=self.world_size, micro_steps=key[1], shares=self.shares).tolist()
+            self._sizes[key] = split(
+                count, world_size=self.world_size, micro_steps=key[1], shares=self.shares, least=self.least
+            ).tolist()
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
@@ -111,6 +118,7 @@ class StepSplit:
                 world_size=self.world_size,
                 micro_steps=key[1],
                 shares=self.shares,
+                least=self.least,
             )
         return self._slices[key]
 
@@ -366,6 +374,7 @@ class StreamBatches:
             micro_steps=functools.partial(cut.micro_steps_at, position),
             drop_last=cut.drop_last,
             shares=cut.shares,
+            least=cut.least,
         )
         if drawn is None:
             return StepBatches(total=position)

@@ -269,6 +269,7 @@ class StreamSharder(Generic[Item]):
         micro_steps: int | Callable[[int], int] = 1,
         drop_last: bool = False,
         shares: Shares | None = None,
+        least: int = 1,
     ) -> StreamStep[Item] | None:
         """Draw the step at `position`: None at the end of the epoch. Sizes are those of `sharding.step_size`.
 
@@ -288,12 +289,15 @@ class StreamSharder(Generic[Item]):
             batch_size=batch_size,
             world_size=world_size,
             drop_last=drop_last,
+            least=least,
         )
         self._drawn = count
         if count == 0:
             return None
         micros = micro_steps(count) if callable(micro_steps) else micro_steps
-        pieces = sharding.rank_slices(count, rank=rank, world_size=world_size, micro_steps=micros, shares=shares)
+        pieces = sharding.rank_slices(
+            count, rank=rank, world_size=world_size, micro_steps=micros, shares=shares, least=least
+        )
         items = [list(itertools.islice(self._ahead, piece.start, piece.stop)) for piece in pieces]
         return StreamStep(items=items, count=count, tag=item_tag(self._ahead[0]))
 

@@ -88,12 +88,19 @@ class RegistryView(Protocol):
     def loaders(self) -> LoadersView:
         """Its loaders."""
 
+    @property
+    def least_share(self) -> int:
+        """Fewest samples that its models can be trained with at once."""
+
     def halving(self, steps: int) -> Halving | None:
         """Return which steps a single rank takes in two halves from here on; None for none."""
 
 
 class LoaderRun(ResumedRun, Protocol):
     """See the module's text."""
+
+    def tell(self, kind: str, text: str) -> None:
+        """Tell the job's user something, from rank 0."""
 
     @property
     def rank(self) -> int:

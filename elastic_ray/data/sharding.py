@@ -54,7 +54,9 @@ def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch])))
 
 
-def step_size(*, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False) -> int:
+def step_size(
+    *, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False, least: int = 1
+) -> int:
     """Size of the next global batch, so that every rank has at least one sample in every step that can give it one.
 
     Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l <
@@ -74,6 +76,7 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
         batch_size: global batch size, >= world_size.
         world_size: ranks that share the step.
         drop_last: drop a tail shorter than `batch_size`.
+        least: fewest samples of a rank's share: one worker alone leaves itself as many for the last step.
 
     Returns:
         0, or a size in world_size..batch_size + world_size - 1, or what is left where that is less than `world_size`.
@@ -101,14 +104,16 @@ def step_size(*, position: int, total: int, batch_size: int, world_size: int, dr
         return 0
     if drop_last and remaining > batch_size:
         return batch_size
-    return _size_before_leftover(remaining, batch_size, world_size)
+    return _size_before_leftover(remaining, batch_size, world_size, least)
 
 
-def _size_before_leftover(remaining: int, batch_size: int, world_size: int) -> int:
+def _size_before_leftover(remaining: int, batch_size: int, world_size: int, least: int) -> int:
     """Size of a step after which the last one still has samples for all ranks; see :func:`step_size`."""
     if remaining <= batch_size:
         return remaining
     leftover = remaining - batch_size
+    if world_size == 1 and leftover < least <= remaining - least:
+        return remaining - least
     if leftover >= 2 * world_size:
         return batch_size
     if world_size > 1 and remaining >= 4 * world_size:
@@ -129,11 +134,11 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
     return total >= world_size if remaining in (0, total) else remaining >= 2 * world_size
 
 
-def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:
-    """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be empty.
+def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
+    """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be below `least`.
 
     Returns:
-        min(micro_steps, floor(count / world_size)), and at least 1; the same on every rank.
+        min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
 
     Raises:
         ValueError: bad input.
@@ -141,17 +146,20 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int) -> int:
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
     _check_count("count", count, at_least=1)
-    return max(1, min(micro_steps, count // world_size))
+    return max(1, min(micro_steps, count // (world_size * least)))
 
 
-def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None) -> Indices:
+def split(
+    count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
+) -> Indices:
     """Sizes of the pieces into which a step of `count` samples is cut.
 
     Returns:
         Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
         `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
         ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less
-        than `world_size` the first ranks take 1 each, and the others 0, whatever the shares.
+        than `least` for each rank, as many of the first ranks as can have `least` share it, and the others have 0,
+        whatever the shares.
 
     Raises:
         ValueError: bad input, or shares of another number of ranks.
@@ -160,11 +168,17 @@ def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares |
     [[3, 3], [3, 2]]
     >>> split(3, world_size=4).tolist()
     [[1], [1], [1], [0]]
+    >>> split(5, world_size=4, least=2).tolist()
+    [[3], [2], [0], [0]]
     """
-    steps = micro_steps_for(count, world_size=world_size, micro_steps=micro_steps)
+    steps = micro_steps_for(count, world_size=world_size, micro_steps=micro_steps, least=least)
     if shares is not None and len(shares.weights) != world_size:
         raise ValueError(f"shares must have a weight for each of {world_size} ranks, but got {shares.weights}")
-    if shares is None or count < world_size:
+    if count < least * world_size:
+        having = max(1, count // least)
+        counts = np.zeros(world_size, dtype=np.int64)
+        counts[:having] = _even(np.array([count], dtype=np.int64), having)[0]
+    elif shares is None:
         counts = _even(np.array([count], dtype=np.int64), world_size)[0]
     else:
         counts = np.array(by_weight(count, shares, steps), dtype=np.int64)
@@ -172,7 +186,7 @@ def split(count: int, *, world_size: int, micro_steps: int = 1, shares: Shares |
 
 
 def rank_slices(
-    count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None
+    count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> list[slice]:
     """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count; none without one.
 
@@ -181,7 +195,7 @@ def rank_slices(
     Raises:
         ValueError: bad input, or rank outside 0..world_size-1.
     """
-    sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares)
+    sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares, least=least)
     _check_count("rank", rank, at_least=0)
     if rank >= world_size:
         raise ValueError(f"rank must be in 0..{world_size - 1} for world size {world_size}, but got {rank}")

@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 60.0) -> Result:
     """Ray Train's ``Result`` of a job that has ended.
 
-    ``metrics`` are the last ones reported (with or without a checkpoint), ``checkpoint`` the newest
-    checkpoint, ``best_checkpoints`` all that were kept, oldest first, and ``metrics_dataframe`` has a row for
+    ``metrics`` are the last ones reported (with or without a checkpoint). ``checkpoint`` is the newest reported
+    checkpoint; of a job that reports none, the directory of its automatic ones, for ``load_model_state``.
+    ``best_checkpoints`` are all reported ones that were kept, oldest first. ``metrics_dataframe`` has a row for
     every report; those that the outcome has not kept are read from storage, for at most ``timeout_s``.
     """
     import pandas as pd
@@ -33,6 +34,7 @@ def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 
     kept: list[tuple[Checkpoint, dict[str, Any]]] = [
         (Checkpoint(path, storage.filesystem), dict(metrics)) for path, metrics in outcome.checkpoints
     ]
+    automatic = Checkpoint(outcome.states, storage.filesystem) if outcome.states else None
     error = outcome.error
     if isinstance(error, Raised):
         error = TrainFunctionError.of(error)
@@ -42,7 +44,7 @@ def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 
     rows = [dict(report.metrics) for report in all_reports(outcome, storage, timeout_s=timeout_s)]
     return Result(
         metrics=dict(outcome.metrics),
-        checkpoint=kept[-1][0] if kept else None,
+        checkpoint=kept[-1][0] if kept else automatic,
         error=error,
         path=storage.path,
         metrics_dataframe=pd.DataFrame(rows) if rows else None,

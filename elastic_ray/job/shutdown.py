@@ -52,9 +52,9 @@ class JobShutdown:
         self.write()
 
     def write(self) -> None:
-        """Write what is left, and delete the automatic checkpoints of a job that has finished."""
+        """Write what is left, and keep but the last automatic checkpoint of a job that has finished."""
         if self._record.phase is JobPhase.FINISHED and self._spec.states_kept:
-            self._writer.delete_states()
+            self._writer.finish_states()
         if self._record.outcome() is not None:
             self._written = self._background.start(self._finish())
 

@@ -67,8 +67,8 @@ class JobMembership(GenerationChanges):
                 self._reserved(worker, now_s)
             case Ready():
                 self._ready(stimulus, now_s)
-            case Lost(worker=worker, cause=cause):
-                self._lost(worker, cause, now_s)
+            case Lost(worker=worker, cause=cause, newcomer=newcomer):
+                self._lost(worker, cause, now_s, newcomer=newcomer)
             case Left(worker=worker):
                 self._left(worker, now_s)
             case Finished(worker=worker, rank=rank, steps=steps):
@@ -148,6 +148,15 @@ class JobMembership(GenerationChanges):
     def target_workers(self) -> int:
         """Workers the job is heading for."""
         return sum(self._target.values())
+
+    def is_newcomer(self, worker: str) -> bool:
+        """Whether a worker has come, or is to come, to others that train, and holds no state that they lack."""
+        record = self.workers.get(worker)
+        if record is None or self.current is None:
+            return False
+        if record.phase is WorkerPhase.MEMBER:
+            return record.joined_others and len(self.members()) > 1
+        return record.phase in (WorkerPhase.STARTING, WorkerPhase.READY) and not record.has_state
 
     def _may_go_on(self) -> bool:
         return any(record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING)

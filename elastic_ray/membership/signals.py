@@ -58,9 +58,15 @@ class Ready(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Signal):
-    """It died, or was found hung; its process is (or will be) gone."""
+    """It died, or was found hung; its process is (or will be) gone.
+
+    Attributes:
+        cause: why, as a sentence.
+        newcomer: it is given up as a joiner that is of no use, so that the next one waits.
+    """
 
     cause: str
+    newcomer: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

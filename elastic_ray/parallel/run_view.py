@@ -94,6 +94,8 @@ class LeadingLoader(Protocol):
 class ModelParts(Protocol):
     """Where a model registers what belongs to it."""
 
+    least_share: int
+
     def keep_random(self) -> None:
         """Leave torch's generators as user code has seeded them."""
 

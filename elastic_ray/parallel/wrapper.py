@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from elastic_ray.adaptation.policy import Policy, check_policies
+from elastic_ray.batch.halving import LEAST_HALF
 from elastic_ray.batch.scaling_rules import ScalingRule
 from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
@@ -309,6 +310,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)
+        registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._ask_for_shares)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
         states.register(f"model/{index}", self._kept.model_state)
@@ -334,6 +336,12 @@ class AdaptiveDataParallel(torch.nn.Module):
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
         registry.add_buffers(BufferSync(self.module))
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
+
+    def _ask_for_shares(self) -> None:
+        """BatchNorm in training mode raises for one value per channel, as one sample without extent has."""
+        norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
+        if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
+            self._run.registry.least_share = LEAST_HALF
 
     def _check_batch(self) -> None:
         """Whether what an adaptive batch needs is measured."""

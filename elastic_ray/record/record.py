@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,7 +55,7 @@ class JobRecord:
         self.metrics: Mapping[str, Any] = {}
         self.batch_reason = ""
         self._states: tuple[StateFile, ...] = ()
-        self._states_kept = spec.states_kept
+        self._states_kept, self._keeps_last = spec.states_kept, spec.elastic.keep_last_state
         self._since_checkpoint: set[str] = set()  # automatic ones; of as many steps, the later one is further
         self._is_trial = spec.trial is not None
         self._start = spec.trial.start_from if spec.trial is not None else None
@@ -78,7 +79,8 @@ class JobRecord:
         for checkpoint in stored.checkpoints:
             surplus += self._retention.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
             self._resume = checkpoint.resume_point
-        self._states = stored.states if self._states_kept else ()
+        found = stored.result if self.phase is JobPhase.FINISHED else stored.states
+        self._states = found if self._states_kept else ()
         return tuple(surplus)
 
     @property
@@ -115,9 +117,15 @@ class JobRecord:
         self._states = (state, *fewer)[: self._states_kept]
         self._since_checkpoint &= {each.path for each in self._states}
 
-    def forget_states(self) -> None:
-        """The job has finished: its automatic checkpoints are deleted."""
-        self._states = ()
+    @property
+    def last_state(self) -> StateFile | None:
+        """Automatic checkpoint that a job which has finished leaves; None where it leaves none."""
+        return self._states[0] if self._states and self._keeps_last else None
+
+    def _left_state(self, phase: JobPhase) -> str:
+        """Directory of the automatic checkpoints that a job leaves which ends in this phase; empty for none."""
+        left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
+        return posixpath.dirname(left.path) if left is not None else ""
 
     @property
     def workers_at_most(self) -> int:
@@ -268,6 +276,7 @@ class JobRecord:
             reports=self._reports.values(),
             first_report=self._reports.first or 1,
             checkpoints=self._retention.kept,
+            states=self._left_state(phase),
             return_value=return_value,
         )
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from elastic_ray.background import Background
-from elastic_ray.checkpoints.automatic import delete_states
+from elastic_ray.checkpoints.automatic import delete_states, keep_last
 from elastic_ray.checkpoints.resumable import StoredRun, find_stored
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import Report
@@ -130,10 +130,13 @@ class RecordWriter:
         for path in paths:
             self._do(f"deleting {path}", functools.partial(self._storage.delete_checkpoint, path))
 
-    def delete_states(self) -> None:
-        """Delete the automatic checkpoints: the job has finished."""
-        self._record.forget_states()
-        self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
+    def finish_states(self) -> None:
+        """The job has finished: keep its last automatic checkpoint alone, or none."""
+        last = self._record.last_state
+        if last is None:
+            self._do("deleting automatic checkpoints", lambda: delete_states(self._storage))
+        else:
+            self._do("deleting automatic checkpoints", lambda: keep_last(self._storage, last))
 
     def _do(self, what: str, function: Callable[[], object]) -> None:
         task = self._background.start(self._try(what, function))

@@ -315,17 +315,34 @@ class GroupChanges:
             ends: no step follows.
         """
         try:
-            saving = self._agree_on_saving(ends=ends)
-            if saving is Saving.LATER:
-                return
-            alone = saving is Saving.ALONE
-            self._parts.registry.collapse(gather=alone)
-            self._parts.registry.sync_buffers(self._parts.group.communicator)
-            if alone:
-                self._parts.registry.prepare_to_save()
+            self._ready_to_save(ends=ends)
         except CommunicationFailedError as error:
             self._parts.registry.saving.begin()
             self.regroup(str(error))
+
+    def _ready_to_save(self, *, ends: bool) -> None:
+        """As :meth:`_make_equal`.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+        """
+        saving = self._agree_on_saving(ends=ends)
+        if saving is Saving.LATER:
+            return
+        alone = saving is Saving.ALONE
+        self._parts.registry.collapse(gather=alone)
+        self._parts.registry.sync_buffers(self._parts.group.communicator)
+        if alone:
+            self._parts.registry.prepare_to_save()
+
+    def before_last_save(self) -> bool:
+        """Have the ranks save together what the run ends with; False if the group broke. All ranks call it."""
+        try:
+            self._ready_to_save(ends=True)
+        except CommunicationFailedError:
+            self._parts.registry.saving.begin()
+            return False
+        return True
 
     def _agree_on_saving(self, *, ends: bool) -> Saving:
         """How the ranks save; all come here.

@@ -180,6 +180,7 @@ class Registry:
         loaders: the loaders.
         monitoring: as given.
         saving: what the ranks agree on of checkpoints that all of them write.
+        least_share: fewest samples that the models can be trained with at once.
         halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
         folds_random: torch's generators become each rank's own with the first epoch.
     """
@@ -192,6 +193,7 @@ class Registry:
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
         self.saving = SaveAgreement()
+        self.least_share = 1
         self.halving_changes = 0
         self._adds_up = False  # gradients over several steps
         self.folds_random = True
@@ -321,6 +323,11 @@ class Registry:
         """Whether state lies with several ranks that each can write its part of; the same on all."""
         gradients = self._gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
+
+    @property
+    def saves_together(self) -> bool:
+        """True if no rank alone can save at the end: state lies with several, or models differ; the same on all."""
+        return any(each.divided or each.tabled or each.drifts for each in self._gradients)
 
     @property
     def settled(self) -> bool:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
+_SAVED_TOGETHER_WAIT_S = 60.0  # one rank may evaluate after the last epoch
 _IGNORED = StragglerConfig()
 
 
@@ -95,6 +96,7 @@ class Session:
         self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
         self._synced = self._in_epochs = self._opening_failed = self._told_of_early_report = False
+        self._steps_at_join = 0
         self._saved = saved
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
@@ -300,6 +302,11 @@ class Session:
             self.fail_opening()
             raise
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step was committed since this worker joined."""
+        return self._synced and self.progress.steps > self._steps_at_join
+
     def _open(self) -> None:
         """Join the group with what the train function has built."""
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
@@ -312,6 +319,7 @@ class Session:
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self._synced = True
+        self._steps_at_join = self.progress.steps
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
         self.ledger.begin_replay()
@@ -418,8 +426,14 @@ class Session:
         """Rank 0's measurements since the last call; None before the first generation."""
         return step_report(self._parts)
 
-    def finish(self) -> None:
+    def finish(self, *, saves: bool = False) -> bool:
         """The train function returned.
+
+        Args:
+            saves: what the run ends with is to be saved; the same on all ranks.
+
+        Returns:
+            True if this rank can save its part of that now, or all of it.
 
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
@@ -433,6 +447,18 @@ class Session:
             )
         self.registry.call(HookPoint.BEFORE_END)
         self._parts.adaptation.end_train()
-        if self.world_size > 1 and not self.ledger.failed and not self.membership.voided:
+        if self.ledger.failed:
+            return False
+        alone = self.world_size == 1 or not self.registry.saves_together
+        ends, wait_s = list[int](), _FINISHED_WAIT_S if alone or not saves else _SAVED_TOGETHER_WAIT_S
+        if self.world_size > 1 and not self.membership.voided:
             left = self._replicas.left_at(self.progress.loader_steps)
-            check_ends(self.consensus.announce_finished(Announced(Intent.FINISH), _FINISHED_WAIT_S, left))
+            ends = self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
+            check_ends(ends)
+        if alone or not saves:
+            return saves
+        if not ends:
+            self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
+            return False
+        self.consensus.reductions_started()
+        return self._changes.before_last_save()

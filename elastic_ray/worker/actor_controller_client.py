@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -49,7 +50,11 @@ _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the late
 
 class ActorControllerClient:
     """A session's link to its job controller. Calls return at once, but for those that must not be lost: they wait
-    where too many are under way, or the controller is away."""
+    where too many are under way, or the controller is away.
+
+    Attributes:
+        gone: why the controller will never answer again, so that nothing waits for it; empty while it may.
+    """
 
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
@@ -76,6 +81,7 @@ class ActorControllerClient:
         self.last_switched = 0
         self.pause = Pause()
         self.starts_over = False
+        self.gone = ""
 
     def start_from(self, resumed: str) -> None:
         """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
@@ -87,6 +93,8 @@ class ActorControllerClient:
 
     def saved(self, message: StateSaved) -> float:
         """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
+        if self.gone:
+            return math.inf
         return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
 
     def push(self, message: WorkerMessage) -> Any:
@@ -112,6 +120,8 @@ class ActorControllerClient:
 
         Returns at once while few are under way; a loop that reports faster than the controller hears waits for it.
         """
+        if self.gone:
+            return
         deadline_s = time.monotonic() + self._patience_s
         while len(self._unheard) >= _MOST_UNHEARD and time.monotonic() < deadline_s:
             self.repeat()
@@ -159,7 +169,7 @@ class ActorControllerClient:
             RayError: the controller is gone for good. TimeoutError: it has not come back in time.
         """
         deadline_s = time.monotonic() + self._patience_s
-        while not self.repeat():
+        while not self.gone and not self.repeat():
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"the job's controller has not taken a report within {self._patience_s:g} s")
             time.sleep(_POLL_S)
@@ -207,6 +217,8 @@ class ActorControllerClient:
             problem=problem,
         )
         self._reported.append((time.monotonic(), message))
+        if self.gone:
+            return
         if self._paced:  # answered after as long as the sweep's scheduler takes to decide
             if not insist(lambda: self.push(message), timeout_s=None, patience_s=self._patience_s):
                 raise WorkerDismissed(stopped=True)

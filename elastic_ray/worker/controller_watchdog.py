@@ -1,7 +1,8 @@
 """SHELL: a worker process watches its job's controller, which may die and come back while the process trains on.
 
 The process asks every now and then whether it is still the controller's. A controller that Ray has restarted has it
-introduce itself; without a controller that knows it, the process gives its reservation back and ends.
+introduce itself; without a controller that knows it, the process gives its reservation back and ends. A run whose
+controller is gone for good saves itself before that, between two steps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 _EVERY_S = 0.5
 _ANSWER_S = 5.0
 _FAREWELL_S = 3.0
+_STRANGER = "its controller does not know it"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,7 @@ class ControllerWatchdog:
         introduce: what to tell a controller that has lost its memory; None while no run is under way.
         introduced: called when it knows.
         give_back: releases the reservation of the run under way, before the process ends.
+        save: has the run under way save itself and end, where it can; takes the reason, returns once that is done.
         timeout_s: longest time without an answer from a controller that may come back.
     """
 
@@ -51,12 +54,14 @@ class ControllerWatchdog:
         introduce: Callable[[], WorkerReregistration | None],
         introduced: Callable[[], None],
         give_back: Callable[[], None],
+        save: Callable[[str], None],
         *,
         timeout_s: float,
     ) -> None:
         self._introduce = introduce
         self._introduced = introduced
         self._give_back = give_back
+        self._save = save
         self._timeout_s = timeout_s
         self._registration: Registration | None = None
         self._heard_s = time.monotonic()
@@ -80,6 +85,8 @@ class ControllerWatchdog:
                 logger.exception("a worker process could not ask its controller")
                 continue
             if why and watch is self._registration:
+                if why != _STRANGER:
+                    self._save_before(why)
                 self._end(why)
 
     def _ask(self, watch: Registration) -> str:
@@ -99,7 +106,13 @@ class ControllerWatchdog:
                 return ""
             return f"its controller has not answered for {silence_s:.0f} s ({type(error).__name__})"
         self._heard_s = time.monotonic()
-        return "its controller does not know it" if answer is ControllerAnswer.STRANGER else ""
+        return _STRANGER if answer is ControllerAnswer.STRANGER else ""
+
+    def _save_before(self, why: str) -> None:
+        try:
+            self._save(why)
+        except Exception:  # the process ends all the same
+            logger.exception("a run without a controller could not save itself")
 
     def _end(self, why: str) -> None:
         logger.warning("this worker process ends: %s", why)

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -28,6 +29,7 @@ _LOOK_S = 1.0
 _ANSWER_S = 10.0
 _FAREWELL_S = 1.5
 _UNUSED_S = 120.0
+_SAVED_WITHIN_S = 600.0  # the save itself has a limit of the job's
 _UNWANTED_S = 60.0  # its pool asks every few seconds
 
 
@@ -36,10 +38,14 @@ class Ownership:
 
     Args:
         owner: in whose name the process was started; None if it is for any job.
+
+    Attributes:
+        saves: whether a run saves itself, for which the process stays.
     """
 
     def __init__(self, owner: ProcessOwner | None) -> None:
         self._owner = owner
+        self.saves: Callable[[], bool] = lambda: False
         self._wanted_s = time.monotonic()
         self._begun_s: float | None = None
         self._prepared = False
@@ -80,6 +86,9 @@ class Ownership:
                 os._exit(0)  # its owner has forgotten it
             if self._owner.actor is not None and _is_gone(self._owner.actor):
                 time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``ControllerWatchdog``)
+                until_s = time.monotonic() + _SAVED_WITHIN_S
+                while self.saves() and time.monotonic() < until_s:
+                    time.sleep(_FAREWELL_S)
                 os._exit(0)
 
 

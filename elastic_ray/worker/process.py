@@ -58,7 +58,8 @@ class WorkerProcess:
         with self._lock:
             self._ownership.prepared()
             if self._worker is None:
-                self._worker = Worker(setup)
+                self._worker = worker = Worker(setup)
+                self._ownership.saves = lambda: worker.saves_alone
         return self._worker.prepare()
 
     def run(self, assignment: Assignment) -> None:

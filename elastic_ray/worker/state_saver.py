@@ -161,10 +161,24 @@ class StateSaver:
                 "set RunConfig(storage_path) to storage that all nodes share",
             )
 
-    def save(self) -> str:
-        """Save what this rank holds, and wait until it is written. The job is preempted; no rank trains meanwhile.
+    def save_last(self, until: Callable[[], bool]) -> None:
+        """Save what the train function has ended with. A run whose storage does not take it has finished all the same.
+
+        Args:
+            until: asked meanwhile; once it says yes, the job does not wait any longer.
+        """
+        problem = self._calls.waiting() or self.save(until)
+        if problem:
+            logger.warning("job %s: the end of the run was not saved: %s", self._session.job, problem)
+            self._session.tell("storage", f"the end of the run was not saved: {problem}")
+
+    def save(self, until: Callable[[], bool] = lambda: False) -> str:
+        """Save what this rank holds, and wait until it is written. No rank trains any more.
 
         On other ranks than the first, what it holds is a part, or nothing.
+
+        Args:
+            until: asked meanwhile; once it says yes, it is given up.
 
         Returns:
             Why it could not be saved; empty if it was.
@@ -179,8 +193,8 @@ class StateSaver:
             if self._thread is not None:
                 self._thread.join(self._timeout_s)
             if self._writing is not None:  # a checkpoint that was begun earlier
-                self._calls.wait(self._writing, timeout_s=self._timeout_s)
-            state = self._write_now(order, self._session.resume_point())
+                self._calls.wait(self._writing, timeout_s=self._timeout_s, until=until)
+            state = self._write_now(order, self._session.resume_point(), until)
             if state is None:
                 return ""
             took_s = time.monotonic() - begin_s
@@ -190,7 +204,7 @@ class StateSaver:
         self._delete_others(state)
         return ""
 
-    def _write_now(self, order: SaveOrder | None, point: ResumePoint) -> StateFile | None:
+    def _write_now(self, order: SaveOrder | None, point: ResumePoint, until: Callable[[], bool]) -> StateFile | None:
         """Write while no rank trains; give up when storage has been silent for too long."""
         if order is not None:
             part = self._parts.capture(order, point, copy=False)
@@ -202,8 +216,9 @@ class StateSaver:
                 return self._parts.write(part, go_on)
             return write_state(self._storage, trees, point, go_on=go_on)
 
-        call = self._calls.start_long(f"saving the preempted job at step {point.steps}", write)
-        self._calls.wait(call, timeout_s=self._timeout_s)
+        call = self._calls.start_long(f"saving the job at step {point.steps}", write)
+        if not self._calls.wait(call, timeout_s=self._timeout_s, until=until):
+            raise InterruptedError("the job was stopped meanwhile")
         state: StateFile | None = call.answer.result()
         return state
 

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import threading
+import time
 import traceback
 from typing import Any, TypeVar
 
@@ -19,8 +20,9 @@ from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
-from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
+from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Stop
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.current import set_worker_session
@@ -69,6 +71,9 @@ class Worker:
 
     Args:
         setup: what all workers of the job share.
+
+    Attributes:
+        saves_alone: whether a run saves itself whose controller is gone for good.
     """
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -83,9 +88,14 @@ class Worker:
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
         self._retired = RetiredCommunicators()
+        self.saves_alone = False
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._watchdog = ControllerWatchdog(
-            self._introduce, self._report_again, self._give_back, timeout_s=setup.elastic.controller_timeout_s
+            self._introduce,
+            self._report_again,
+            self._give_back,
+            self._save_alone,
+            timeout_s=setup.elastic.controller_timeout_s,
         )
         self._watchdog.watch(self._idle)
 
@@ -166,6 +176,17 @@ class Worker:
         if link is not None:
             link.report_again()
 
+    def _save_alone(self, why: str) -> None:
+        """The controller is gone for good: have the run save itself after the step in progress, as far as it can."""
+        link, membership = self._link, self._membership
+        if link is None or membership is None or self._result is not None or not self._setup.states_kept:
+            return
+        self.saves_alone, link.gone = True, why
+        membership.post(Stop(save=True))
+        with self._ended:
+            self._ended.wait_for(lambda: self._result is not None, timeout=self._setup.elastic.storage_timeout_s)
+        self.saves_alone = False
+
     def _give_back(self) -> None:
         assignment = self._assignment
         if assignment is not None and assignment.group:
@@ -222,7 +243,9 @@ class Worker:
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
-            session.finish()
+            saves = saver is not None and elastic.keep_last_state
+            if session.finish(saves=saves) and saver is not None:
+                saver.save_last(until=lambda: session.membership.stop_requested)
             link.flush()
             return _end(RunFinished, value=seal(value), rank=session.rank, steps=session.progress.loader_steps)
         except WorkerDismissed as dismissed:
@@ -241,7 +264,7 @@ class Worker:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
-                return _end(RunFailed, error=raised)
+                return _end(RunFailed, error=raised, trained=session.has_trained)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)
@@ -356,7 +379,26 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
     link.flush()
-    return _end(RunSaved, problem="automatic checkpoints are off" if saver is None else saver.save())
+    problem = "automatic checkpoints are off" if saver is None else saver.save()
+    if link.gone:
+        _write_end(session, link, problem)
+    return _end(RunSaved, problem=problem)
+
+
+def _write_end(session: Session, link: ActorControllerClient, problem: str) -> None:
+    """Add the event that a controller which is gone cannot write."""
+    saved = f"not saved: {problem}" if problem else f"saved at step {session.progress.steps}"
+    event = JobEvent(
+        time_s=time.time(),
+        kind=EventKind.FINISHED,
+        from_workers=session.world_size,
+        to_workers=0,
+        reason=f"the workers have ended the job: {link.gone}; {saved}",
+    )
+    try:
+        link.storage.append_events([event.to_json()])
+    except Exception as error:
+        logger.warning("job %s: %s; this event was not written: %s", session.job, event.reason, error)
 
 
 def _cuda_used() -> bool:

@@ -110,6 +110,7 @@ class AllocatorCore:
             policy=self._policy.name,
             settled=self.settled,
             cluster=self._cluster,
+            constraints=self._config.constraints,
             jobs={
                 name: JobState(view=job.view, target=dict(job.target), reason=job.reason, heard_s=job.heard_s)
                 for name, job in self._jobs.items()

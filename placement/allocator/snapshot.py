@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
 from placement.text import printable
 
@@ -87,6 +88,7 @@ class CoreSnapshot:
     cluster: Cluster
     jobs: Mapping[str, JobState]
     log: tuple[DecisionRecord, ...]
+    constraints: Constraints = Constraints()  # noqa: RUF009  # it is frozen
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from placement.planning.deadlines import guarantee
 from placement.planning.multi_node import check_apart
 from placement.planning.problem import Plan, Problem, Solver, by_priority
 from placement.planning.spot import with_minimums_on_demand
-from placement.planning.tenants import Tenant, by_tenant, check_tenants
+from placement.planning.tenants import Tenant, by_tenant, check_tenants, kept_without_idle_spot
 from placement.planning.whole_nodes import in_whole_nodes, node_worth, on_nodes_of_their_own
 
 _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more than two are rare
@@ -78,6 +78,8 @@ def decide(
         guaranteed: jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []
+    tenants = {tenant.name: tenant for tenant in constraints.tenants}
+    problem = dataclasses.replace(problem, kept=kept_without_idle_spot(problem, tenants))
     running = {view.job for view in problem.views if view.workers}
     present = problem
     seen = [_places({view.job: view.allocation for view in problem.views})]
@@ -112,7 +114,9 @@ def _decide_once(
     least = {view.job: view.min_workers for view in problem.views if view.spot == "mixed"}
     while True:
         raised, notes = guarantee(problem.views, problem.cluster, guaranteed, now_s, refused)
-        raised = dataclasses.replace(raised, multi_node_nodes=problem.multi_node_nodes, apart=problem.apart)
+        raised = dataclasses.replace(
+            raised, multi_node_nodes=problem.multi_node_nodes, apart=problem.apart, kept=problem.kept
+        )
         within = functools.partial(by_tenant, solve=functools.partial(by_priority, solve=inner), tenants=tenants)
         plan = with_minimums_on_demand(raised, within, least, running)
         failed = [job for job in sorted(raised.guaranteed) if job not in plan.allocation]

@@ -53,6 +53,7 @@ class Problem:
         multi_node_nodes: nodes that carry a job which spans several nodes and is not one of these.
         guaranteed: those of the jobs whose minimum was raised to what their deadline needs.
         apart: whether two jobs that span several nodes may share none of them.
+        kept: running jobs that nodes which have come since must not stop.
     """
 
     views: Sequence[JobView]
@@ -60,6 +61,7 @@ class Problem:
     multi_node_nodes: frozenset[str] = frozenset()
     guaranteed: frozenset[str] = frozenset()
     apart: bool = False
+    kept: frozenset[str] = frozenset()
 
     def only(self, jobs: Iterable[str]) -> Problem:
         """The same about some of the jobs."""
@@ -87,15 +89,20 @@ def secured(view: JobView) -> bool:
     return not view.preemptible and view.workers >= view.min_workers
 
 
+def stays(view: JobView, problem: Problem) -> bool:
+    """True if the job keeps its minimum: it may not be stopped at all, or not for nodes that have just come."""
+    return secured(view) or view.job in problem.kept
+
+
 def by_precedence(problem: Problem) -> list[JobView]:
     """The order in which minimums are served.
 
-    Running jobs that are not preemptible; then by priority, those with a guaranteed deadline, running ones, arrival.
+    Running jobs that are not to be stopped; then by priority, those with a guaranteed deadline, running ones, arrival.
     """
     guaranteed = problem.guaranteed
     return sorted(
         problem.views,
-        key=lambda v: (not secured(v), -v.priority, v.job not in guaranteed, v.workers == 0, v.arrival),
+        key=lambda v: (not stays(v, problem), -v.priority, v.job not in guaranteed, v.workers == 0, v.arrival),
     )
 
 
@@ -120,8 +127,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 def minimums(problem: Problem) -> Allocation:
     """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
-    room = FreeResources(problem.cluster)
-    served = [view for view in by_precedence(problem) if serve(view, room)]
+    served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
         if problem.apart:
@@ -129,6 +135,27 @@ def minimums(problem: Problem) -> Allocation:
         if not packing.short:
             return packing.allocation
         served.pop()  # scattered room: the last one gives way
+
+
+def _served(problem: Problem) -> list[JobView]:
+    """Jobs whose minimums fit together, by precedence.
+
+    A job that many nodes can hold makes way on those that are all that another one's labels allow.
+    """
+    nodes = problem.cluster.nodes
+    room = FreeResources(problem.cluster)
+    reach = {view.job: sum(node.matches(view.selector) for node in nodes) for view in problem.views}
+    bound = any(count < len(nodes) for count in reach.values())
+    served: list[JobView] = []
+    for view in by_precedence(problem):
+        if serve(view, room):
+            served.append(view)
+        elif bound:
+            again = FreeResources(problem.cluster)
+            together = sorted([*served, view], key=lambda each: reach[each.job])
+            if all(serve(each, again) for each in together):
+                served, room = [*served, view], again
+    return served
 
 
 def usable(view: JobView, room: FreeResources) -> int:
@@ -145,7 +172,7 @@ def guard(problem: Problem, solve: Solver) -> Plan:
     together, in the order of precedence; a running one that even then gets nothing keeps its minimum where it is.
     """
     plan = solve(problem)
-    safe = [view for view in problem.views if secured(view) or view.job in problem.guaranteed]
+    safe = [view for view in problem.views if stays(view, problem) or view.job in problem.guaranteed]
     if all(view.job in plan.allocation for view in safe):
         return plan
     kept = minimums(problem)
@@ -154,11 +181,11 @@ def guard(problem: Problem, solve: Solver) -> Plan:
     stay: dict[str, Mapping[str, int]] = {}
     while True:
         plan = solve(problem.beside(stay).only(set(kept) - set(stay)))
-        lost = [v.job for v in safe if secured(v) and v.job in kept and v.job not in {*stay, *plan.allocation}]
+        lost = [v.job for v in safe if stays(v, problem) and v.job in kept and v.job not in {*stay, *plan.allocation}]
         if not lost:
             break
         stay.update({job: kept[job] for job in lost})
-    held = Plan(allocation=stay, reasons=dict.fromkeys(stay, "keeps its minimum: it is not preemptible"))
+    held = Plan(allocation=stay, reasons=dict.fromkeys(stay, "keeps its minimum: it may not be stopped for this"))
     return waits.plus(plan).plus(held)
 
 

@@ -6,7 +6,8 @@ import collections
 import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from placement.checks import check_number
 from placement.cluster.cluster import TOLERANCE, Allocation, Cluster, Resources
@@ -14,6 +15,8 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.planning.problem import Plan, Problem, Solver, by_precedence, minimums, secured, serve, usable
 from placement.planning.tenant_partition import within
+
+_Limits: TypeAlias = Mapping[frozenset[str], Mapping[str, Resources]] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,23 +191,61 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str, dict[str, float]], dict[str, int]]:
     """What each tenant may use in a first round, in whole workers, and which minimums that contains.
 
-    In turn: minimums of jobs that may not be stopped; what fits into each tenant's entitlement, minimums before
-    growth; and what is then left, which is lent. It is always the tenant's turn that has least for its weight, and
-    of equal ones the one's that would stop a job.
+    In turn: minimums of jobs that are not to be stopped; what fits into each tenant's entitlement; and what is then
+    left, which is lent. Minimums of all tenants come before the growth of any. It is always the tenant's turn that has
+    least for its weight, and of equal ones the one's that would stop a job. Jobs that only some nodes can hold have
+    entitlements to these nodes as if there were no others, and no other jobs; their turns come before those of others.
 
     Returns:
         Amounts by tenant and resource, and the minimums by job.
     """
-    totals = _totals(problem.cluster)
-    demands = {name: _demand(problem, tenant) for name, tenant in tenants.items()}
-    weights = {name: tenant.weight for name, tenant in tenants.items()}
-    share = entitlements(demands, weights, totals)
-    own = {name: {r: share[name] * total for r, total in totals.items()} for name in tenants}
-    filling = _Filling(problem, tenants, totals)
-    filling.secure()
-    filling.climb(own)
-    filling.climb(None)
+    filling = _Filling(problem, tenants, _totals(problem.cluster))
+    filling.secure(problem.kept)
+    own = {frozenset(node.node_id for node in part.cluster.nodes): _owned(part, tenants) for part in _parts(problem)}
+    for limits in (own, None):
+        filling.climb(limits, starts=True)
+        filling.climb(limits, starts=False)
     return filling.used, filling.floors
+
+
+def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, float]]:
+    """What is each tenant's of a part of the cluster, by resource."""
+    totals = _totals(part.cluster)
+    demands = {name: _demand(part, tenant) for name, tenant in tenants.items()}
+    share = entitlements(demands, {name: tenant.weight for name, tenant in tenants.items()}, totals)
+    return {name: {r: share[name] * total for r, total in totals.items()} for name in tenants}
+
+
+def _parts(problem: Problem) -> list[Problem]:
+    """The whole, and those parts of it that are all that the labels of some job allow, with the jobs that they bind."""
+    nodes = problem.cluster.nodes
+    reach = {
+        view.job: frozenset(node.node_id for node in nodes if node.matches(view.selector)) for view in problem.views
+    }
+    found = [problem]
+    for allowed in sorted(set(reach.values()) - {frozenset(node.node_id for node in nodes)}, key=sorted):
+        part = Cluster(nodes=tuple(node for node in nodes if node.node_id in allowed))
+        bound = problem.only(job for job, own in reach.items() if own <= allowed)
+        found.append(dataclasses.replace(bound, cluster=part))
+    return found
+
+
+def kept_without_idle_spot(problem: Problem, configured: Mapping[str, Tenant]) -> frozenset[str]:
+    """Running jobs that would keep their minimum if spot nodes on which nobody is yet were not there.
+
+    Args:
+        problem: all jobs and the whole cluster.
+        configured: tenants by name, as far as they are.
+    """
+    names = {view.tenant for view in problem.views}
+    tenants = {name: configured.get(name) or _as_told(name, problem.views) for name in names}
+    used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
+    nodes = problem.cluster.nodes
+    left = tuple(node for node in nodes if not node.spot or node.node_id in used)
+    if not used or len(left) == len(nodes):
+        return frozenset()
+    _, floors = share_out(dataclasses.replace(problem, cluster=Cluster(nodes=left)), tenants)
+    return frozenset(view.job for view in problem.views if view.workers and view.job in floors)
 
 
 class _Filling:
@@ -217,35 +258,41 @@ class _Filling:
         self._room = FreeResources(problem.cluster)
         self._counts: dict[str, int] = {}
         self._running: dict[str, int] = {}  # by tenant, running jobs that have not had their turn in a climb
+        nodes = problem.cluster.nodes
+        self._reach = {v.job: frozenset(n.node_id for n in nodes if n.matches(v.selector)) for v in problem.views}
+        self._parts = {*self._reach.values(), frozenset(node.node_id for node in nodes)}
+        self._used_by: dict[tuple[str, frozenset[str]], dict[str, float]] = {}  # jobs that these nodes alone can hold
         self.floors: dict[str, int] = {}
         self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
 
-    def secure(self) -> None:
-        """Minimums of jobs that may not be stopped, whatever their tenant's share or quota is."""
+    def secure(self, kept: Collection[str]) -> None:
+        """Minimums of jobs that may not be stopped, and of these, whatever their tenant's share or quota is."""
         for view in self._order:
-            if secured(view) and serve(view, self._room):
+            if (secured(view) or view.job in kept) and serve(view, self._room):
                 self._count(view, view.min_workers)
                 self.floors[view.job] = view.min_workers
 
-    def climb(self, limits: Mapping[str, Resources] | None) -> None:
-        """All jobs' minimums, then workers one by one, up to the limits (and never above a quota)."""
-        starts = {name: collections.deque(self._of(name, started=False)) for name in self._tenants}
-        grows: dict[str, collections.deque[JobView]] = {}
-        self._running = {name: sum(1 for view in queue if view.workers) for name, queue in starts.items()}
-        heap = [(self._turn(name), name) for name in self._tenants]
-        heapq.heapify(heap)
-        while heap:
-            _, name = heapq.heappop(heap)
-            limit = limits[name] if limits is not None else None
-            if not self._step(starts[name], lambda view, limit=limit: self._start(view, limit), again=False):  # type: ignore[misc]
-                if name not in grows:
-                    grows[name] = collections.deque(self._of(name, started=True))
-                if not self._step(grows[name], lambda view, limit=limit: self._grow(view, limit), again=True):  # type: ignore[misc]
-                    continue
-            heapq.heappush(heap, (self._turn(name), name))
+    def climb(self, limits: Mapping[frozenset[str], Mapping[str, Resources]] | None, *, starts: bool) -> None:
+        """All jobs' minimums, or workers one by one, up to the limits (and never above a quota).
 
-    def _of(self, name: str, *, started: bool) -> Iterable[JobView]:
-        return [view for view in self._order if view.tenant == name and (view.job in self._counts) == started]
+        Args:
+            limits: by nodes and tenant; None for none.
+            starts: whether minimums are given.
+        """
+        for reach in sorted(set(self._reach.values()), key=lambda nodes: (len(nodes), sorted(nodes))):
+            queues = {name: collections.deque(self._of(name, reach, started=not starts)) for name in self._tenants}
+            self._running = {name: sum(1 for view in queue if view.workers) for name, queue in queues.items()}
+            heap = [(self._turn(name), name) for name in self._tenants]
+            heapq.heapify(heap)
+            while heap:
+                _, name = heapq.heappop(heap)
+                give = self._start if starts else self._grow
+                if self._step(queues[name], lambda view, give=give: give(view, limits), again=not starts):  # type: ignore[misc]
+                    heapq.heappush(heap, (self._turn(name), name))
+
+    def _of(self, name: str, reach: frozenset[str], *, started: bool) -> Iterable[JobView]:
+        mine = (view for view in self._order if view.tenant == name and self._reach[view.job] == reach)
+        return [view for view in mine if (view.job in self._counts) == started]
 
     def _turn(self, name: str) -> tuple[float, bool]:
         used = self.used[name]
@@ -263,34 +310,46 @@ class _Filling:
                 return True
         return False
 
-    def _start(self, view: JobView, limit: Resources | None) -> bool:
+    def _start(self, view: JobView, limits: _Limits) -> bool:
         self._running[view.tenant] -= view.workers > 0
-        if self._give(view, view.min_workers, limit):
+        if self._give(view, view.min_workers, limits):
             self.floors[view.job] = view.min_workers
             return True
         return False
 
-    def _grow(self, view: JobView, limit: Resources | None) -> bool:
+    def _grow(self, view: JobView, limits: _Limits) -> bool:
         most = view.held_at if view.held_at is not None else view.useful_workers
-        return self._counts[view.job] < most and self._give(view, 1, limit)
+        return self._counts[view.job] < most and self._give(view, 1, limits)
 
-    def _give(self, view: JobView, workers: int, limit: Resources | None) -> bool:
-        """Whether the workers fit into quota, limit (None for none) and room; they are then counted, otherwise not."""
+    def _give(self, view: JobView, workers: int, limits: _Limits) -> bool:
+        """Whether the workers fit into quota, limits (None for none) and room; they are then counted, otherwise not."""
         used, quota = self.used[view.tenant], self._tenants[view.tenant].quota
-        after = {r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()}
-        if any(amount > quota.get(r, math.inf) + TOLERANCE for r, amount in after.items()):
+        if _exceeds(used, view, workers, {r: quota.get(r, math.inf) for r in view.bundle}):
             return False
-        if limit is not None and any(amount > limit.get(r, 0.0) + TOLERANCE for r, amount in after.items()):
-            return False
+        for nodes, limit in limits.items() if limits is not None else ():
+            if self._reach[view.job] <= nodes:
+                used = self._used_by.get((view.tenant, nodes), {})
+                if _exceeds(used, view, workers, limit[view.tenant]):
+                    return False
         if not self._room.add(view, workers):
             return False
         self._count(view, workers)
         return True
 
     def _count(self, view: JobView, workers: int) -> None:
-        used = self.used[view.tenant]
-        used.update({r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()})
+        for nodes in self._parts:
+            if self._reach[view.job] <= nodes:
+                _add(self._used_by.setdefault((view.tenant, nodes), {}), view, workers)
+        _add(self.used[view.tenant], view, workers)
         self._counts[view.job] = self._counts.get(view.job, 0) + workers
+
+
+def _exceeds(used: Mapping[str, float], view: JobView, workers: int, limit: Resources) -> bool:
+    return any(used.get(r, 0.0) + workers * need > limit.get(r, 0.0) + TOLERANCE for r, need in view.bundle.items())
+
+
+def _add(used: dict[str, float], view: JobView, workers: int) -> None:
+    used.update({r: used.get(r, 0.0) + workers * need for r, need in view.bundle.items()})
 
 
 def _demand(problem: Problem, tenant: Tenant) -> dict[str, float]:

@@ -37,7 +37,10 @@ def test_all_members_lost_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: 
     assert 2 <= resumed_at(handle) <= 11
     assert result.metrics is not None and result.metrics["samples"] == 192, "also those of before the loss"
     traced.account(tmp_path / "trace")
-    assert state_files(RunStorage(str(tmp_path / "runs" / handle.job))) == (), "a finished job needs none"
+    (state,) = state_files(RunStorage(str(tmp_path / "runs" / handle.job)))
+    assert state.steps == 32, "what the job has ended with is kept, and nothing else"
+    assert result.checkpoint is not None and result.checkpoint.path == str(Path(state.path).parent)
+    assert set(er.load_model_state(result.checkpoint)) >= {"0.weight", "1.running_mean"}
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ import pytest
 import ray
 
 import elastic_ray as er
+from elastic_ray.checkpoints.automatic import state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.handle import find_controller
 from elastic_ray.events import EventKind, JobPhase
 from tests.job import traced
@@ -310,3 +312,29 @@ def test_another_rank_0_counts_reports_on(ray_cluster: Any, tmp_path: Path) -> N
     result = handle.result(timeout=180)
     assert [row["epoch"] for row in result.metrics_dataframe.to_dict("records")] == list(range(10))
     assert result.checkpoint is not None and result.checkpoint.path.endswith("checkpoint_000010")
+
+
+@pytest.mark.slow
+def test_workers_whose_controller_is_gone_for_good_save_the_job(ray_cluster: Any, tmp_path: Path) -> None:
+    """The job goes on from there under its name."""
+    often = {"checkpoint_interval_s": 600.0}
+    handle = start(tmp_path, workers=2, name="alone", epochs=400, elastic=often)
+    wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)
+    storage = RunStorage(str(tmp_path / "runs" / "alone"))
+    assert state_files(storage) == ()
+    workers = [worker.pid for worker in handle.workers()]
+    ray.kill(find_controller(handle.job), no_restart=True)
+    deadline = time.monotonic() + 90
+    while any(psutil.pid_exists(pid) for pid in workers):
+        assert time.monotonic() < deadline, "the workers have not ended"
+        time.sleep(0.1)
+    (state,) = state_files(storage)
+    assert state.steps > 10
+    last = storage.read_events()[-1]
+    assert "its controller has ended" in last.reason and f"saved at step {state.steps}" in last.reason
+    with pytest.raises(er.JobLostError):
+        handle.result(timeout=60)
+    again = start(tmp_path, workers=1, name="alone", epochs=state.resume_point.epoch + 1)
+    assert again.result(timeout=180).error is None
+    (resumed,) = [event for event in again.events() if event.kind is EventKind.RESUMED]
+    assert f"at step {state.steps}" in resumed.reason

@@ -83,6 +83,7 @@ def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_
         handle.result(timeout=180)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
     ray_cluster: Any, tmp_path: Path, workers: int
@@ -110,6 +111,7 @@ def test_out_of_memory_at_the_least_size_that_fits_says_what_was_declared(ray_cl
     assert ends == [1], "the other worker goes on alone until the one that failed is back"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("where", "what"),
     [
@@ -234,6 +236,7 @@ def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_p
     handle.result(timeout=180)
 
 
+@pytest.mark.thorough
 def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> None:
     """The lease runs out, the controller ends, and with it workers and groups; the fixture looks for leaks too."""
     (tmp_path / "trace").mkdir()
@@ -267,12 +270,14 @@ def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> N
     assert list((events.parent / "automatic").glob(f"step_{int(saved[1]):012d}_*.json"))
 
 
+@pytest.mark.thorough
 def test_events_are_written_beside_the_results(ray_cluster: Any, tmp_path: Path) -> None:
     handle, _ = run(tmp_path, workers=1, name="written", epochs=1)
     lines = (tmp_path / "runs" / "written" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["kind"] for line in lines] == [event.kind.value for event in handle.events()]
 
 
+@pytest.mark.thorough
 def test_a_loop_without_a_loader_is_an_error(ray_cluster: Any, tmp_path: Path) -> None:
     trainer = er.ElasticTrainer(lambda: None, run_config=ray.train.RunConfig(storage_path=str(tmp_path)))
     with pytest.raises(RuntimeError, match="AdaptiveDataLoader"):

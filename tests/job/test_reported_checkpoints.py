@@ -110,6 +110,7 @@ def test_a_run_directory_that_goes_and_comes_back_is_waited_for(storage: RunStor
     assert (path, problem) == (f"{storage.path}/checkpoint_000001", "")
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("how", ["missing", "denied"])
 def test_a_run_directory_that_stays_away_costs_the_checkpoint(tmp_path: Path, source: Path, how: str) -> None:
     remote = HangingStorage(tmp_path)

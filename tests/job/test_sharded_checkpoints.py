@@ -80,7 +80,8 @@ def test_all_members_lost_go_on_from_the_parts_of_all(ray_cluster: Any, tmp_path
     assert found is not None and found["epoch"] == 4
     wanted = undisturbed(tmp_path)
     assert found["weights"] == wanted["weights"] and found["moments"] == wanted["moments"]
-    assert state_files(RunStorage(str(tmp_path / "runs" / "tiled"))) == (), "a finished job needs none"
+    (state,) = state_files(RunStorage(str(tmp_path / "runs" / "tiled")))
+    assert state.parts > 1, "all ranks have written what the job has ended with, and nothing else is kept"
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ SLOW = [
 """World, global batch, most samples at once, estimates; halves of 17 are of unequal size."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rate", "allowed"), [(0.0, 0.05), (LARGEST_RATE, 0.15)])
 @pytest.mark.parametrize(
     ("world", "batch", "most", "steps"), [*FAST, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in SLOW)]

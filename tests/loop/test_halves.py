@@ -124,6 +124,7 @@ def test_so_it_does_where_the_batch_changes(wish: tuple[int, int], stream: bool)
     assert changed.micro_steps == 2, "most is to be learnt after a change"
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_worker_processes_fetch_ahead_is_cut_alike(ranks: Ranks, workers: int, persistent: bool) -> None:
@@ -499,6 +500,8 @@ def added_up(adapts: bool, every: int, by_number: bool) -> tuple[list[list[float
     return found, halved
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("by_number", [False, True])
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_loop_that_adds_up_gradients_has_no_halves(ranks: Ranks, every: int, by_number: bool) -> None:

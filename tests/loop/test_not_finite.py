@@ -53,6 +53,7 @@ def train(nonfinite: str, bad_rank: int, value: float, micro: int | None = None,
     return {"told": told, "error": error, "state": state, "noise": wrapped.noise_scale, "steps": session.progress.steps}
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize(("world", "micro"), [(None, None), (None, 2), (2, None), (2, 1), (3, None)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_updates_that_are_not_finite_can_be_left_out(

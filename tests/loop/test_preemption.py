@@ -94,6 +94,7 @@ class Heard(list[Any]):
             self._session.membership.post(Stop(save=True))
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("at", range(1, TICKS + EPOCHS))
 def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None:
     whole: list[Any] = []

@@ -74,6 +74,7 @@ def diverging(how: Callable[..., None] | None, epochs: int) -> int:
     return context.get_global_step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -93,11 +94,13 @@ def late(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> 
             model[4].bias.add_(1e-3)
 
 
+@pytest.mark.thorough
 def test_the_end_of_an_epoch_is_a_check_too(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"rank 2 of 3 no longer holds .* after 24 steps: "):
         ranks.run(diverging, late, 3, world=3)
 
 
+@pytest.mark.thorough
 def test_replicas_that_agree_are_left_alone(ranks: Ranks) -> None:
     assert ranks.run(diverging, None, 10, world=2) == [120, 120]
 
@@ -124,6 +127,7 @@ def test_a_fingerprint_sees_every_bit(dtype: torch.dtype, size: int) -> None:
 # -- wrapping twice ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_what_shares_parameters_is_wrapped_once(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match=r"module must be wrapped once.*0\.weight belongs to model 0"):
         ranks.run(twice, "same")
@@ -184,6 +188,8 @@ def thawing(scenario: str, micro: int | None, wrap: bool = True) -> list[torch.T
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("scenario", ["unfreeze", "swap", "add", "freeze", "toggle", "back and forth"])
 def test_parameters_are_trained_as_one_process_would(ranks: Ranks, scenario: str, micro: int | None) -> None:

@@ -83,6 +83,7 @@ class _State:
         return lambda *_: None
 
 
+@pytest.mark.thorough
 @given(
     samples=st.integers(1, 500),
     first=st.integers(1, 60),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from placement.cluster.cluster import Cluster
+from placement.cluster.cluster import MARKET_LABEL, SPOT, Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
@@ -160,3 +160,68 @@ def test_a_running_job_is_not_stopped_for_its_equal_of_another_tenant() -> None:
 def test_bad_tenants_are_refused(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+OFF_SPOT = {"spot": "avoid", "label_selector": {MARKET_LABEL: f"!{SPOT}"}}
+
+
+def spot_node(node_id: str, cpus: float) -> Node:
+    return dataclasses.replace(node(node_id, cpus), labels={MARKET_LABEL: SPOT})
+
+
+def with_nodes(*nodes: Node) -> Cluster:
+    return Cluster(nodes=nodes)
+
+
+@every
+def test_a_share_counts_the_slots_that_the_tenants_jobs_may_use(name: str) -> None:
+    """b has two thirds of the on-demand node, whatever there is of spot nodes, which neither may use."""
+    jobs = [view("a", tenant="a", max_workers=6, **OFF_SPOT), view("b", tenant="b", max_workers=6, **OFF_SPOT)]
+    tenants = (Tenant(name="a"), Tenant(name="b", weight=2.0))
+    here = sizes(name, jobs, with_nodes(node("n0", 6)), *tenants)
+    there = sizes(name, jobs, with_nodes(node("n0", 6), spot_node("s0", 30)), *tenants)
+    assert here == there and (name in FRUGAL or there == {"a": 2, "b": 4})
+
+
+def test_minimums_come_before_the_growth_of_others() -> None:
+    """a may grow on either node, b has only one of them."""
+    jobs = [view("a", tenant="a", max_workers=4), view("b", tenant="b", min_workers=3, max_workers=3, **OFF_SPOT)]
+    nodes = with_nodes(node("n0", 3), spot_node("s0", 3))
+    assert sizes("goodput", jobs, nodes) == {"a": 3, "b": 3}
+
+
+jobs_of_two = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 4), st.booleans()), min_size=2, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(["goodput", "fifo"]),
+    cpus=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    spot=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    wanted=jobs_of_two,
+    weight=st.sampled_from([1.0, 2.0]),
+)
+def test_a_spot_node_that_arrives_stops_nobody(
+    name: str, cpus: list[int], spot: list[int], wanted: list[tuple[str, int, int, bool]], weight: float
+) -> None:
+    jobs = [
+        view(
+            f"j{i}", tenant=tenant, min_workers=low, max_workers=low + more, submitted_s=i, **(OFF_SPOT if off else {})
+        )
+        for i, (tenant, low, more, off) in enumerate(wanted)
+    ]
+    rules = Constraints(tenants=(Tenant(name="a", weight=weight), Tenant(name="b")))
+    assume(len({each.tenant for each in jobs}) == 2)
+    there = tuple(node(f"n{i}", amount) for i, amount in enumerate(cpus))
+    for _ in range(6):
+        plan = make_plan(make_policy(name), jobs, with_nodes(*there), 0.0, rules)
+        placed = [each.placed(plan.allocation.get(each.job, {})) for each in jobs]
+        settled, jobs = [each.allocation for each in jobs] == [each.allocation for each in placed], placed
+        if settled:
+            break
+    assume(settled)
+    more = tuple(spot_node(f"s{i}", amount) for i, amount in enumerate(spot))
+    after = make_plan(make_policy(name), jobs, with_nodes(*there, *more), 0.0, rules)
+    assert [each.job for each in jobs if each.workers and not after.allocation.get(each.job)] == []

@@ -13,6 +13,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
+from elastic_ray.cli import cluster
 from placement.allocator.actor import NAME
 from placement.ray_cluster.named_actors import NAMESPACE
 from tests.local_cluster import LocalCluster
@@ -115,6 +116,16 @@ def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
     assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
 
 
+def test_the_best_of_two_trials_is_found_and_nothing_is_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    grid = fit(tmp_path, {"quality": tune.grid_search([0.5, 2.0]), "epochs": 2, "pause_s": 0.0})
+    assert not grid.errors
+    best = grid.get_best_result("score", "max")
+    assert best.config["quality"] == 2.0
+    assert [len(each.metrics_dataframe) for each in grid] == [2, 2]
+    assert not jobs()
+    assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
+
+
 def test_a_sweep_that_searches_num_workers_is_refused(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="'num_workers' cannot be searched: the allocator changes"):
         fit(tmp_path, {"num_workers": tune.grid_search([1, 2]), "epochs": 1})
@@ -161,3 +172,42 @@ def test_what_is_paused_gives_its_workers_back_and_goes_on_from_its_checkpoint(
     assert resumed["training_iteration"] == 5
     assert resumed["inherited"] == pytest.approx(0.3)
     assert watch.kept_s is not None and watch.kept_s < 3.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["sweep", "submission"])
+def test_a_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCluster, tmp_path: Path, of: str) -> None:
+    class Stop(tune.Callback):
+        """Stops the sweep as the command line does, once two trials have reported."""
+
+        reported: set[str]
+
+        def __init__(self) -> None:
+            self.reported = set()
+
+        def on_trial_result(self, trial: Trial, **_: Any) -> None:
+            self.reported.add(trial.trial_id)
+            if len(self.reported) == 2:
+                trials = cluster.find_jobs(trial.trial_id)
+                assert not trials, "a trial's job is called after its sweep as well"
+                jobs = tuple(
+                    cluster.JobClient(each, None)
+                    for each in cluster.known_jobs()
+                    if each.spec is not None and each.spec.trial is not None
+                )
+                (sweep,) = cluster.find_sweeps("stopped" if of == "sweep" else "a submission", jobs)
+                assert cluster.stop_sweep(sweep, now=False, reason="enough of it") >= 2
+
+    stop = Stop()
+    grid = fit(
+        tmp_path,
+        {"epochs": 500, "pause_s": 0.01},
+        elastic=trainable(workers=1, sweep="stopped"),
+        num_samples=6,
+        max_concurrent_trials=2,
+        run={"callbacks": [stop]},
+    )
+    assert not grid.errors
+    assert len(stop.reported) == 2, "no other trial has started"
+    reasons = [line for path in tmp_path.rglob("events.jsonl") for line in path.read_text().splitlines()[-1:]]
+    assert len(reasons) == 2 and all("the sweep was stopped: enough of it" in reason for reason in reasons)

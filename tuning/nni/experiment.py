@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import re
 import socket
 import time
@@ -19,14 +20,18 @@ from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.trainer import check_resources
 from placement.checks import is_whole
+from placement.text import printable
 from tuning.nni.algorithms import check_together, read_assessor, read_tuner
 from tuning.nni.manager import HOSTS, ExperimentConfig, ExperimentState, Manager
 from tuning.nni.results import ExperimentFailedError, Outcome, Results
 from tuning.nni.serving import ExperimentContext, TrialServer
 from tuning.nni.spaces import check_space
 from tuning.nni.wire import DEFAULT
+from tuning.sweep import StopWatch
 from tuning.trial_job import make_template
 from tuning.trials import Promise
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _LOST_AFTER_S = 10.0  # a head that was restarted is back by then
@@ -139,6 +144,7 @@ class Experiment:
         self._address = ""
         self._last: ExperimentState | None = None
         self._answered_s = self._busy_s = 0.0
+        self._stops = StopWatch()
 
     @property
     def nni(self) -> Any:
@@ -267,6 +273,10 @@ class Experiment:
             self._fail(
                 f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
             )
+        answers = self._answered_s == now_s
+        if answers and (reason := self._stops.look(self._template.sweep or self._context().sweep)):
+            logger.warning("experiment %s ends with what there is: %s", self.id, printable(reason))
+            return True
         if any(row["status"] in ("RUNNING", "WAITING") for row in state.trials.values()):
             self._busy_s = now_s
         exhausted = state.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S

@@ -17,6 +17,8 @@ from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.goodput.remaining import remaining
 from placement.goodput.speeds import GoodputCache, model_of, table
+from placement.planning.constraints import Constraints
+from placement.planning.plan import NO_CONSTRAINTS
 from placement.policies import make_policy
 from placement.policies.shared.base import Policy
 from placement.simulator.nodes.clusters import parse_cluster
@@ -70,7 +72,13 @@ def _furnished(node: Node, others: set[str]) -> Node:
 
 
 def outlook(
-    views: Sequence[JobView], cluster: Cluster, policy: str | Policy, now_s: float, *, stay: bool = False
+    views: Sequence[JobView],
+    cluster: Cluster,
+    policy: str | Policy,
+    now_s: float,
+    *,
+    stay: bool = False,
+    constraints: Constraints = NO_CONSTRAINTS,
 ) -> tuple[Outlook, ...]:
     """Let the allocator share the nodes out, again whenever a job is done, until all are whose length is known.
 
@@ -83,7 +91,8 @@ def outlook(
         cluster: the nodes.
         policy: who shares them out.
         now_s: present time [s since the epoch].
-        stay: the jobs are on these nodes; else they all start anew.
+        stay: the jobs are on these nodes, and their first row is what they have; else they all start anew.
+        constraints: the cluster's rules, tenants among them.
 
     Returns:
         One for each job, in the order of the views.
@@ -92,7 +101,7 @@ def outlook(
         InputError: unknown policy, or one that breaks a rule.
     """
     try:
-        core = AllocatorCore(make_policy(policy), _CONFIG)
+        core = AllocatorCore(make_policy(policy), _config(constraints))
     except (ValueError, TypeError) as error:
         raise InputError(str(error)) from error
     core.handle(NodesChanged(cluster=cluster), now_s)
@@ -106,6 +115,8 @@ def outlook(
         rates = {job: _rate(view, targets[job][0], cluster) for job, view in running.items()}
         if not first:
             first = {job: _row(view, *targets[job], rates[job]) for job, view in running.items()}
+            if stay:
+                first = {job: _present_row(view, cluster, first[job]) for job, view in running.items()}
         left = {job: missing[job] / rate if rate else math.inf for job, rate in rates.items()}
         job = min(sorted(left), key=lambda job: left[job])
         step_s = left[job]
@@ -138,6 +149,23 @@ def _share_out(
 def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | None) -> Outlook:
     goodput = None if rate is None or view.init_batch_size is None else rate * view.init_batch_size
     return Outlook(job=view.job, workers=sum(nodes.values()), nodes=nodes, goodput=goodput, ends_s=None, reason=reason)
+
+
+def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
+    """A job as it is; what the allocator is about to change is said in its reason."""
+    if dict(view.allocation) == dict(decided.nodes):
+        return decided
+    reason = f"{decided.workers} workers are decided: {decided.reason}"
+    return _row(view, view.allocation, reason, _rate(view, view.allocation, cluster))
+
+
+def _config(constraints: Constraints) -> AllocatorConfig:
+    return dataclasses.replace(
+        _CONFIG,
+        tenants=constraints.tenants,
+        one_multi_node_job_per_node=constraints.one_multi_node_job_per_node,
+        avoid_slow_nodes=constraints.avoid_slow_nodes,
+    )
 
 
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:

@@ -10,6 +10,8 @@ import pytest
 from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
+from placement.planning.constraints import Constraints
+from placement.planning.tenants import Tenant
 from placement.simulator.results.outlook import outlook, read_nodes
 from tests.placement.views import model, view
 
@@ -94,3 +96,21 @@ def test_bad_input_is_named() -> None:
         outlook([job("a")], read_nodes("T4:1x1", []), "nonsense", 0.0)
     with pytest.raises(InputError, match="cluster must look like"):
         read_nodes("T4", [])
+
+
+def test_tenants_quotas_and_holds_count_and_now_is_what_jobs_have() -> None:
+    views = [
+        job("a", tenant="a").placed({"T4-0": 2}),
+        job("b", tenant="b", submitted_s=1.0).placed({"T4-0": 1}),
+        job("held", tenant="b", submitted_s=2.0, held_at=1).placed({"T4-0": 1}),
+    ]
+    nodes = read_nodes("T4:1x8", views)
+    rules = Constraints(tenants=(Tenant(name="a", weight=1.0, quota={"GPU": 2}), Tenant(name="b", weight=3.0)))
+    views = [each.placed({nodes.nodes[0].node_id: each.workers}) for each in views]
+    now = {each.job: each for each in outlook(views, nodes, "goodput", 0.0, stay=True, constraints=rules)}
+    then = {each.job: each for each in outlook(views, nodes, "goodput", 0.0, constraints=rules)}
+    assert {name: row.workers for name, row in now.items()} == {"a": 2, "b": 1, "held": 1}
+    assert now["b"].reason.startswith("5 workers are decided: ")
+    assert {name: row.workers for name, row in then.items()} == {"a": 2, "b": 5, "held": 1}
+    free = {each.job: each.workers for each in outlook(views, nodes, "goodput", 0.0)}
+    assert free["a"] > 2, "without the quota"

@@ -48,6 +48,7 @@ class Job:
             it, others after 2 more.
         settles_to: a rank that writes is waited for in steps up to this.
         between: called in each step.
+        ends: called after the last epoch; then what the run ends with is saved, as in worker processes.
         evaluates: each epoch ends with an evaluation, in whose second step rank 0 asks for a checkpoint.
     """
 
@@ -70,6 +71,7 @@ class Job:
     data: Callable[[], torch.utils.data.TensorDataset] = data
     between: Callable[[Session, StateSaver, int], None] = lambda session, saver, step: None
     evaluates: bool = False
+    ends: Callable[[Session], None] | None = None
     problems: dict[int, str] = dataclasses.field(default_factory=dict)
     saved: list[StateSaved] = dataclasses.field(default_factory=list)
 
@@ -123,6 +125,11 @@ class Job:
                     if number == 1 and session.rank == 0:
                         saver.ask()
                     self._wait_for(saver, 0)
+            if self.ends is not None:
+                self.ends(session)
+                if session.finish(saves=True):
+                    saver.save_last(lambda: False)
+                vars(session)["finish"] = lambda: False  # it has; who runs the job asks again
             return Trained(parameters(model), optimizer.state_dict(), steps, session.rank, model.state_dict())
         except WorkerDismissed:
             if session.preempted:

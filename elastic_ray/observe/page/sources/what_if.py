@@ -44,5 +44,6 @@ def compare(
     if sum(count for count, _ in sizes) > MOST_NODES or any(devices > MOST_NODES for _, devices in sizes):
         raise InputError(f"nodes must be {MOST_NODES} at most, with as many devices each, but got {nodes!r}")
     other = read_nodes(nodes, views) if nodes else look.core.cluster
-    now = outlook(views, look.core.cluster, look.core.policy, now_s, stay=True)
-    return now, outlook(views, other, policy or look.core.policy, now_s)
+    rules = look.core.constraints
+    now = outlook(views, look.core.cluster, look.core.policy, now_s, stay=True, constraints=rules)
+    return now, outlook(views, other, policy or look.core.policy, now_s, constraints=rules)

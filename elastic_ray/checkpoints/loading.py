@@ -1,0 +1,145 @@
+"""SHELL: a model out of the automatic checkpoints of a run, in any process and with any number of workers (torch)."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import pyarrow.fs
+import torch
+
+from elastic_ray.checkpoints.automatic import DIRECTORY, StateFile, state_files
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
+from elastic_ray.state.unread import read_all
+from elastic_ray.sync.sharded.embedding import ShardedEmbedding
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint, Result
+
+    Source: TypeAlias = Checkpoint | Result | str | os.PathLike[str]
+
+
+def load_model_state(
+    checkpoint: Source, model: torch.nn.Module | None = None, *, number: int = 0
+) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and buffers from a job's automatic checkpoint, and load them into ``model``.
+
+    Nothing in a checkpoint is executed. It does not matter how many workers have trained, nor whether the model was in
+    shards: this process reads the whole model into CPU memory, and needs neither Ray nor a GPU.
+
+    >>> import elastic_ray as er
+    >>> result = trainer.fit()  # doctest: +SKIP
+    >>> model = torch.nn.Linear(8, 2)  # doctest: +SKIP
+    >>> state = er.load_model_state(result.checkpoint, model)  # doctest: +SKIP
+
+    Args:
+        checkpoint: ``Result.checkpoint`` of a job that reports no checkpoints; or, where it reports some, the
+            ``Result`` itself, for the job's last automatic checkpoint; or a run's directory or URI
+            (``JobHandle.storage_path``), or a copy of its ``automatic`` folder.
+        model: takes them over, as the train function has built it before it was wrapped.
+        number: of the model, in the order in which the train function wraps them.
+
+    Returns:
+        Tensors by name, on the CPU; parameters that are tied once, under their first name. Without a ``model`` the
+        weights of its ``ShardedEmbedding`` modules are ``"rows/0/0"`` and so on.
+
+    Raises:
+        FileNotFoundError: there is no complete automatic checkpoint; a checkpoint that was reported is none.
+        CorruptStateError: it is not what was written.
+        KeyError: it has no model of this number.
+        RuntimeError: ``model`` has other parameters.
+    """
+    storage, state = find_state(checkpoint)
+    trees = open_checkpoint(storage, state)  # what is divided among ranks, optimizers' states too, is not read yet
+    key = f"model/{number}"
+    if key not in trees:
+        models = sum(each.startswith("model/") for each in trees)
+        raise KeyError(f"number must be that of one of the {models} models in {state.path}, from 0, but got {number}")
+    found = _flat(read_all(trees[key]))
+    rows = {name: read_all(tree) for name, tree in trees.items() if name.startswith(f"rows/{number}/")}
+    names = _table_names(model, list(rows), state.path)
+    found |= {name: tree["whole"]["weight"] for name, tree in zip(names, rows.values(), strict=True)}
+    if model is not None:
+        _load(model, found, state.path)
+    return found
+
+
+def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
+    """The newest complete automatic checkpoint of a run, and where it lies.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    filesystem = getattr(checkpoint, "filesystem", None)
+    if filesystem is None:
+        storage = RunStorage(os.fspath(checkpoint))  # type: ignore[arg-type]
+    else:
+        storage = RunStorage(str(checkpoint.path), filesystem)  # type: ignore[union-attr]
+    for directory in (posixpath.join(storage.path, DIRECTORY), storage.path):
+        if found := state_files(storage, directory=directory):
+            return storage, found[0]
+    reported = storage.filesystem.get_file_info(storage.path).type == pyarrow.fs.FileType.Directory
+    raise FileNotFoundError(
+        f"there is no automatic checkpoint in {storage.where}"
+        + (
+            ": what report() has stored there is the train function's own format. Give the Result, or the run's "
+            "directory, for the last automatic one"
+            if reported
+            else ". Jobs leave one unless ElasticConfig says automatic_checkpoints=False or keep_last_state=False; "
+            "trials of a sweep leave none"
+        )
+    )
+
+
+def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; a model in shards has kept them apart."""
+    apart = isinstance(tree.get("buffers"), Mapping)
+    return {**tree.get("parameters", {}), **tree["buffers"]} if apart else dict(tree)
+
+
+def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str) -> list[str]:
+    """Names of the weights of a model's sharded tables, in order.
+
+    Raises:
+        RuntimeError: ``model`` has not as many.
+    """
+    if model is None:
+        return list(keys)
+    modules = [(name, part) for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)]
+    if len(modules) != len(keys):
+        raise RuntimeError(
+            f"model must be built as in the train function, but it has {len(modules)} ShardedEmbedding modules, and "
+            f"{where} has {len(keys)}"
+        )
+    return [f"{name}.weight" if name else "weight" for name, _ in modules]
+
+
+def _load(model: torch.nn.Module, state: dict[str, torch.Tensor], where: str) -> None:
+    """Copy tensors into a model's.
+
+    Raises:
+        RuntimeError: it has others.
+    """
+    tables = {name: part for name, part in model.named_modules() if isinstance(part, ShardedEmbedding)}
+    state = dict(state)
+    for name, part in tables.items():
+        part.load_state_dict({"weight": state.pop(f"{name}.weight" if name else "weight")})
+    own: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if own.keys() != state.keys():
+        lacks, more = sorted(state.keys() - own.keys())[:5], sorted(own.keys() - state.keys())[:5]
+        raise RuntimeError(
+            f"model must be built as in the train function, before it is wrapped, but of {where} it lacks {lacks} and "
+            f"has {more} instead"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != state[name].shape:
+            raise RuntimeError(
+                f"model must be built as in the train function, but {name!r} is {tuple(tensor.shape)} here and "
+                f"{tuple(state[name].shape)} in {where}"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
