@@ -54,6 +54,12 @@ class Group:
         return self._membership.current
 
     @property
+    def replaces_broken(self) -> bool:
+        """Whether the present generation was announced because the one before had broken."""
+        spec = self._membership.current
+        return spec is not None and 1 < spec.generation <= spec.void_below
+
+    @property
     def returned(self) -> tuple[Returned, ...]:
         """Workers that belong to the group no more, for their train functions have returned."""
         spec = self._membership.current

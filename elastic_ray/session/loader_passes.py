@@ -49,6 +49,8 @@ class LoaderPasses:
         self._ended_early: PassProgress | None = None
         # By depth: a pass, the group in which it was described, and its description.
         self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
+        self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
+        self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     @property
     def _progress(self) -> RunProgress:
@@ -78,7 +80,9 @@ class LoaderPasses:
     def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """Compare what decides the data of a pass, before its first step in each group.
 
-        That of a pass within a step is compared at its end, with the announcement that is made there.
+        In a group that replaces a broken one some ranks may still be within the step that this one begins anew, so that
+        they would not announce the same: it is compared at the step's end there. That of a pass within a step is
+        compared at its end, with the announcement that is made there.
 
         Args:
             loader_pass: the pass, whose next step all ranks are about to begin.
@@ -101,6 +105,9 @@ class LoaderPasses:
         plan = DataPlan(facts=facts(), joined=parts.states.joined)
         self._plans[depth] = loader_pass, generation, plan
         if depth:
+            return True
+        if parts.group.replaces_broken and self._stepped_in != generation:
+            self._due = generation, plan
             return True
         try:
             parts.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
@@ -211,9 +218,11 @@ class LoaderPasses:
         try:
             if failure is not None:
                 raise CommunicationFailedError(failure)
-            if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
+            plan = self._due[1] if not nested and self._due[0] == parts.group.generation else None
+            if ledger.needs_vote or plan is not None or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
-                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step)
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
+                self._due = self._due if nested else (0, None)
         except CommunicationFailedError as error:
             if abandoned and not nested:
                 self._give_up(step, str(error))
@@ -223,6 +232,7 @@ class LoaderPasses:
         if ends_early:
             self._ended_early = step.loader_pass
         trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
+        self._stepped_in = self._stepped_in if nested else parts.group.generation
         if not nested and self._averaged(trained=trained):
             shape = step.shape if trained else None
             parts.clock.edge(
@@ -326,7 +336,7 @@ class LoaderPasses:
             self._progress.add_sums(parts.consensus.vote(what, added, plan=plan))
             return
         join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
-        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join))
+        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""

@@ -149,6 +149,10 @@ class PassGroup(Protocol):
         """Workers that belong to the group no more, for their train functions have returned."""
 
     @property
+    def replaces_broken(self) -> bool:
+        """Whether it was announced because the one before had broken."""
+
+    @property
     def world_size(self) -> int:
         """Its ranks."""
 

@@ -79,7 +79,7 @@ class Parts:
     """A group, models and buffers."""
 
     generation, buffer_layout, world_size = 3, 7, 2
-    gradients_wait = False
+    gradients_wait = replaces_broken = False
     communicator: Any = "the group"
 
     def __init__(self) -> None:
@@ -371,6 +371,23 @@ def test_a_step_is_cut_anew_where_the_group_breaks_while_its_data_is_compared() 
     run = Run(failing=1)
     assert not run.passes.compare_plan(run.passes.enter(), dict)
     assert run.changes.causes == ["broke"]
+
+
+def test_in_a_group_that_replaces_a_broken_one_data_is_compared_at_the_end_of_the_first_step() -> None:
+    run = Run()
+    loader_pass = run.passes.enter()
+    run.group.generation, run.group.replaces_broken = 4, True
+    assert run.passes.compare_plan(loader_pass, lambda: {"seed": 3}) and not run.consensus.intents
+    run.begin(loader_pass)
+    run.ledger.mark_reduced()
+    run.passes.edge(loader_pass)  # it has no vote otherwise
+    assert run.consensus.intents == [Intent.EDGE] and run.consensus.plans[0].facts == {"seed": 3}
+    run.begin(loader_pass)
+    run.ledger.mark_reduced()
+    run.passes.edge(loader_pass)
+    run.passes.end_pass(loader_pass, 16)
+    assert run.passes.compare_plan(run.passes.enter(), dict), "all ranks have come to the same place since"
+    assert run.consensus.intents == [Intent.EDGE, Intent.END_OF_PASS, Intent.PLAN]
 
 
 def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
