@@ -154,8 +154,8 @@ class ModelRun(SyncContext, Protocol):
     def elastic(self) -> bool:
         """Whether the group may change."""
 
-    def trained(self, number: int) -> None:
-        """A model's optimizer steps."""
+    def trained(self, module: torch.nn.Module) -> None:
+        """The optimizer of a model steps."""
 
     @property
     def optimizers(self) -> MadeSchedulers:

@@ -79,15 +79,17 @@ class Schedulers:
 
 def _with_inner(scheduler: Any) -> list[Any]:
     """A scheduler, and those that it holds: ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others."""
-    found: list[Any] = []
-    waiting = [scheduler]
+    found, seen, waiting = list[Any](), set[int](), [scheduler]
     while waiting:
         each = waiting.pop()
-        if any(each is known for known in found):
+        if id(each) in seen:
             continue
-        found.append(each)
-        for value in vars(each).values() if hasattr(each, "__dict__") else ():
-            held = [*value.values()] if isinstance(value, dict) else value
-            several = held if isinstance(held, (list, tuple)) else [held]
-            waiting.extend(inner for inner in several if isinstance(inner, LRScheduler))
+        seen.add(id(each))
+        if isinstance(each, (list, tuple)):
+            waiting.extend(each)
+        elif isinstance(each, dict):
+            waiting.extend(each.values())
+        elif isinstance(each, LRScheduler) or each is scheduler:
+            found.append(each)
+            waiting.extend(getattr(each, "__dict__", {}).values())
     return found

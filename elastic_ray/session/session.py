@@ -356,9 +356,9 @@ class Session:
         self.sync_point()
         self.progress.declare_epochs(epochs)
 
-    def trained(self, number: int) -> None:
+    def trained(self, module: torch.nn.Module) -> None:
         """The optimizer of a model steps."""
-        self._replicas.trained(number)
+        self._replicas.trained(module)
 
     def leave_epochs(self) -> None:
         """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""

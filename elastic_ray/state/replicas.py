@@ -39,7 +39,7 @@ class Replicas:
         self._checked = -1
         self._left = 0, 0
         self._held = 0  # a number for the parameters' memory at the end of the last pass
-        self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step
+        self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step, by its id
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Another model, and what steps it.
@@ -79,9 +79,9 @@ class Replicas:
         due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
-    def trained(self, number: int) -> None:
+    def trained(self, module: torch.nn.Module) -> None:
         """Note the mode in which a model's optimizer steps: code between steps may change it on one rank alone."""
-        self._trains[number] = self._modules[number].training
+        self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
         """Note that no code of the user's has come behind the last step of a pass: it may change one rank's models."""
@@ -158,11 +158,10 @@ class Replicas:
     def _settings(self) -> Facts:
         """How the models are trained: what requires a gradient, what is in training mode, options of optimizers."""
         found: dict[str, Any] = {}
-        both = zip(self._named_modules(), self._optimizers, strict=True)
-        for index, ((prefix, module), optimizer) in enumerate(both):
+        for (prefix, module), optimizer in zip(self._named_modules(), self._optimizers, strict=True):
             for name, p in module.named_parameters():
                 found[f"{prefix}{name}.requires_grad"] = p.requires_grad
-            trains = self._trains.get(index) is module.training  # else one rank may be about to evaluate
+            trains = self._trains.get(id(module)) is module.training  # else one rank may be about to evaluate
             for name, each in module.named_modules():
                 found[f"{prefix}{name or 'model'}.training"] = each.training if trains else None
             for number, group in enumerate(optimizer.param_groups):
