@@ -53,6 +53,7 @@ class ActorControllerClient:
     where too many are under way, or the controller is away.
 
     Attributes:
+        stored: path of the checkpoint of the last report; None if it had none, or storage has not taken it.
         gone: why the controller will never answer again, so that nothing waits for it; empty while it may.
     """
 
@@ -82,6 +83,7 @@ class ActorControllerClient:
         self.pause = Pause()
         self.starts_over = False
         self.gone = ""
+        self.stored: str | None = None
 
     def start_from(self, resumed: str) -> None:
         """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
@@ -207,6 +209,7 @@ class ActorControllerClient:
             path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 reference = put_checkpoint(checkpoint)
+        self.stored = path
         message = WorkerReport(
             worker=self._worker,
             index=index,
