@@ -374,7 +374,7 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
-    link.flush()
+    link.flush_if_there()
     problem = "automatic checkpoints are off" if saver is None else saver.save()
     if link.gone:
         _write_end(session, link, problem)
