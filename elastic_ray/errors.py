@@ -1,7 +1,7 @@
 """How a job fails, as exceptions that survive the way between actors.
 
-They derive from ``ray.train.TrainingFailedError``, so that ``except`` clauses written for Ray Train go on
-working.
+They derive from ``ray.train.TrainingFailedError``, and what workers have failed with from its ``WorkerGroupError``, so
+that ``except`` clauses written for Ray Train go on working.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 from typing import Any
 
 import ray.cloudpickle
-from ray.train.v2.api.exceptions import TrainingFailedError
+from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
 from elastic_ray.access import AccessRefusedError as AccessRefusedError
 from elastic_ray.sealed import Raised, pickled_error, seal_error
@@ -48,7 +48,7 @@ class JobLostError(TrainingFailedError):
         return type(self), (self.job, self.reason, self.last)
 
 
-class WorkersLostError(TrainingFailedError):
+class WorkersLostError(WorkerGroupError):
     """All members of a job were lost more often than ``FailureConfig.max_failures`` allows.
 
     Where that is 0, as by default: more often than a job is restarted that makes no progress.
@@ -58,6 +58,7 @@ class WorkersLostError(TrainingFailedError):
         failures: how often all members were lost.
         max_failures: the limit.
         reason: what happened the last time.
+        worker_failures: empty: no worker has raised.
     """
 
     def __init__(self, job: str, failures: int, max_failures: int, reason: str) -> None:
@@ -67,17 +68,19 @@ class WorkersLostError(TrainingFailedError):
             limit = "the last times without a new checkpoint in between"
         else:
             limit = "and ElasticConfig(restart=False) allows no restart"
-        super().__init__(
+        message = (
             f"job {job!r} lost all its workers {failures} time(s), {limit}: {printable(reason)}. Raise "
             "FailureConfig(max_failures) (-1: no limit) to restart from the last checkpoint."
         )
+        super().__init__(message, {})
+        self.args = (message,)  # without Ray Train's own first line
         self.job, self.failures, self.max_failures, self.reason = job, failures, max_failures, reason
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.job, self.failures, self.max_failures, self.reason)
 
 
-class TrainFunctionError(TrainingFailedError):
+class TrainFunctionError(WorkerGroupError):
     """The user's train function raised; never retried, for it would raise again.
 
     Instances come from :meth:`of` and are, wherever Python allows it, of the user's type as well:
@@ -88,6 +91,7 @@ class TrainFunctionError(TrainingFailedError):
         rank: rank of the worker that raised it.
         node: node of that worker.
         traceback_text: the traceback as formatted on that worker.
+        worker_failures: the user's exception by the rank that raised it; this one where there is none.
     """
 
     def __init__(self, traceback_text: str, rank: int, node: str, cause: BaseException | None = None) -> None:
@@ -96,6 +100,7 @@ class TrainFunctionError(TrainingFailedError):
         Exception.__init__(self, message)  # not super(): next could be the __init__ of the user's type
         self.traceback_text, self.rank, self.node, self.cause = traceback_text, rank, node, cause
         self.__cause__ = cause
+        self.worker_failures = {rank: cause if isinstance(cause, Exception) else self}
 
     @classmethod
     def of(cls, raised: Raised) -> TrainFunctionError:

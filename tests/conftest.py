@@ -28,8 +28,8 @@ GROUPS = {
 }
 
 # A shared machine stalls now and then; pytest's own timeout finds what hangs. Every run draws the same examples, so
-# that a test passes or fails for what was changed. With HYPOTHESIS_NEW_EXAMPLES=1 a run draws new ones, and what they
-# find becomes an `@example`.
+# that a test passes or fails for what was changed. With HYPOTHESIS_NEW_EXAMPLES=1 a run draws new ones, as .ci/run's
+# second stage does, and what they find becomes an `@example`.
 hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("new examples", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("new examples" if os.environ.get(NEW_EXAMPLES) == "1" else "same examples")
@@ -73,7 +73,8 @@ def group_of(module: Path) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that start processes, which measure and wait, in groups; make most cases of a large matrix slow."""
+    """Put tests that start processes, which measure and wait, in groups; leave the first case of each matrix in the
+    short run, make each ``every``-th thorough and the others slow."""
     cases = collections.Counter[str]()
     for item in items:
         if (group := group_of(item.path)) is not None:
@@ -83,6 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             name = item.nodeid.partition("[")[0]
             if cases[name] % matrix.kwargs["every"]:
                 item.add_marker(pytest.mark.slow)
+            elif cases[name]:
+                item.add_marker(pytest.mark.thorough)
             cases[name] += 1
 
 

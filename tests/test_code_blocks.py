@@ -37,6 +37,7 @@ def cluster() -> Iterator[LocalCluster]:
         made.shutdown()
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("page", [name for name, blocks in PAGES.items() if blocks])
 def test_the_blocks_of_a_page_run(

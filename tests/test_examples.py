@@ -67,6 +67,7 @@ SLOW = {
 }
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     "example",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).parents[1]
 
@@ -58,6 +60,22 @@ def test_ci_runs_the_readmes_own_commands(number: int) -> None:
     assert f"{variable}=$(readme_command {number})" in script
     assert f'"${{{variable}%% && *}}"' in script, "the command's installation is not run"
     assert f'"${{{variable}#* && }}"' in script, "what the command installs is not run"
+
+
+def test_ci_s_two_stages_are_all_tests_but_those_by_hand() -> None:
+    """The README's command and ``.ci/run``'s second stage, which draws new examples for the property tests."""
+    script = (ROOT / ".ci" / "run").read_text()
+    (second,) = re.findall(r"HYPOTHESIS_NEW_EXAMPLES=1 \$\{tests#\* && \} -m '([^']+)'", script)
+    options = (ROOT / "pyproject.toml").read_text()
+    first = re.search(r"^addopts = .* -m '([^']+)'", options, re.MULTILINE)
+    assert first is not None
+    stages = [Expression.compile(each) for each in (first[1], second)]
+    for values in itertools.product((False, True), repeat=4):
+        marks = dict(zip(("thorough", "hypothesis", "slow", "benchmark"), values, strict=True))
+        taken = [stage.evaluate(lambda name, marks=marks, **_: marks[name]) for stage in stages]
+        if not marks["benchmark"]:
+            assert any(taken) == (not marks["slow"]), marks
+            assert not all(taken) or marks["hypothesis"], marks
 
 
 def test_the_example_is_short_and_runs(tmp_path: Path) -> None:

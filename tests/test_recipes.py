@@ -34,6 +34,7 @@ def run(snippet: str) -> list[float]:
     return weights
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 @pytest.mark.parametrize("world", [None, 2])
 def test_a_recipe_runs(ranks: Ranks, world: int | None, number: int) -> None:

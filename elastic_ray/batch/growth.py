@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
+from collections.abc import Collection
 
 from elastic_ray.batch.noise_scale import NoiseSignal
 
@@ -31,10 +32,18 @@ RISE = 4.0
 RISE_UPDATES = 3
 """Estimates after a growth before it is judged."""
 
+LEAST_LOSSES = 3
+"""Reports of a loss before a growth, without which there is no range that a later one could leave."""
+
+HIGH_LOSSES = 2
+"""Losses in a row, above the range of those before a growth, that take it back."""
+
 PAUSE_STEPS = 100
 """Steps after a growth was taken back before the next."""
 
 _SIZES = 16  # estimates that the former range is made of
+_LOSSES = 8  # losses, likewise
+_LEAST_SPREAD = 0.1  # of the highest loss: what a range has beside itself at least
 _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 
@@ -65,30 +74,48 @@ class GrowthWatch:
         self._quiet_since: tuple[int, int] | None = None  # steps and updates at the latest signal
         self._sizes: deque[float] = deque(maxlen=_SIZES)
         self._grown: tuple[int, float, int] | None = None  # batch before, highest size there, updates then
+        self._losses: deque[float] = deque(maxlen=_LOSSES)
+        self._reports = 0
+        self._bound: tuple[int, float] | None = None  # batch before a growth, and the loss that is out of its range
         self._growth = LARGE_GROWTH
         self._paused_until = 0
 
-    def observe(self, *, batch_size: int, steps: int, signal: NoiseSignal | None) -> None:
+    def observe(
+        self,
+        *,
+        batch_size: int,
+        steps: int,
+        signal: NoiseSignal | None,
+        loss: tuple[int, float] | None = None,
+    ) -> None:
         """Take a report.
 
         Args:
             batch_size: global batch of the latest steps [samples].
             steps: of the whole run, so far.
             signal: of the gradient; None where it is not known.
+            loss: number of the latest report that had one, and the loss; None before the first.
         """
         self._steps = steps
         if signal is None:
             return
         if batch_size != self._batch_size:
-            grows = 0 < self._batch_size < batch_size and bool(self._sizes)
-            self._grown = (self._batch_size, max(self._sizes), signal.updates) if grows else None
+            grows = 0 < self._batch_size < batch_size
+            self._grown = (self._batch_size, max(self._sizes), signal.updates) if grows and self._sizes else None
+            self._bound = (
+                (self._batch_size, _bound(self._losses)) if grows and len(self._losses) >= LEAST_LOSSES else None
+            )
             self._batch_size, self._quiet_since = batch_size, None
             self._sizes.clear()
+            self._losses.clear()
         elif self._signal is None or signal.updates > self._signal.updates:
             self._sizes.append(signal.size)
         if signal.present or self._quiet_since is None:
             self._quiet_since = steps, signal.updates
         self._signal = signal
+        if loss is not None and loss[0] > self._reports:
+            self._reports = loss[0]
+            self._losses.append(loss[1])
 
     @property
     def growth(self) -> float:
@@ -120,20 +147,37 @@ class GrowthWatch:
         if self._grown is not None:
             before, highest, updates = self._grown
             if signal.updates - updates >= RISE_UPDATES and signal.size > RISE * highest:
-                self._grown = None
-                self._growth = max(_LEAST_GROWTH, math.sqrt(min(self._growth, now / before)))
-                self._paused_until = self._steps + PAUSE_STEPS
-                return StepBack(
-                    batch_size=before,
-                    reason=f"batch {now} -> {before}: after the growth squared gradient norms rose to "
-                    f"{signal.size:.3g}, from {highest:.3g} at most",
-                )
+                rise = f"squared gradient norms rose to {signal.size:.3g}, from {highest:.3g} at most"
+                return self._take_back(before, rise)
             if signal.updates - updates >= _SIZES:
                 self._grown = None
                 self._growth = min(self._growth**2, LARGE_GROWTH)
+        if self._bound is not None:
+            before, bound = self._bound
+            latest = list(self._losses)[-HIGH_LOSSES:]
+            if len(latest) == HIGH_LOSSES and not any(loss <= bound for loss in latest):  # NaN is out of every range
+                return self._take_back(before, f"the loss rose to {latest[-1]:.3g}, out of its range up to {bound:.3g}")
+            if len(self._losses) == _LOSSES:
+                self._bound = None
         since = self._quiet_since
         if since is None or self._steps - since[0] < QUIET_STEPS or signal.updates - since[1] < QUIET_UPDATES:
             return None
         smaller = max(self._least, now // 2)
         quiet, self._quiet_since = self._steps - since[0], (self._steps, signal.updates)
         return StepBack(batch_size=smaller, reason=f"batch {now} -> {smaller}: no signal in {quiet} steps")
+
+    def _take_back(self, before: int, rise: str) -> StepBack:
+        """Return to the batch before the growth, after which there was such a rise."""
+        now = self._batch_size
+        self._grown = self._bound = None
+        self._growth = max(_LEAST_GROWTH, math.sqrt(min(self._growth, now / before)))
+        self._paused_until = self._steps + PAUSE_STEPS
+        return StepBack(batch_size=before, reason=f"batch {now} -> {before}: after the growth {rise}")
+
+
+def _bound(losses: Collection[float]) -> float:
+    """Return the loss above which one is out of the range of these; infinity where one of them is not finite."""
+    if not all(map(math.isfinite, losses)):
+        return math.inf
+    highest = max(losses)
+    return highest + max(highest - min(losses), _LEAST_SPREAD * abs(highest))

@@ -59,14 +59,12 @@ class BatchPlanner:
         equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
 
     Args:
-        fixed: the batch does not change, whatever the loader allows.
         fit_every_s: least time between two fits [s].
         shares_by_type: whether a group on several GPU types has shares by their speeds, so that its steps tell of each
             type; the batch then stays as it is.
     """
 
-    def __init__(self, *, fixed: bool, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
-        self._fixed = fixed
+    def __init__(self, *, fit_every_s: float = FIT_EVERY_S, shares_by_type: bool = False) -> None:
         self._shares_by_type = shares_by_type
         self._fit_every_s = fit_every_s
         self._tuners: dict[str | None, BatchTuner] = {}
@@ -182,9 +180,8 @@ class BatchPlanner:
         """A worker has told the loader's limits."""
         if self.loader is not None or loader is None:
             return
-        limits = dataclasses.replace(loader.limits, max_batch_size=None) if self._fixed else loader.limits
-        self.loader = dataclasses.replace(loader, limits=limits)
-        self._tuner_on(self._gpu, limits)
+        self.loader = loader
+        self._tuner_on(self._gpu, loader.limits)
 
     def _tuner_on(self, gpu: str | None, limits: BatchLimits) -> BatchTuner:
         if gpu not in self._tuners:
@@ -251,7 +248,7 @@ class BatchPlanner:
         if tuner is None or report.shape is None:
             return
         tuner.set_noise(report.noise)
-        tuner.set_signal(report.signal, batch_size=report.batch_size, steps=report.total_steps)
+        tuner.set_signal(report.signal, batch_size=report.batch_size, steps=report.total_steps, loss=report.loss)
         if report.parts and report.step_time > 0:
             self._learn_types(report)
             return

@@ -101,7 +101,8 @@ class StepReport:
     group has one, or where stragglers had smaller shares. ``learning_rate_factor`` is what the first model's learning
     rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
     time of the first step after the last change of group; None before that was committed, and before any change.
-    ``signal`` is what is known of the gradient's signal beside its ``noise``.
+    ``signal`` is what is known of the gradient's signal beside its ``noise``. ``loss`` is the metric of that name that
+    the loop has reported last, after the report's number; None where it has none.
     """
 
     generation: int
@@ -127,3 +128,4 @@ class StepReport:
     parts: tuple[MeasuredPart, ...] = ()
     first_step_s: float | None = None
     signal: NoiseSignal | None = None
+    loss: tuple[int, float] | None = None

@@ -221,9 +221,14 @@ class BatchTuner:
         """Use this smoothed noise scale from now on; None (not known) keeps the one there is."""
         self._noise = noise or self._noise
 
-    def set_signal(self, signal: NoiseSignal | None, *, batch_size: int, steps: int) -> None:
-        """Take what is known of the gradient's signal after ``steps`` of the run, the latest at ``batch_size``."""
-        self._watch.observe(batch_size=batch_size, steps=steps, signal=signal)
+    def set_signal(
+        self, signal: NoiseSignal | None, *, batch_size: int, steps: int, loss: tuple[int, float] | None = None
+    ) -> None:
+        """Take what is known of the gradient's signal after ``steps`` of the run, the latest at ``batch_size``.
+
+        ``loss`` is the latest that the loop has reported, after the report's number.
+        """
+        self._watch.observe(batch_size=batch_size, steps=steps, signal=signal, loss=loss)
 
     def snapshot(self) -> TunerSnapshot:
         """All that the tuner knows, as a value."""

@@ -96,6 +96,43 @@ def copy_directory(
             each.give_up()
 
 
+def add_files(
+    origin: pyarrow.fs.FileSystem,
+    source: str,
+    target_filesystem: pyarrow.fs.FileSystem,
+    target: str,
+    *,
+    private: bool,
+    go_on: Callable[[], bool] = lambda: True,
+) -> list[str]:
+    """Copy the files below ``source`` that ``target`` has not; returns their names below it.
+
+    Args:
+        origin, source, target_filesystem, target, private, go_on: as :func:`copy_directory`.
+
+    Raises:
+        InterruptedError, SourceError: as :func:`copy_directory`.
+    """
+    added = []
+    for entry, copy in _below(origin, source, target):
+        if target_filesystem.get_file_info(copy).type != pyarrow.fs.FileType.NotFound:
+            continue
+        if entry.type == pyarrow.fs.FileType.Directory:
+            make_directory(target_filesystem, copy, private=private)
+            continue
+        part = f"{copy}.part"  # whoever reads meanwhile sees all of a file or none of it
+        with reading_source():
+            opened = origin.open_input_stream(entry.path)
+        with opened as read, open_output(target_filesystem, part, private=private) as written:
+            while piece := read.read(_PIECE_BYTES):
+                if not go_on():
+                    raise InterruptedError("the copy was given up")
+                written.write(piece)
+        target_filesystem.move(part, copy)
+        added.append(posixpath.relpath(copy, target))
+    return added
+
+
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
     """What lies below ``source``, and the path of each copy below ``target``."""
     source = source.rstrip("/") or "/"

@@ -1,4 +1,7 @@
-"""SHELL: stores the checkpoints that rank 0 reports; storage that is away must not hold up training."""
+"""SHELL: stores the checkpoints that ranks report; storage that is away must not hold up training.
+
+Rank 0's is the checkpoint. Files of other ranks are added to it, as far as it has none of that name.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutEr
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
+_LOOK_S = 0.1
+_WITHOUT_S = 10.0  # as long as a rank waits for a checkpoint that rank 0 may not have reported
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,45 @@ class ReportedCheckpoints:
     def __init__(self, storage: RunStorage, calls: StorageCalls, *, timeout_s: float) -> None:
         self._storage, self._calls, self._timeout_s = storage, calls, timeout_s
         self._given_up: Call | None = None
-        self._fails = False
+        self._fails = self._alone = False
+
+    def add(self, checkpoint: Any, index: int, is_stopping: Callable[[], bool]) -> str:
+        """Add the files of a rank that is not the first to the checkpoint that this one stores.
+
+        Args:
+            checkpoint: what was reported.
+            index: number of the report.
+            is_stopping: whether the job is to end now.
+
+        Returns:
+            Why they are not kept; empty where they are.
+
+        Raises:
+            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
+        """
+        until_s = time.monotonic() + (0.0 if self._alone else min(self._timeout_s, _WITHOUT_S))
+        while True:
+            call = self._calls.start_long(
+                f"adding to the checkpoint of report {index}",
+                lambda go_on: self._storage.add_to_checkpoint(checkpoint, index, go_on=go_on),
+            )
+            try:
+                if not self._calls.wait(call, timeout_s=self._timeout_s, until=is_stopping):
+                    raise WorkerDismissed(stopped=True)
+                if call.answer.result() is not None:
+                    return ""
+            except SourceError:
+                raise
+            except OSError as error:
+                return f"files of another rank than 0 for the checkpoint of report {index} were given up: {error}"
+            if time.monotonic() >= until_s:
+                self._alone = True
+                return (
+                    f"another rank than 0 has reported a checkpoint with report {index}, and rank 0 has not: it is not "
+                    "kept. Report checkpoints from rank 0, or from all ranks in the same places: their files are put "
+                    "into one directory"
+                )
+            time.sleep(_LOOK_S)
 
     def store(
         self, checkpoint: Any, index: int, note: CheckpointNote, is_stopping: Callable[[], bool]

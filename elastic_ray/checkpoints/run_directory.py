@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
-from elastic_ray.checkpoints.copying import MissingSourceError, copy_directory, reading_source
+from elastic_ray.checkpoints.copying import MissingSourceError, add_files, copy_directory, reading_source
 from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.events import JobEvent, Report, plain
 from elastic_ray.state.resume_point import ResumePoint
@@ -245,6 +245,30 @@ class RunStorage:
                 self.delete_checkpoint(work)
             raise
         return Checkpoint(target, self.filesystem)
+
+    def add_to_checkpoint(
+        self, source: str | os.PathLike[str] | Checkpoint, index: int, *, go_on: Callable[[], bool] = lambda: True
+    ) -> list[str] | None:
+        """Add another rank's files to the checkpoint that rank 0 has reported; those of rank 0 stay as they are.
+
+        Args:
+            source: a local directory, or a checkpoint anywhere.
+            index: number of the checkpoint.
+            go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+
+        Returns:
+            Names of the files that were added; None while rank 0 has stored no such checkpoint.
+
+        Raises:
+            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
+                run's directory.
+        """
+        origin, origin_path = _source_directory(source)
+        self.check_reachable()
+        target = posixpath.join(self.path, f"checkpoint_{index:06d}")
+        if not self._exists(posixpath.join(target, PROGRESS_FILE)):
+            return None
+        return add_files(origin, origin_path, self.filesystem, target, private=self.private, go_on=go_on)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
         """Where a checkpoint stands; None if it does not say so, or is not one that a job of ours wrote.

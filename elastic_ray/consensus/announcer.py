@@ -20,6 +20,7 @@ from elastic_ray.consensus.intents import (
     disagreement,
     joined_by_idle,
     layouts_differ,
+    notes_differ,
 )
 
 # Values that ride along, added up over the ranks; parts of the control sums have room of their own behind them.
@@ -131,7 +132,7 @@ class Announcer:
         """By rank, as announced last."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
-    def announce_finished(self, what: Announced, loader_steps: int, wait_s: float) -> bool:
+    def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
         """Announce that this rank needs no other any more; returns whether all of them have within ``wait_s``.
 
         The announcement stands as long as the group does: a rank that announces something else later finds it.
@@ -139,7 +140,7 @@ class Announcer:
         Raises:
             RanksDisagreeError: another one goes on, as far as that is known in this time.
         """
-        self._begin(what, loader_steps, 0, ())
+        self._begin(what, loader_steps, fingerprint, ())
         self._open = None
         until_s = time.monotonic() + wait_s
         self._work = None  # an outdated announcement, behind which these stand
@@ -169,11 +170,12 @@ class Announcer:
         self.communicator.keep_for(self._work)
         return self._work, self._tensor
 
-    def check_same_step(self, tags: Sequence[float]) -> bool:
+    def check_same_step(self, tags: Sequence[float], note: int = 0) -> bool:
         """Whether all ranks have read the same, where all have reduced gradients of the same step.
 
         Args:
             tags: sums of their :meth:`step_tag`.
+            note: of this rank's gradients, see ``gradients_note``.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -182,10 +184,13 @@ class Announcer:
         total, squares = tags
         if self._world * squares == total * total:
             return True
-        rows = self.communicator.gather_ints(self._entry[:2], with_gradients=True)
+        rows = self.communicator.gather_ints([*self._entry[:2], note], with_gradients=True)
         if rows.count(rows[0]) == len(rows):
             return False
-        self._refuse([code for code, _ in rows], [loader_steps for _, loader_steps in rows])
+        if len({tuple(row[:2]) for row in rows}) == 1:
+            self._refused = RanksDisagreeError(notes_differ([row[2] for row in rows], rows[0][1]))
+            raise self._refused
+        self._refuse([row[0] for row in rows], [row[1] for row in rows])
         return True
 
     @staticmethod

@@ -14,12 +14,18 @@ from elastic_ray.consensus.announcer import PAYLOAD_SIZE
 from elastic_ray.consensus.ballot import agreed_generations_ahead, names_agree, names_ballot
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
-# preemption, how often rank 0 has reported, and its wish that all ranks hold the same model.
+# preemption, how often rank 0 has reported, and its wishes that all ranks hold the same model (1) and compare it (2).
 CONTROL_SIZE = 8
 # A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
 _SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
+
+_UNRECORDED = 3  # reports of another rank without one of rank 0
+UNRECORDED = (
+    f"a rank other than 0 has called report() {_UNRECORDED} times and rank 0 never: metrics are recorded from rank 0 "
+    "alone. Call report() on every rank, or on rank 0; numbers of all ranks add up in an elastic_ray.Accumulator"
+)
 
 Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
@@ -56,6 +62,7 @@ class AgreedChanges:
         stop: the job stops after this step, for good.
         preempted: it stops there to go on another time.
         batch: batch shape to change to, None to go on as it is.
+        saves: checkpoints are reported in the present group.
         reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
 
     Args:
@@ -70,11 +77,27 @@ class AgreedChanges:
         self.reports = 0
         self.batch: BatchChoice | None = None
         self._wants_consensus = self._consensus = False
+        self._wants_comparison = self._comparison = self.saves = False
+        self._heard = self._others = 0
 
     def begin(self) -> None:
         """A group was entered: nothing that another one agreed on counts in it."""
         self.generation, self.batch = 0, None
         self._wants_consensus = self._consensus = False
+        self._wants_comparison = self._comparison = self.saves = False
+
+    def ask_for_comparison(self, wanted: bool) -> None:
+        """Rank 0 has reported, and a checkpoint with it if ``wanted``: are all ranks the same?"""
+        self._wants_comparison = self._wants_comparison or wanted
+
+    @property
+    def comparison(self) -> bool:
+        """True if all ranks are to compare their models with the next announcement that they make."""
+        return self._comparison
+
+    def compared(self) -> None:
+        """They do."""
+        self._comparison = False
 
     def ask_for_consensus(self) -> None:
         """Rank 0 wants all ranks to hold the same model after the next step, to save it."""
@@ -99,6 +122,11 @@ class AgreedChanges:
         """The run has made so many reports on this rank."""
         self.reports = reports
 
+    def is_unrecorded(self) -> bool:
+        """Another rank than the first reports: True with the third time, if the first one never has."""
+        self._others += 1
+        return self._others == _UNRECORDED and not self._heard
+
     def values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
         wishes = self._wishes
@@ -112,7 +140,7 @@ class AgreedChanges:
             float(wish.accum_steps) if wish else 0.0,
             float(wishes.preempting),
             float(self.reports) if rank == 0 else 0.0,
-            float(self._wants_consensus) if rank == 0 else 0.0,
+            float(self._wants_consensus + 2 * self._wants_comparison) if rank == 0 else 0.0,
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -122,9 +150,13 @@ class AgreedChanges:
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0
-        self.reports = max(self.reports, round(sums[6]))
-        if sums[7] > 0:
+        self._heard = max(self._heard, round(sums[6]))
+        self.reports = max(self.reports, self._heard)
+        wishes = round(sums[7])
+        if wishes & 1:
             self._wants_consensus, self._consensus = False, True
+        if wishes & 2:
+            self._wants_comparison, self._comparison, self.saves = False, True, True
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 

@@ -43,14 +43,28 @@ class ReplicaCheck(Protocol):
     def begin(self) -> None:
         """A group was entered: what was checked in another does not count."""
 
-    def due(self, steps: int, *, at_end: bool = False) -> bool:
+    def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """Whether they are to be compared after so many steps."""
+
+    def end_pass(self) -> None:
+        """A pass ends: no code of the user's has come behind its last step."""
 
     def fingerprint(self, steps: int) -> int:
         """Of this rank's parameters."""
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
         """Whether all ranks announced the same."""
+
+
+class Compared(Protocol):
+    """What the ranks compare once, by fingerprints that ride on an announcement."""
+
+    @property
+    def fingerprint(self) -> int:
+        """That of this rank."""
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Compare with what the other ranks have announced; raises ``ReplicasDifferError`` where it differs."""
 
 
 class ControlPart(Protocol):
@@ -84,6 +98,7 @@ class RankConsensus:
         position: how far this rank is.
         parts: what else rides on the control sums.
         warn: tells the job's user.
+        is_last_epoch: True if no other one follows, as far as all ranks know.
     """
 
     def __init__(
@@ -95,16 +110,18 @@ class RankConsensus:
         position: Position,
         parts: Sequence[ControlPart] = (),
         warn: Callable[[str], None] = logger.warning,
+        is_last_epoch: Callable[[], bool] = lambda: False,
     ) -> None:
         self._communicator = communicator
         self._world_size = world_size
         self._parts = parts
-        self._warn = warn
+        self._warn, self._is_last_epoch = warn, is_last_epoch
         self._reads_differ = False
         self._changes = changes
         self._replicas = replicas
         self._position = position
         self._announcer: Announcer | None = None
+        self._plan: Compared | None = None
 
     @property
     def announcer(self) -> Announcer:
@@ -121,16 +138,24 @@ class RankConsensus:
         for part in self._parts:
             part.begin()
 
-    def announce(self, what: Announced, payload: Sequence[float] = ()) -> None:
+    def announce(self, what: Announced, payload: Sequence[float] = (), plan: Compared | None = None) -> None:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
+
+        Args:
+            what: it.
+            payload: rides along, and is added up.
+            plan: compared with that of the other ranks, in place of the parameters.
 
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: what was announced before was not done.
         """
-        fingerprint = 0
-        if self._compares(what):
+        fingerprint, self._plan = 0, plan
+        if plan is not None:
+            fingerprint = plan.fingerprint
+        elif self._compares(what):
             fingerprint = self._replicas.fingerprint(self._position.steps)
+            self._changes.compared()
         self.announcer.start(what, self._position.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
@@ -155,9 +180,13 @@ class RankConsensus:
 
     def _compares(self, what: Announced) -> bool:
         """Whether parameters are compared with this announcement."""
-        at_end = what.intent is Intent.END_OF_PASS and what.index == 0
-        asked = at_end or what.intent is Intent.GRADIENTS
-        return asked and self._replicas.due(self._position.steps, at_end=at_end)
+        steps, saves = self._position.steps, what.intent is Intent.BUFFERS
+        if what.index == 0 and what.intent is Intent.END_OF_PASS:
+            self._replicas.end_pass()
+        if what.index == 0 and (saves or what.intent is Intent.END_OF_PASS):
+            always = saves or self._changes.saves or self._changes.comparison or self._is_last_epoch()
+            return self._replicas.due(steps, at_end=True, always=always)
+        return what.intent is Intent.GRADIENTS and self._replicas.due(steps, always=self._changes.comparison)
 
     def agreed(self) -> list[float]:
         """Wait until all ranks have announced the same; returns the sums of what rode along.
@@ -165,22 +194,34 @@ class RankConsensus:
         Raises:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: they have not; raised on every rank.
-            ReplicasDifferError: they hold different parameters; raised on every rank.
+            ReplicasDifferError: they hold different parameters or data; raised on every rank.
         """
         sums = self.announcer.agree()
-        self._replicas.compare(self._communicator(), self.announcer.fingerprints)
+        compared = self._replicas if self._plan is None else self._plan
+        compared.compare(self._communicator(), self.announcer.fingerprints)
         return sums
 
-    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: Compared | None = None) -> list[float]:
         """Announce what comes next, and wait for the others; see :meth:`announce` and :meth:`agreed`."""
-        self.announce(what, payload)
+        self.announce(what, payload, plan)
         sums = self.agreed()
         self.announcer.done()
         return sums
 
-    def announce_finished(self, what: Announced, wait_s: float) -> bool:
-        """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`."""
-        return self.announcer.announce_finished(what, self._position.loader_steps, wait_s)
+    def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
+        """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
+
+        Args:
+            what: it.
+            wait_s: longest wait for the others.
+            fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
+
+        Returns:
+            The fingerprints of all ranks; none where they have not all come within this time.
+        """
+        if self.announcer.announce_finished(what, self._position.loader_steps, wait_s, fingerprint):
+            return self.announcer.fingerprints
+        return []
 
     def reductions_started(self) -> None:
         """The reductions that were announced are all on their way."""
@@ -220,17 +261,21 @@ class RankConsensus:
             part.conclude(sums[first:last], world_size)
             first = last
 
-    def step_tag(self) -> tuple[float, float]:
-        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step."""
-        sample_tag = 0 if self._reads_differ else self._position.sample_tag
-        return Announcer.step_tag(self._position.loader_steps, sample_tag)
+    def step_tag(self, note: int = 0) -> tuple[float, float]:
+        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step.
 
-    def check_same_step(self, tags: Sequence[float]) -> None:
+        Args:
+            note: of the gradients, see ``gradients_note``.
+        """
+        sample_tag = 0 if self._reads_differ else self._position.sample_tag
+        return Announcer.step_tag(self._position.loader_steps, sample_tag + note)
+
+    def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
         """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
 
         Ranks that have read other samples for it are told of once: an augmentation may differ, which does no harm.
         """
-        if not self.announcer.check_same_step(tags):
+        if not self.announcer.check_same_step(tags, note):
             self._reads_differ = True
             self._warn(_READS_DIFFER)
 
@@ -254,6 +299,7 @@ class RankConsensus:
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
+        plan: Compared | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
@@ -262,6 +308,7 @@ class RankConsensus:
             added: what it has added, by accumulator and name.
             some_are_idle: ranks without samples cannot know the names of what the others have added to.
             join: of a rank without samples: takes part in what the others have announced.
+            plan: is compared as well.
 
         Returns:
             Accumulator, name and sum over the ranks, in the same order everywhere.
@@ -283,7 +330,7 @@ class RankConsensus:
 
         def agree(payload: Sequence[float]) -> Sequence[float]:
             padding = [0.0] * (PAYLOAD_SIZE - len(payload))
-            sums = self.agree_on(what, [*payload, *padding, *own])
+            sums = self.agree_on(what, [*payload, *padding, *own], plan)
             if commits:
                 self._conclude_parts(sums[PAYLOAD_SIZE:], communicator.world_size)
             return sums[: len(payload)]

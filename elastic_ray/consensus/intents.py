@@ -32,8 +32,14 @@ class Intent(enum.IntEnum):
     SHARDS = 10
     IDLE = 11
     GATHER = 12
+    PLAN = 13
 
 
+_SAME_CALLS = (
+    "Every rank must make the same calls (backward, break, continue, return) in the same steps: let such a decision "
+    "follow from numbers that all ranks share, such as an Accumulator's sums or get_context().get_global_step(), not "
+    "from a rank's own samples, rank, clock or count"
+)
 _STEPPED = "which parameters have a gradient, and learning rates"
 
 
@@ -108,6 +114,8 @@ class Announced:
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"
+            case Intent.PLAN:
+                return "begins, or continues in a new group, a pass over a loader"
             case Intent.FINISH:
                 return "has returned from the train function"
 
@@ -136,9 +144,22 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
         )
     return (
         f"the ranks do different things in step {min(loader_steps)} (steps of all loaders counted), so that their "
-        f"collectives cannot be matched: {told}. Every rank must make the same calls (backward, break, continue, "
-        "return) in the same steps: let such a decision follow from numbers that all ranks share, such as an "
-        "Accumulator's sums or get_context().get_global_step(), not from a rank's own samples, rank, clock or count"
+        f"collectives cannot be matched: {told}. {_SAME_CALLS}"
+    )
+
+
+def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
+    """Text of the error of a rank that is about to begin a step behind which another one's training has ended.
+
+    Args:
+        rank: the one that has returned.
+        steps: of all loaders that it has committed.
+        other: a rank that goes on.
+        others_steps: that this one has committed.
+    """
+    return (
+        f"the ranks do different things in step {others_steps} (steps of all loaders counted): rank {rank} has "
+        f"returned from the train function after {steps} steps; rank {other} begins another step. {_SAME_CALLS}"
     )
 
 
@@ -149,6 +170,42 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
         f"takes all of them: {told}. In such a step models may be called, and Accumulators added to. To train, to loop "
         "over another loader and for collectives of the loop's own every worker needs a sample: use at most "
         f"{have} worker{'s' if have > 1 else ''} here, more samples, or drop_last=True"
+    )
+
+
+_BENEATH = 32
+
+
+def gradients_note(passes: int, *, beneath: bool) -> int:
+    """A small number for what ranks have done to the gradients that they reduce.
+
+    Args:
+        passes: backward passes within ``no_sync`` since the last update.
+        beneath: True if the gradients were added to those of the last update.
+    """
+    return passes % _BENEATH + _BENEATH * beneath
+
+
+def notes_differ(notes: Sequence[int], step: int) -> str:
+    """Text of the error of ranks whose :func:`gradients_note` differ.
+
+    Args:
+        notes: by rank.
+        step: of all loaders counted.
+    """
+    doing: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        passes, beneath = note % _BENEATH, note >= _BENEATH
+        within = (
+            f" after {passes} backward passes within no_sync()" if passes or any(n % _BENEATH for n in notes) else ""
+        )
+        without = ", on top of those of the last update, which zero_grad() has not cleared" if beneath else ""
+        doing.setdefault(f"reduces gradients{within}{without}", []).append(rank)
+    told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
+    return (
+        f"the ranks do different things in step {step} (steps of all loaders counted), so that their gradients do not "
+        f"belong together: {told}. Every rank must clear gradients and call backward() as often as the others in the "
+        "same steps, whatever its rank, its own samples or a count of its own say"
     )
 
 

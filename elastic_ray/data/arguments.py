@@ -123,6 +123,26 @@ class LoaderArguments:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**own.pop("options"), **own}
 
+    def facts(self, *, drop_last: bool) -> dict[str, Any]:
+        """What all ranks must have in common to cut the same batches, as plain values by name.
+
+        Args:
+            drop_last: also as a sampler has it.
+        """
+        samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
+        return {
+            "drop_last": drop_last,
+            "shuffle": self.shuffles and self.sampler is None,
+            "whole_batches": self.whole_batches,
+            **{name: "none" if value is None else type(value).__qualname__ for name, value in samplers.items()},
+        }
+
+    @property
+    def draws(self) -> bool:
+        """True if the order depends on the seed."""
+        unordered = self.shuffles or self.sampler is not None or self.batch_sampler is not None
+        return unordered or isinstance(self.dataset, IterableDataset)
+
     @property
     def shuffles(self) -> bool:
         """Whether the order is a new one in each epoch: unless told otherwise, except for whole batches."""

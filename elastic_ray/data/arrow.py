@@ -134,6 +134,11 @@ class ArrowDataset:
         """Row groups in all files that have any rows."""
         return len(self._groups)
 
+    def told_of_files(self) -> list[tuple[str, int]]:
+        """Path and first row of each row group, to compare datasets without reading one."""
+        firsts = self._starts[:-1].tolist()
+        return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
+
     def epoch_order(self, seed: int, epoch: int) -> Indices:
         """Row groups in random order, rows in random order within each window of them."""
         random = sharding.epoch_generator(seed=seed, epoch=epoch)

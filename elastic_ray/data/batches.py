@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from elastic_ray.batch.halving import Halving
+from elastic_ray.data.compared.items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
-from elastic_ray.data.order import EpochOrder, StreamSharder
+from elastic_ray.data.order import EpochOrder, StreamSharder, digest
 from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
 from elastic_ray.data.shares import Shares
+
+_SHOWN = 4  # of an order, in errors
 
 
 class StepSplit:
@@ -146,11 +149,17 @@ class BatchSource(Protocol):
     def end(self) -> None:
         """The pass is over."""
 
+    def close(self) -> None:
+        """The run is over."""
+
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; also again, where one was voided."""
 
     def commit(self) -> None:
         """The step was used."""
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """What all ranks must have in common to use each sample of the epoch once, as plain values by name."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin at ``position``, with ``total`` samples in the pass."""
@@ -174,7 +183,7 @@ class _PlannedBatches:
     """A batch sampler whose plan can be changed between two iterations of the DataLoader that it feeds."""
 
     def __init__(self) -> None:
-        self._plan: Callable[[], Iterator[list[int]]] = lambda: iter(())
+        self._plan: Callable[[], Iterator[tuple[int, list[int]]]] = lambda: iter(())
         self._epoch = 0
         self._tells_epochs = False
 
@@ -182,12 +191,15 @@ class _PlannedBatches:
         """Give every batch its epoch along."""
         self._tells_epochs = True
 
-    def plan(self, epoch: int, batches: Callable[[], Iterator[list[int]]]) -> None:
+    def plan(self, epoch: int, batches: Callable[[], Iterator[tuple[int, list[int]]]]) -> None:
+        """Take the batches of an epoch from here, each with the position of its first sample."""
         self._epoch, self._plan = epoch, batches
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self._epoch
-        return (EpochBatch(epoch, batch) for batch in self._plan()) if self._tells_epochs else self._plan()
+        if self._tells_epochs:
+            return (EpochBatch(epoch, first, batch) for first, batch in self._plan())
+        return (batch for _, batch in self._plan())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +239,7 @@ class MapBatches:
         self._locality = bool(getattr(dataset, "locality", False))
         self._indices = _PlannedBatches()
         self._keeps_workers = fetching.persistent_workers or not fetching.num_workers
-        self._make = functools.partial(_data_loader, dataset, self._indices, fetching)
+        self._make = functools.partial(_data_loader, dataset, self._indices, fetching, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
         self._epoch: tuple[int, Indices] | None = None
         self._batches: Iterator[Any] | None = None
@@ -249,13 +261,17 @@ class MapBatches:
             self._loader = self._make()
         self._batches = iter(self._loader)
 
+    def close(self) -> None:
+        """The run is over: worker processes end."""
+        self._batches = self._loader = None
+
     def end(self) -> None:
         """The pass is over: unless they are kept for the next one, the worker processes go."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
 
-    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[list[int]]]:
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
         # Not a method of this object, which the DataLoader would then hold, and its worker processes would outlive it.
         return functools.partial(_shares, self.indices(epoch), position, cut, sort=self._locality)
 
@@ -277,38 +293,48 @@ class MapBatches:
     def commit(self) -> None:
         """The step was used."""
 
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """The length of the dataset, the epoch's order, and what can be told of the items."""
+        order = self.indices(epoch)
+        begins = [*order[:_SHOWN].tolist(), f"{digest(order):016x}"]
+        return {
+            "len(dataset)": len(self._dataset),
+            **item_facts(self._dataset),
+            f"the order of epoch {epoch}": begins,
+        }
+
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""
         return can_switch(position=position, total=total, world_size=world_size)
 
 
-def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Iterator[list[int]]:
-    """This rank's micro-batches from ``position`` on; sorted, each rank reads one stretch of the file in a step."""
+def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Iterator[tuple[int, list[int]]]:
+    """This rank's micro-batches from ``position`` on, each with the position of its first sample.
+
+    Sorted, each rank reads one stretch of the file in a step.
+    """
     while count := cut.count(position, len(order)):
         step = order[position : position + count]
         if sort:
             step = np.sort(step)
         for piece in cut.slices(count, position):
-            yield step[piece].tolist()
+            yield position + piece.start, step[piece].tolist()
         position += count
 
 
-def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching) -> DataLoader[Any]:
-    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork."""
-    options = dict(fetching.options)
-    if fetching.num_workers:
-        options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
-    if fetching.on_epoch is not None or (fetching.persistent_workers and hasattr(dataset, "set_epoch")):
-        hook = fetching.on_epoch
+def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, seed: int) -> DataLoader[Any]:
+    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork.
+
+    What they draw for a sample follows from the seed, the epoch and its position, see ``seed_sample``.
+    """
+    options, workers = dict(fetching.options), fetching.num_workers
+    if workers or fetching.on_epoch is not None:
+        if workers:
+            options["worker_init_fn"] = WorkerInit(options.get("worker_init_fn"))
         indices.tell_epochs()
-        dataset = FollowsEpochs(dataset, hook, sets_epoch=fetching.persistent_workers)
-    return DataLoader(
-        dataset,
-        batch_sampler=indices,
-        num_workers=fetching.num_workers,
-        persistent_workers=fetching.num_workers > 0,
-        **options,
-    )
+        sets_epoch, own = fetching.persistent_workers, seed if workers else None
+        dataset = FollowsEpochs(dataset, fetching.on_epoch, sets_epoch=sets_epoch, seed=own)
+    return DataLoader(dataset, batch_sampler=indices, num_workers=workers, persistent_workers=workers > 0, **options)
 
 
 class StreamBatches:
@@ -334,6 +360,9 @@ class StreamBatches:
     def end(self) -> None:
         """The pass is over."""
 
+    def close(self) -> None:
+        """The stream is read in this process: nothing has to end."""
+
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """As :meth:`MapBatches.step`; the samples of the pass are those that are known to be there."""
         stream = self._stream
@@ -357,6 +386,10 @@ class StreamBatches:
         """The step was used: its items are let go."""
         if self._stream is not None:
             self._stream.commit()
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """None: items are compared as they are read, see ``StepBatches.sample_tag``."""
+        return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""

@@ -1,7 +1,10 @@
-"""How a dataset's copies in worker processes learn of a new epoch."""
+"""How a dataset's copies in worker processes learn of a new epoch, and what random numbers they draw for a sample."""
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,16 +14,37 @@ EpochHook = Callable[[Any, int], object]
 
 
 class EpochBatch(list[int]):
-    """Indices of a batch, with the epoch that they belong to: it reaches a worker process with the work itself."""
+    """Indices of a batch, with the epoch and the place in its order: they reach a worker process with the work itself.
 
-    __slots__ = ("epoch",)
+    Args:
+        epoch: that they belong to.
+        first: position of the first of them in the epoch's order.
+        indices: them.
+    """
 
-    def __init__(self, epoch: int, indices: Sequence[int]) -> None:
+    __slots__ = ("epoch", "first")
+
+    def __init__(self, epoch: int, first: int, indices: Sequence[int]) -> None:
         super().__init__(indices)
-        self.epoch = epoch
+        self.epoch, self.first = epoch, first
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EpochBatch, (self.epoch, list(self))
+        return EpochBatch, (self.epoch, self.first, list(self))
+
+
+def seed_sample(seed: int, epoch: int, position: int) -> None:
+    """Have torch's, NumPy's and Python's global generators begin where a sample's random numbers do.
+
+    They depend on nothing but these three: not on the number of workers, nor on which process loads the sample.
+    """
+    import numpy as np
+    import torch
+
+    text = f"{seed} {epoch} {position}".encode()
+    words = struct.unpack("<QQI", hashlib.blake2b(text, digest_size=20).digest())
+    torch.default_generator.manual_seed(words[0] >> 1)  # torch.manual_seed would tell CUDA, too
+    random.seed(words[1])
+    np.random.seed(words[2])  # noqa: NPY002
 
 
 class FollowsEpochs:
@@ -30,13 +54,15 @@ class FollowsEpochs:
         dataset: the user's.
         hook: called with the dataset and the epoch; None for no hook.
         sets_epoch: also call ``dataset.set_epoch(epoch)`` where it exists, before the hook.
+        seed: of the random numbers that are drawn for samples; None to leave the generators as they are.
     """
 
-    def __init__(self, dataset: Any, hook: EpochHook | None, *, sets_epoch: bool) -> None:
+    def __init__(self, dataset: Any, hook: EpochHook | None, *, sets_epoch: bool, seed: int | None = None) -> None:
         self.dataset = dataset
         self._hook = hook
         self._sets_epoch = sets_epoch and callable(getattr(dataset, "set_epoch", None))
         self._epoch: int | None = None
+        self._seed = seed
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -51,8 +77,18 @@ class FollowsEpochs:
             if self._hook is not None:
                 self._hook(dataset, batch.epoch)
         if getattr(dataset, "__getitems__", None):
+            self._begin(batch, 0)
             return list(dataset.__getitems__(list(batch)))
-        return [dataset[index] for index in batch]
+        found = []
+        for number, index in enumerate(batch):
+            self._begin(batch, number)
+            found.append(dataset[index])
+        return found
+
+    def _begin(self, batch: EpochBatch, number: int) -> None:
+        """A sample of the batch is about to be loaded."""
+        if self._seed is not None:
+            seed_sample(self._seed, batch.epoch, batch.first + number)
 
 
 def _leave_others_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -21,7 +22,7 @@ from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares
-from elastic_ray.data.sources import make_source, order_of
+from elastic_ray.data.sources import PlanFacts, make_source, order_of
 from elastic_ray.data.whole import batches_of
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import check_present, session_of_thread
@@ -114,6 +115,7 @@ class AdaptiveDataLoader(ResumableLoader):
         # Users' samplers may draw a sample several times; a stream's total is not known until it ends.
         self._draws_from_all = given.sampler is None and not isinstance(given.dataset, IterableDataset)
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
+        self._plan = PlanFacts(given, self._source, seed=seed, drop_last=self._drop_last)
         self._announce()
         if ramp:
             self.autoscale_batch_size(max(size for _, size in ramp))
@@ -200,8 +202,8 @@ class AdaptiveDataLoader(ResumableLoader):
 
     def _announce(self) -> None:
         """Lead the run, where this loader is the one to do so, or wait for the next run."""
-        session = self._session
-        loaders = session.registry.loaders
+        loaders = (session := self._session).registry.loaders
+        loaders.add(weakref.WeakMethod(self._source.close))
         self._is_late = session.synced and not session.elastic
         if self._is_late:  # made for another run of this process, or for a last evaluation
             loaders.add_late(weakref.WeakMethod(self.join))
@@ -344,26 +346,28 @@ class AdaptiveDataLoader(ResumableLoader):
 
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
-        session = self._session
-        session.passes.check_group(loader_pass)
-        shape, cut = self._present_cut()
-        # Also after a pass over this very loader that was nested in the last step.
-        if self._reading is None or self._reading[0] is not loader_pass or self._reading[1] != session.shape_changes:
-            new_pass = self._reading is None or self._reading[0] is not loader_pass
-            cut.begin(loader_pass.position, session.progress.steps)
-            self._source.begin(epoch, loader_pass.position, cut, new_pass=new_pass)
-            self._reading = loader_pass, session.shape_changes
-        step = self._source.step(epoch, loader_pass.position, cut)
-        if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
-            return None
-        init_batch_size = self._limits.init_batch_size
+        session, facts = self._session, functools.partial(self._plan.of, epoch, self._limits)
+        while True:
+            session.passes.check_group(loader_pass)
+            shape, cut = self._present_cut()
+            read, changes = self._reading or (None, 0)
+            # Also after a pass over this very loader that was nested in the last step.
+            if read is not loader_pass or changes != session.shape_changes:
+                cut.begin(loader_pass.position, session.progress.steps)
+                self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
+                self._reading = loader_pass, session.shape_changes
+            step = self._source.step(epoch, loader_pass.position, cut)
+            if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
+                return None
+            if session.passes.compare_plan(loader_pass, facts):
+                break
         session.passes.begin_step(
             LoaderStep(
                 loader_pass=loader_pass,
                 total=step.total,
                 sizes=step.sizes,
-                scale=cut.batch_size / init_batch_size,
-                init_batch_size=init_batch_size,
+                scale=cut.batch_size / self._limits.init_batch_size,
+                init_batch_size=self._limits.init_batch_size,
                 shape=shape,
                 ordinal=session.passes.next_ordinal,
                 can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),

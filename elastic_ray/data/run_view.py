@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.adaptation.policy import Policy
@@ -38,6 +38,9 @@ class PassesView(Protocol):
     def check_group(self, loader_pass: PassProgress) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one, as it is."""
 
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
+        """Compare what decides a pass's data before its first step in a group; False if another group was entered."""
+
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""
 
@@ -70,6 +73,9 @@ class LoadersView(Protocol):
 
     def leads(self, loader: object) -> bool:
         """Whether it does."""
+
+    def add(self, close: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """It belongs to the run, which closes it at its end."""
 
     def add_late(self, join: weakref.WeakMethod[Callable[[Any], None]]) -> None:
         """It was made after the run's first epoch."""

@@ -1,13 +1,17 @@
-"""Where a loader's batches come from, by the kind of its dataset."""
+"""Where a loader's batches come from, by the kind of its dataset, and what its ranks must have in common."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from elastic_ray.batch.limits import BatchLimits
 from elastic_ray.data.arguments import LoaderArguments
 from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StreamBatches
+from elastic_ray.data.compared.items import item_facts, still_facts
 from elastic_ray.data.order import EpochOrder, order_for
 from elastic_ray.data.whole_batches import BatchSamplerOrder, WholeBatches
 
@@ -57,3 +61,31 @@ def order_of(given: LoaderArguments) -> EpochOrder:
     if given.batch_sampler is not None:
         return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
     return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)
+
+
+class PlanFacts:
+    """What all ranks must have in common to share out the samples of one loader.
+
+    Args:
+        given: the loader's arguments.
+        source: where its batches come from.
+        seed: of its order.
+        drop_last: also as a sampler has it.
+    """
+
+    def __init__(self, given: LoaderArguments, source: BatchSource, *, seed: int, drop_last: bool) -> None:
+        self._options = given.facts(drop_last=drop_last) | ({"seed": seed} if given.draws else {})
+        self._source = source
+        # Where ranks run the same code; later each may have notes of its own in its dataset, and a joiner has none.
+        self._first = item_facts(given.dataset)
+
+    def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
+        """Facts about a pass, as plain values by name."""
+        batch = dataclasses.asdict(limits)
+        items = self._source.facts(epoch)
+        return {
+            "batch_size": batch.pop("init_batch_size"),
+            **batch,
+            **self._options,
+            **still_facts(items, self._first),
+        }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSplit
-from elastic_ray.data.order import EpochOrder
+from elastic_ray.data.order import EpochOrder, digest
 from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.sharding import Indices
 from elastic_ray.data.whole import batch_ends, whole_step
@@ -94,7 +94,7 @@ class WholeBatches(MapBatches):
             self._ends = order, ends
         return self._ends[1]
 
-    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[list[int]]]:
+    def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
         return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
@@ -107,14 +107,20 @@ class WholeBatches(MapBatches):
         fetches = [self.fetch] if cut.rank < len(batches) else []
         return StepBatches(total=ends[-1], sizes=[[count] for count in counts], fetches=fetches)
 
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """As of ``MapBatches``, and where batches end."""
+        ends = np.asarray(self.ends(epoch), dtype=np.int64)
+        return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
+
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """A group of any size can go on from the end of a batch."""
         return True
 
 
-def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[list[int]]:
+def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
+    """This rank's batches from ``position`` on, each with the position of its first sample."""
     while batches := whole_step(ends, position=position, world_size=cut.world_size):
         if cut.rank < len(batches):
             first, last = batches[cut.rank]
-            yield order[first:last].tolist()
+            yield first, order[first:last].tolist()
         position = batches[-1][1]

@@ -74,7 +74,7 @@ class JobSupervisor:
     ) -> None:
         self._spec, self._journal = spec, journal
         self.record = JobRecord(spec)
-        self._planner = BatchPlanner(fixed=spec.elastic.fixed_batch, shares_by_type=spec.scheduling.mixed_gpu_types)
+        self._planner = BatchPlanner(shares_by_type=spec.scheduling.mixed_gpu_types)
         self.group = WorkerGroup(spec, controller, self.record, self._planner, background, self, named=named)
         self.events = EventLog(spec, self.record, self.group.machine, self._keep)
         self._writer = RecordWriter(spec, self.record, background, self.events.storage)

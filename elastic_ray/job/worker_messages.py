@@ -32,7 +32,9 @@ from elastic_ray.worker.messages import (
     WorkerReady,
     WorkerReport,
 )
+from placement.text import printable, printable_lines
 
+_TRACEBACK = 8_000  # characters of a joiner's, from the end
 _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
@@ -158,9 +160,9 @@ class WorkerMessages:
         """A run of the train function has ended."""
         trains = self._group.machine.current is not None
         match result:
-            case RunFinished(value=value):
+            case RunFinished(value=value, rank=rank, steps=steps):
                 self._job.returned(worker, value)
-                self._group.take(Finished(worker=worker))
+                self._group.take(Finished(worker=worker, rank=rank, steps=steps))
             case RunLeft():
                 self._group.take(Left(worker=worker))
             case RunStopped():
@@ -173,5 +175,15 @@ class WorkerMessages:
                 self._group.take(Lost(worker=worker, cause=cause))
             case RunOutOfMemory(cause=cause) if trains:  # the others go on without it
                 self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {cause}"))
+            case RunFailed(error=error, trained=False) if self._group.machine.is_newcomer(worker):
+                self._give_up(worker, error)
             case RunFailed(error=error):  # RunOutOfMemory is one
                 self._job.finish(JobPhase.FAILED, error=error)
+
+    def _give_up(self, worker: str, error: BaseException | Raised | None) -> None:
+        """A joiner has failed before it trained a step: the others go on without it, and the next one waits."""
+        text = error.traceback_text if isinstance(error, Raised) else f"{type(error).__name__}: {error}"
+        cause = printable(text.strip().rsplit("\n", 1)[-1])
+        detail = {"traceback": printable_lines(text)[-_TRACEBACK:]}
+        self._events.note(EventKind.CANCELLED, f"joiner {worker} is given up, it raised {cause}", detail=detail)
+        self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Mapping
@@ -141,8 +142,10 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     in all: they are read by processes of the cluster that run no user's code. NumPy's scalars, and arrays and tensors
     of one element, are recorded as numbers; other arrays and tensors of real numbers as lists.
 
-    Replicas are identical, so rank 0's checkpoint stands for all; a checkpoint that another rank passes is not
-    stored. The call returns when rank 0's files have been copied to the run's storage and the job knows of them.
+    Replicas are identical, so rank 0's checkpoint stands for all. Files of a checkpoint that another rank passes in the
+    same place are put into the same directory, as far as rank 0's has none of that name; a ``warning`` event says so
+    where rank 0 has passed none. The call returns when the files have been copied to the run's storage, and the job
+    knows of them.
     Storage that is silent, fails, or is not there, for ``ElasticConfig(storage_timeout_s)`` costs the checkpoint, which
     an event of kind ``storage`` says, and not the training: the metrics count, and the next checkpoint is tried again.
 
@@ -158,11 +161,14 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
         return  # the job has had this report before this worker came (back)
     if session.elastic and not session.synced:
         session.tell_of_early_report()
-    number = session.count_report()
+    number = session.count_report(saves=checkpoint is not None)
     if session.group.rank_info.rank == 0:
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
+        session.registry.monitoring.take_report(plain, number)
         session.controller.report(plain, checkpoint, session.resume_point(), number)
+    elif checkpoint is not None:
+        session.controller.add_files(checkpoint, number)
 
 
 def get_checkpoint() -> Checkpoint | None:
@@ -202,7 +208,8 @@ def register_state(name: str, target: Any) -> None:
     Args:
         name: unique in the train loop.
         target: has ``state_dict()`` of tensors and plain values, and ``load_state_dict(state)``. Of a
-            ``torch.nn.Module`` all parameters and buffers travel, persistent or not.
+            ``torch.nn.Module`` all parameters and buffers travel, persistent or not, its extra states
+            (``get_extra_state``), modes, and the sums of a ``torchmetrics.Metric``.
 
     Raises:
         TypeError: it is no text, or has no such methods.
@@ -225,8 +232,10 @@ def register_state(name: str, target: Any) -> None:
     session = session_to_build()
     if session.synced:
         raise RuntimeError(f"state {name!r} must be registered before the first epoch, so that all workers have it")
-    registered, name = RegisteredState(target), f"user/{name}"
+    registered, name = RegisteredState(target, functools.partial(session.tell, "warning")), f"user/{name}"
     session.states.register(name, registered.state)
+    if registered.extras is not None:
+        session.states.register(f"{name}/parts", registered.extras)
     session.states.register_rollback(registered.remember, registered.roll_back, name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import check_present
+from elastic_ray.session.current import check_present, session_of_thread
 
 
 class Epochs:
@@ -88,10 +88,15 @@ class Epochs:
             self._session.ledger.begin_epoch()
 
     def __iter__(self) -> Iterator[int]:
-        while not self.done:
-            yield self.begin_epoch()
-            self.end_epoch()
-        self._session.ledger.begin_epoch()
+        try:
+            while not self.done:
+                yield self.begin_epoch()
+                self.end_epoch()
+            self._session.ledger.begin_epoch()
+        except GeneratorExit:
+            pass  # the loop was left by break or return
+        if session_of_thread() is self._session:
+            self._session.leave_epochs()
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:

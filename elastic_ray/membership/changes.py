@@ -26,7 +26,9 @@ class MembershipConfig:
         switch_timeout_s: members of an announced forced generation that are silent this long count as hung.
         patience_s: how long a change waits for further joiners that are starting.
         notice_s: how long a failed collective waits for news of who died before a generation of all is tried.
-        backoff_s: pause before resources are asked for again after a reservation or a joiner failed.
+        backoff_s: pause before resources are asked for again after a reservation or a joiner failed; twice as long with
+            each joiner that fails within ``remember_s`` of the one before, up to ``remember_s``.
+        remember_s: after so long without a failure of a joiner, the next one is the first again.
         replace_again_s: pause before a member is replaced again after no other worker was to be had.
     """
 
@@ -38,6 +40,7 @@ class MembershipConfig:
     patience_s: float = 5.0
     notice_s: float = 1.0
     backoff_s: float = 5.0
+    remember_s: float = 600.0
     replace_again_s: float = 600.0
 
 
@@ -75,20 +78,31 @@ class GenerationChanges(Roster):
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._losses: tuple[int, tuple[str, ...]] = 0, ()  # a generation, and members that it has lost
         self._not_before_s = 0.0
+        self._failed_joiners, self._joiner_failed_s = 0, 0.0
         self._retry_s = self._replace_after_s = 0.0
         self._suspicion: _Deadline | None = None
         self._hope: _Deadline | None = None
         self._ended = False
         self._out: list[Instruction] = []
 
-    def _lost(self, worker: str, cause: str, now_s: float) -> None:
+    def _lost(self, worker: str, cause: str, now_s: float, *, newcomer: bool = False) -> None:
         """A worker is gone."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
+        if newcomer:
+            self._rest_after_joiner(now_s)
         self._out.append(Release(worker=worker, kill=True, reason=cause))
         if record.phase is not WorkerPhase.LEAVING:  # its generation is over: no member waits for it
             self._bereave(record, cause, now_s)
+
+    def _rest_after_joiner(self, now_s: float) -> None:
+        """A joiner was of no use: the next one waits, the longer the more of them there were."""
+        recent = now_s - self._joiner_failed_s <= self.config.remember_s
+        self._failed_joiners = self._failed_joiners + 1 if recent else 1
+        self._joiner_failed_s = now_s
+        rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)
+        self._not_before_s = max(self._not_before_s, now_s + rest_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
         """Go on without a worker that was not expected to go."""
@@ -102,7 +116,7 @@ class GenerationChanges(Roster):
         elif self.is_planned(record.worker):
             self._withdraw(f"joiner {record.worker} was lost: {cause}", now_s)
         else:
-            self._not_before_s = now_s + self.config.backoff_s
+            self._not_before_s = max(self._not_before_s, now_s + self.config.backoff_s)
         self._check_state(record, cause)
 
     def _note_loss(self, record: WorkerRecord, cause: str) -> None:
@@ -137,6 +151,7 @@ class GenerationChanges(Roster):
             members=tuple(Member(worker=w.worker, node=w.node) for w in members),
             void_below=self.issued if forced or self.current is None else 0,
             reason=reason,
+            returned=tuple(each.returned for each in self.workers.values() if each.returned is not None),
         )
         self.in_flight = InFlight(
             spec=spec,
@@ -219,7 +234,7 @@ class GenerationChanges(Roster):
             self._force(reason, now_s)
             return
         self.in_flight = None
-        self._not_before_s = now_s + self.config.backoff_s
+        self._not_before_s = max(self._not_before_s, now_s + self.config.backoff_s)
         concerned = {m.worker for m in flight.spec.members} | {w.worker for w in self.in_phase(WorkerPhase.MEMBER)}
         living = sorted(concerned & self.workers.keys(), key=number)
         self._out.append(Withdraw(generation=flight.spec.generation, to=tuple(living)))
@@ -293,7 +308,7 @@ class GenerationChanges(Roster):
             self._take_effect(flight, now_s)
         if record is not None:
             if record.phase is WorkerPhase.READY:
-                record.join(now_s)
+                record.join(now_s, others=flight.from_state and not record.loaded)
             flight.entered(told.worker, told.pause)
         if self._hope is not None:
             self._force(self._hope.cause, now_s)

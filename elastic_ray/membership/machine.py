@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 
 from elastic_ray.membership.changes import GenerationChanges, MembershipConfig
 from elastic_ray.membership.instructions import AllLost, Complete, Instruction, Launch, Release, Reserve, Withdraw
+from elastic_ray.membership.messages import Returned
 from elastic_ray.membership.recovery import SurvivingWorker, recover
 from elastic_ray.membership.roster import WorkerPhase, WorkerRecord, number
 from elastic_ray.membership.selection import first_group, next_group, surplus
@@ -66,12 +67,12 @@ class JobMembership(GenerationChanges):
                 self._reserved(worker, now_s)
             case Ready():
                 self._ready(stimulus, now_s)
-            case Lost(worker=worker, cause=cause):
-                self._lost(worker, cause, now_s)
+            case Lost(worker=worker, cause=cause, newcomer=newcomer):
+                self._lost(worker, cause, now_s, newcomer=newcomer)
             case Left(worker=worker):
                 self._left(worker, now_s)
-            case Finished(worker=worker):
-                self._finished(worker)
+            case Finished(worker=worker, rank=rank, steps=steps):
+                self._finished(worker, Returned(rank=rank, steps=steps))
             case Rerun(worker=worker, has_state=has_state):
                 self._rerun(worker, has_state, now_s)
             case StepFailed():
@@ -148,6 +149,15 @@ class JobMembership(GenerationChanges):
         """Workers the job is heading for."""
         return sum(self._target.values())
 
+    def is_newcomer(self, worker: str) -> bool:
+        """Whether a worker has come, or is to come, to others that train, and holds no state that they lack."""
+        record = self.workers.get(worker)
+        if record is None or self.current is None:
+            return False
+        if record.phase is WorkerPhase.MEMBER:
+            return record.joined_others and len(self.members()) > 1
+        return record.phase in (WorkerPhase.STARTING, WorkerPhase.READY) and not record.has_state
+
     def _may_go_on(self) -> bool:
         return any(record.has_state for record in self.workers.values() if record.phase is not WorkerPhase.LEAVING)
 
@@ -202,11 +212,11 @@ class JobMembership(GenerationChanges):
         if record.phase is not WorkerPhase.LEAVING and not expected:
             self._bereave(record, "it left", now_s)
 
-    def _finished(self, worker: str) -> None:
+    def _finished(self, worker: str, returned: Returned) -> None:
         record = self.workers.get(worker)
         if record is None:
             return
-        record.finish()
+        record.finish(returned)
         if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
             self._end(Complete())
 

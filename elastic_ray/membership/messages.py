@@ -44,6 +44,19 @@ class RankInfo:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A worker whose train function has returned.
+
+    Attributes:
+        rank: its last one.
+        steps: committed steps of all loaders.
+    """
+
+    rank: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSpec:
     """A generation, as the controller announces it. Numbers only ever grow.
 
@@ -55,6 +68,7 @@ class GenerationSpec:
         batch: batch shape from the first step on; None keeps the loader's own choice.
         equal_shares: no rank takes more of a step than others from now on, however slow they are.
         reason: why, as a sentence.
+        returned: workers of earlier generations whose train function has returned.
     """
 
     generation: int
@@ -63,6 +77,7 @@ class GenerationSpec:
     batch: BatchChoice | None = None
     equal_shares: bool = False
     reason: str = ""
+    returned: tuple[Returned, ...] = ()
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,7 @@ import enum
 from collections import Counter
 
 from elastic_ray.events import Pause
-from elastic_ray.membership.messages import GenerationSpec
+from elastic_ray.membership.messages import GenerationSpec, Returned
 
 
 class WorkerPhase(enum.Enum):
@@ -36,6 +36,8 @@ class WorkerRecord:
         state_generation: generation in which it ran out of memory, with the state that it keeps.
         rebuilt: its ``Ready`` overtook its ``Rerun``.
         failures: planned generations in a row that could not be formed with it as a joiner.
+        replaced: it is to go once another is ready in its place.
+        joined_others: it is a member of a group that had trained before it came.
     """
 
     worker: str
@@ -49,6 +51,8 @@ class WorkerRecord:
     rebuilt: bool = False
     failures: int = 0
     replaced: bool = False
+    joined_others: bool = False
+    returned: Returned | None = None
 
     @property
     def stays(self) -> bool:
@@ -82,14 +86,14 @@ class WorkerRecord:
         self.enter(WorkerPhase.READY if self.rebuilt else WorkerPhase.STARTING, now_s)
         self.has_state, self.rebuilt, self.state_generation = has_state, False, state_generation
 
-    def join(self, now_s: float) -> None:
-        """It trains in a generation."""
+    def join(self, now_s: float, *, others: bool) -> None:
+        """It trains in a generation; with ``others`` in one that went on from theirs."""
         self.enter(WorkerPhase.MEMBER, now_s)
-        self.failures = 0
+        self.failures, self.joined_others = 0, others
 
-    def finish(self) -> None:
+    def finish(self, returned: Returned) -> None:
         """Its train function has returned."""
-        self.phase = WorkerPhase.FINISHED
+        self.phase, self.returned = WorkerPhase.FINISHED, returned
 
     def hold_state(self) -> None:
         """It holds a trained state."""

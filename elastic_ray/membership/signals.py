@@ -23,8 +23,17 @@ class Left(Signal):
     """Its train function has unwound after it left a generation."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finished(Signal):
-    """Its train function has returned: training is complete for this rank."""
+    """Its train function has returned: training is complete for this rank.
+
+    Attributes:
+        rank: its last one.
+        steps: committed steps of all loaders.
+    """
+
+    rank: int = 0
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +58,15 @@ class Ready(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lost(Signal):
-    """It died, or was found hung; its process is (or will be) gone."""
+    """It died, or was found hung; its process is (or will be) gone.
+
+    Attributes:
+        cause: why, as a sentence.
+        newcomer: it is given up as a joiner that is of no use, so that the next one waits.
+    """
 
     cause: str
+    newcomer: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

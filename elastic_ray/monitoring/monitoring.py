@@ -18,12 +18,14 @@ class Monitoring:
 
     Attributes:
         meter: times, memory and bytes of this rank's steps.
+        loss: the latest metric of that name that the loop has reported on rank 0, after the report's number.
     """
 
     def __init__(self, traffic: Callable[[], Mapping[str, int]] = dict, sending_s: Callable[[], float] = float) -> None:
         self.meter = StepMeter(traffic=traffic, sending_s=sending_s)
         self._request = Monitor()
         self._models: list[Callable[[], StepMeasures]] = []
+        self.loss: tuple[int, float] | None = None
 
     @property
     def request(self) -> Monitor:
@@ -38,6 +40,12 @@ class Monitoring:
         self._request = self._request.joined(monitor)
         if monitor.workers:
             self.meter.ask()
+
+    def take_report(self, metrics: Mapping[str, object], number: int) -> None:
+        """The loop has reported, for the ``number``-th time in the run."""
+        loss = metrics.get("loss")
+        if isinstance(loss, (int, float)) and not isinstance(loss, bool):
+            self.loss = number, float(loss)
 
     def add_model(self, measures: Callable[[], StepMeasures]) -> None:
         """The loop has wrapped another model, which is measured so."""

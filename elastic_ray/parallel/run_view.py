@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -68,6 +68,9 @@ class SharedStates(Protocol):
     def register(self, key: str, state: Stateful) -> None:
         """Make ``state`` part of what joiners receive."""
 
+    def holds(self, target: object) -> bool:
+        """True if user code has registered this object as a state."""
+
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
         """Undo for small state that user code moves on even when its step is lost."""
 
@@ -92,6 +95,9 @@ class ModelParts(Protocol):
     """Where a model registers what belongs to it."""
 
     least_share: int
+
+    def keep_random(self) -> None:
+        """Leave torch's generators as user code has seeded them."""
 
     @property
     def loaders(self) -> LeadingLoader:
@@ -134,8 +140,26 @@ class SyncedBuffers(Protocol):
         """Synchronise."""
 
 
+class MadeSchedulers(Protocol):
+    """Schedulers that were made in this process."""
+
+    def schedulers_of(self, optimizer: torch.optim.Optimizer) -> Sequence[object]:
+        """Those of an optimizer that are still there."""
+
+
 class ModelRun(SyncContext, Protocol):
     """See the module's text."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the group may change."""
+
+    def trained(self, number: int) -> None:
+        """A model's optimizer steps."""
+
+    @property
+    def optimizers(self) -> MadeSchedulers:
+        """Optimizers and schedulers of the process."""
 
     @property
     def group(self) -> UpdateGroup:

@@ -27,7 +27,6 @@ from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.patches import (
     after_step,
     check_schedule,
-    count_optimizer_steps,
     keep_scale_while_accumulating,
     patch_state_dict,
     patch_step,
@@ -47,8 +46,11 @@ from elastic_ray.parallel.refusals import (
     warn_of_no_effect,
 )
 from elastic_ray.parallel.run_view import ModelRun
+from elastic_ray.parallel.scalers import check_scaler
+from elastic_ray.parallel.schedulers import Schedulers
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.session.registry import HookPoint
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.builders import StrategyBuilder
@@ -105,6 +107,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
         stragglers: what a run without a trainer (``torchrun``) does about slow workers: ``"ignore"`` (as None),
             ``"tell"`` (the log) or ``"share"``. Under a trainer ``ElasticConfig(stragglers=)`` says it.
+        fold_random: have torch's generators go on, from the first epoch on, with numbers of each rank's own, so that
+            ranks that are seeded alike draw other dropout masks, and a worker that joins none of those of before.
+            False leaves them as user code has seeded them.
 
     Raises:
         TypeError: an argument is of another type, or one of ``DistributedDataParallel``'s that is not needed here.
@@ -129,6 +134,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         monitor: Monitor | None = None,
         stragglers: str | None = None,
         schedule: str = "progress",
+        fold_random: bool = True,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -149,7 +155,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._bounded_tables = bounded_tables(module)
         refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
         # Not attributes that nn.Module would walk: none of these is a module.
-        self._called = False
+        self._called, self._scaler_checked = False, grad_scaler is not None
         self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run: ModelRun = session
         self._optimizer, self._scaler = optimizer, grad_scaler
@@ -167,6 +173,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         else:
             session.stragglers.ask(watched)
+        if not fold_random:
+            session.registry.keep_random()
         try:
             self._join_run(nonfinite, strategy)
             self._register(lr_scheduler, schedule)
@@ -324,6 +332,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
         states.register(f"model/{index}", self._kept.model_state)
+        extras = ModuleExtras(self.module, warn=functools.partial(self._run.tell, "warning"))
+        states.register(f"modules/{index}", extras)
         states.register(f"optimizer/{index}", self._kept.optimizer_state)
         for name, inner in inner_optimizers(optimizer).items():
             states.register(f"optimizer/{index}/{name}", OptimizerState(inner))
@@ -331,7 +341,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
         states.register(f"noise/{index}", self._tracker)
-        self._register_schedulers(lr_scheduler, schedule)
+        self._schedulers = Schedulers(self._run, optimizer, index, lr_scheduler, schedule)
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
@@ -345,21 +355,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_buffers(BufferSync(self.module))
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
-    def _register_schedulers(self, lr_scheduler: Any, schedule: str) -> None:
-        """Have schedulers travel, and be undone with a lost step; without any, check that there is none."""
-        states = self._run.states
-        schedulers = lr_scheduler if isinstance(lr_scheduler, (list, tuple)) else [lr_scheduler]
-        known = [scheduler for scheduler in schedulers if scheduler is not None]
-        for number, scheduler in enumerate(known):
-            count_optimizer_steps(scheduler, self._run.ledger, schedule)
-            name = f"lr_scheduler/{self._index}/{number}"
-            states.register(name, DictState(scheduler))
-            states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, name)
-        if known:
-            states.register_rollback(self._rates, self._set_rates, f"learning rates/{self._index}")
-        else:
-            self._run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_scheduler)
-
     def _ask_for_shares(self) -> None:
         """BatchNorm in training mode raises for one value per channel, as one sample without extent has."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
@@ -372,22 +367,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
-    def _check_scheduler(self) -> None:
-        if any("initial_lr" in group for group in self._optimizer.param_groups):
-            raise ValueError(
-                "the optimizer has a learning-rate scheduler that AdaptiveDataParallel does not know, so workers who "
-                "join later would miss its state: make it before the model is wrapped, and pass it as "
-                "AdaptiveDataParallel(model, optimizer, lr_scheduler=...), accelerator.prepare(..., scheduler) or "
-                "fabric.setup(model, optimizer, scheduler=...)"
-            )
-
-    def _rates(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
-
-    def _set_rates(self, rates: list[dict[str, Any]]) -> None:
-        for group, values in zip(self._optimizer.param_groups, rates, strict=True):
-            group.update(values)
-
     def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
         """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
         value, kwargs = evaluated(self._optimizer, closure, kwargs)
@@ -395,7 +374,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._sync.before_update()
+        self._run.trained(self._index)
         self._check_called()
+        if not self._scaler_checked:
+            self._scaler_checked = True
+            check_scaler(self._run)
         self._trainable.drop_strangers()
         if not ledger.may_apply():
             return value

@@ -34,6 +34,9 @@ class ControllerClient(Protocol):
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Rank 0's metrics and checkpoint; blocks until the checkpoint's files have been taken over."""
 
+    def add_files(self, checkpoint: Any, index: int) -> None:
+        """Files of another rank for the checkpoint that rank 0 reports under this number; blocks until it has them."""
+
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """What the job's user should know: the kind of event, a sentence, and numbers."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
+from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo, Returned
 
 
 class CurrentGeneration(Protocol):
@@ -52,6 +52,12 @@ class Group:
     def generation_spec(self) -> GenerationSpec | None:
         """The present generation as announced, None before the first."""
         return self._membership.current
+
+    @property
+    def returned(self) -> tuple[Returned, ...]:
+        """Workers that belong to the group no more, for their train functions have returned."""
+        spec = self._membership.current
+        return spec.returned if spec is not None else ()
 
     @property
     def rank(self) -> int:

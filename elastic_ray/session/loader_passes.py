@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
 from elastic_ray.session.pass_view import PassChanges, PassRun
+from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
 
@@ -46,6 +47,8 @@ class LoaderPasses:
         self._deferred_change: Callable[[int], bool] | None = None
         self._asked_to_end: PassProgress | None = None
         self._ended_early: PassProgress | None = None
+        # By depth: a pass, the group in which it was described, and its description.
+        self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
 
     @property
     def _progress(self) -> RunProgress:
@@ -71,6 +74,49 @@ class LoaderPasses:
         if self._parts.ledger.depth == 0 and self._changes.furthest_passes > self._progress.ended_passes:
             loader_pass.end()
             self._progress.follow_passes(self._changes.furthest_passes)
+
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
+        """Compare what decides the data of a pass, before its first step in each group.
+
+        That of a pass within a step is compared at its end, with the announcement that is made there.
+
+        Args:
+            loader_pass: the pass, whose next step all ranks are about to begin.
+            facts: tells what the ranks must have in common.
+
+        Returns:
+            False if the group broke meanwhile and another one was entered: the step must be cut anew.
+
+        Raises:
+            ReplicasDifferError: the ranks would use other samples, or in another order; raised on every rank.
+            RanksDisagreeError: another rank has returned from the train function, after as many steps or fewer.
+        """
+        parts = self._parts
+        depth, generation = parts.ledger.depth, parts.group.generation
+        if not depth:
+            self._check_returned()
+        known = self._plans.get(depth)
+        if parts.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
+            return True
+        plan = DataPlan(facts=facts(), joined=parts.states.joined)
+        self._plans[depth] = loader_pass, generation, plan
+        if depth:
+            return True
+        try:
+            parts.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
+        except CommunicationFailedError as error:
+            self._changes.regroup(str(error))
+            return False
+        return True
+
+    def _check_returned(self) -> None:
+        """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
+        steps = self._progress.loader_steps
+        for each in self._parts.group.returned:
+            if each.steps <= steps:
+                raise RanksDisagreeError(
+                    returned_early(each.rank, each.steps, self._parts.group.communicator.rank, steps)
+                )
 
     def begin_step(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
@@ -228,7 +274,10 @@ class LoaderPasses:
         early, self._ended_early = abandoned or self._ended_early is loader_pass, None
         while self._progress.ended_passes == ended:
             try:
-                self._vote(Announced(Intent.END_OF_PASS, self._parts.ledger.depth, parts.registry.buffer_layout))
+                depth = parts.ledger.depth
+                described = self._plans.get(depth) if depth else None
+                plan = described[2] if described is not None and described[0] is loader_pass else None
+                self._vote(Announced(Intent.END_OF_PASS, depth, parts.registry.buffer_layout), plan=plan)
                 self._progress.end_pass()
                 parts.registry.sync_buffers(parts.group.communicator)
                 if self._parts.ledger.depth == 0:
@@ -270,11 +319,11 @@ class LoaderPasses:
         if can_switch is not None:
             self._changes.between_steps(can_switch)
 
-    def _vote(self, what: Announced, step: LoaderStep | None = None) -> None:
+    def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
         parts = self._parts
         added = parts.sums.take(parts.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
-            self._progress.add_sums(parts.consensus.vote(what, added))
+            self._progress.add_sums(parts.consensus.vote(what, added, plan=plan))
             return
         join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
         self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join))

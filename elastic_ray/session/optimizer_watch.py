@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ray.session.current import session_of_thread
@@ -23,6 +25,23 @@ def watch_optimizers() -> None:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_on_step)
+        for kind in (LRScheduler, ReduceLROnPlateau):
+            _note_made(kind)
+
+
+def _note_made(kind: Any) -> None:
+    """Have the session of the thread hear of each scheduler that is made."""
+    original = kind.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        session = session_of_thread()
+        optimizer = getattr(self, "optimizer", None)
+        if session is not None and optimizer is not None:
+            session.optimizers.made(self, optimizer, late=session.synced and session.elastic)
+
+    setattr(kind, "__init__", __init__)  # noqa: B010
 
 
 def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -54,6 +73,28 @@ class OptimizerWatch:
         self._tell = tell
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._schedulers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref[Any]]]
+        self._schedulers = weakref.WeakKeyDictionary()
+
+    def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
+        """A scheduler was made; ``late`` if training has begun in a group that may change.
+
+        Raises:
+            RuntimeError: so late, and for the optimizer of a wrapped model.
+        """
+        if late and optimizer in self._known:
+            raise RuntimeError(
+                f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
+                "begun: workers that join later, and the job when it starts again, would go on with another schedule. "
+                "Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages that follow "
+                "each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is one "
+                "LambdaLR over all steps"
+            )
+        self._schedulers.setdefault(optimizer, []).append(weakref.ref(scheduler))
+
+    def schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
+        """Schedulers of an optimizer that were made in this run and are still there."""
+        return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """One that was wrapped."""

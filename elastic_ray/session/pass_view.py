@@ -8,6 +8,8 @@ from typing import Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
+from elastic_ray.membership.messages import Returned
+from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.step import LoaderStep
@@ -36,6 +38,10 @@ class PassState(Protocol):
     @property
     def progress(self) -> RunProgress:
         """Where the run stands."""
+
+    @property
+    def joined(self) -> bool:
+        """True if this rank came to the present group without a state, and received that of the others."""
 
 
 class PassLedger(Protocol):
@@ -123,8 +129,12 @@ class PassVotes(Protocol):
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
+        plan: DataPlan | None = None,
     ) -> Iterable[tuple[tuple[int, int], str, float]]:
         """Agree, and add up what the ranks' accumulators were given; raises ``CommunicationFailedError``."""
+
+    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> object:
+        """Announce what comes next, and wait for the others; raises ``CommunicationFailedError``."""
 
 
 class PassGroup(Protocol):
@@ -133,6 +143,14 @@ class PassGroup(Protocol):
     @property
     def generation(self) -> int:
         """Its number."""
+
+    @property
+    def returned(self) -> Sequence[Returned]:
+        """Workers that belong to the group no more, for their train functions have returned."""
+
+    @property
+    def world_size(self) -> int:
+        """Its ranks."""
 
     @property
     def communicator(self) -> Communicator:

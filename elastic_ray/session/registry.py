@@ -107,18 +107,25 @@ class ModelRegistry:
 class LoaderRegistry:
     """The loader that leads: its limits are the job's, and it follows the batch that the job chooses.
 
+    Args:
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
+
     Attributes:
         info: what it tells the job, None before there is one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, fixed_batch: bool = False) -> None:
+        self._fixed_batch = fixed_batch
         self.info: LoaderInfo | None = None
         self._leading: weakref.ref[Any] | None = None  # its worker processes must go when the user lets it go
         self._late: list[weakref.WeakMethod[Any]] = []
         self._failed = False
+        self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo) -> None:
         """This loader leads from now on."""
+        if self._fixed_batch:
+            info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
 
     @property
@@ -144,6 +151,16 @@ class LoaderRegistry:
         self._late = [known for known in self._late if known() is not None]
         self._late.append(join)
 
+    def add(self, close: weakref.WeakMethod[Any]) -> None:
+        """A loader belongs to this run; ``close`` ends its worker processes."""
+        self._made = [*(known for known in self._made if known() is not None), close]
+
+    def close(self) -> None:
+        """The run is over: worker processes of its loaders end with it, whoever still holds the loaders."""
+        for reference in self._made:
+            if (close := reference()) is not None:
+                close()
+
     def late(self) -> Iterator[Callable[[Any], None]]:
         """How each of those that are still there joins another run."""
         for reference in self._late:
@@ -156,6 +173,7 @@ class Registry:
 
     Args:
         monitoring: what is measured of the run's steps.
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
 
     Attributes:
         models: the wrapped models.
@@ -164,12 +182,13 @@ class Registry:
         saving: what the ranks agree on of checkpoints that all of them write.
         least_share: fewest samples that the models can be trained with at once.
         halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
+        folds_random: torch's generators become each rank's own with the first epoch.
     """
 
-    def __init__(self, monitoring: Monitoring | None = None) -> None:
+    def __init__(self, monitoring: Monitoring | None = None, *, fixed_batch: bool = False) -> None:
         self.monitoring = monitoring or Monitoring()
         self.models = ModelRegistry()
-        self.loaders = LoaderRegistry()
+        self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
@@ -177,6 +196,11 @@ class Registry:
         self.least_share = 1
         self.halving_changes = 0
         self._adds_up = False  # gradients over several steps
+        self.folds_random = True
+
+    def keep_random(self) -> None:
+        """Leave torch's generators as user code has seeded them."""
+        self.folds_random = False
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""

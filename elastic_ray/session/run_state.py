@@ -73,6 +73,7 @@ def make_run_state(
     replicas: Replicas,
     *,
     elastic: bool,
+    fixed_batch: bool,
     stragglers: StragglerConfig,
     adaptation: Adaptation,
     moment: Callable[[str], None],
@@ -99,7 +100,7 @@ def make_run_state(
     )
     states.register("stragglers", watch)
     states.register("gpu_types", gpu_types)
-    registry = Registry(monitoring)
+    registry = Registry(monitoring, fixed_batch=fixed_batch)
     riders = (meter, adaptation.runner.watched, adaptation.runner.ballot, registry.saving)
     return RunState(
         group=group,
@@ -116,6 +117,7 @@ def make_run_state(
             ledger,
             riders,
             warn=lambda text: tell("warning", text),
+            is_last_epoch=lambda: states.progress.in_last_epoch,
         ),
         clock=StepClock(),
         meter=meter,

@@ -6,13 +6,13 @@ code between them never sees membership, batch size or learning rate move.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import ModelInfo, StepReport
+from elastic_ray.consensus.changes import UNRECORDED
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
@@ -27,12 +27,14 @@ from elastic_ray.session.optimizer_watch import OptimizerWatch
 from elastic_ray.session.registry import HookPoint, Noise, Registry
 from elastic_ray.session.run_state import make_run_state
 from elastic_ray.session.step_reports import step_report
+from elastic_ray.state.layout import check_ends
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.shared_state import SharedState
-from elastic_ray.state.starting_point import StartingPoint
+from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.random_numbers import fold_generators
 from elastic_ray.steps.user_collectives import UserCollectives
 from elastic_ray.stragglers.reports import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
@@ -46,19 +48,6 @@ _SAVED_TOGETHER_WAIT_S = 60.0  # one rank may evaluate after the last epoch
 _IGNORED = StragglerConfig()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
-    """Captured states that a worker begins with, and that make it a holder of state.
-
-    Attributes:
-        states: from before a rerun in this process, or of an automatic checkpoint.
-        path: of that automatic checkpoint; empty for a rerun.
-    """
-
-    states: dict[str, Any]
-    path: str = ""
-
-
 class Session:
     """See the module's text. One instance serves one run of a train function.
 
@@ -69,6 +58,7 @@ class Session:
         progress: where to start: the beginning, a checkpoint's resume point, or state kept through a rerun.
         saved: states to start with, where there are some.
         elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
         regroup_timeout_s: longest wait for a generation to go on with.
         faults: scripted faults, None outside tests.
         job: its name.
@@ -92,6 +82,7 @@ class Session:
         progress: RunProgress | None = None,
         saved: SavedState | None = None,
         elastic: bool = True,
+        fixed_batch: bool = False,
         join_timeout_s: float = 600.0,
         regroup_timeout_s: float = 60.0,
         faults: FaultInjector | None = None,
@@ -105,6 +96,7 @@ class Session:
         self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
         self.membership, self.controller = membership, controller
         self._synced = self._in_epochs = self._opening_failed = self._told_of_early_report = False
+        self._steps_at_join = 0
         self._saved = saved
         self._join_timeout_s, self._faults = join_timeout_s, faults
         self._replicas = Replicas(lambda: self.registry.drifts)
@@ -114,6 +106,7 @@ class Session:
             progress or RunProgress(),
             self._replicas,
             elastic=elastic,
+            fixed_batch=fixed_batch,
             stragglers=stragglers,
             adaptation=Adaptation(self, sizes),
             moment=self.moment,
@@ -266,7 +259,7 @@ class Session:
             )
         rates = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
         number = self.registry.models.add(info, noise, rates)
-        self._replicas.add(module)
+        self._replicas.add(module, optimizer)
         self.optimizers.add(optimizer)
         return number
 
@@ -309,6 +302,11 @@ class Session:
             self.fail_opening()
             raise
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step was committed since this worker joined."""
+        return self._synced and self.progress.steps > self._steps_at_join
+
     def _open(self) -> None:
         """Join the group with what the train function has built."""
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
@@ -321,6 +319,9 @@ class Session:
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
         self._synced = True
+        self._steps_at_join = self.progress.steps
+        if self.registry.folds_random:
+            fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
         self.ledger.begin_replay()
 
     def _install_saved(self) -> None:
@@ -355,6 +356,15 @@ class Session:
         self.sync_point()
         self.progress.declare_epochs(epochs)
 
+    def trained(self, number: int) -> None:
+        """The optimizer of a model steps."""
+        self._replicas.trained(number)
+
+    def leave_epochs(self) -> None:
+        """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""
+        if self.synced and self.world_size > 1:
+            self._replicas.leave(self.progress.steps, self.progress.loader_steps)
+
     def enter_loop(self) -> PassProgress:
         """The next loader pass of this epoch, with the position that it has already reached.
 
@@ -384,8 +394,11 @@ class Session:
                 "AdaptiveDataLoader inside `for epoch in elastic_ray.remaining_epochs_until(n):` is refused at its end",
             )
 
-    def count_report(self) -> int:
-        """Another call of ``report``; returns its number in the run."""
+    def count_report(self, *, saves: bool = False) -> int:
+        """Another call of ``report``, with a checkpoint if it ``saves``; returns its number in the run."""
+        self._parts.agreed.ask_for_comparison(saves)
+        if self.rank and self._parts.agreed.is_unrecorded():
+            self._tell_once("warning", UNRECORDED, 0)
         reports = self.progress.count_report(self._parts.agreed.reports)
         self._parts.agreed.count_reports(reports)
         return reports
@@ -425,6 +438,7 @@ class Session:
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
             RanksDisagreeError: another rank goes on training. It finds out as well, if that takes longer.
+            ReplicasDifferError: the ranks have come apart in the last steps.
         """
         if not self.synced:
             raise RuntimeError(
@@ -436,12 +450,14 @@ class Session:
         if self.ledger.failed:
             return False
         alone = self.world_size == 1 or not self.registry.saves_together
-        all_here, wait_s = False, _FINISHED_WAIT_S if alone or not saves else _SAVED_TOGETHER_WAIT_S
+        ends, wait_s = list[int](), _FINISHED_WAIT_S if alone or not saves else _SAVED_TOGETHER_WAIT_S
         if self.world_size > 1 and not self.membership.voided:
-            all_here = self.consensus.announce_finished(Announced(Intent.FINISH), wait_s)
+            left = self._replicas.left_at(self.progress.loader_steps)
+            ends = self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
+            check_ends(ends)
         if alone or not saves:
             return saves
-        if not all_here:
+        if not ends:
             self.tell("storage", f"the end of the run is not saved: other ranks have not returned after {wait_s:g} s")
             return False
         self.consensus.reductions_started()

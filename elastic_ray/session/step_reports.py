@@ -39,4 +39,5 @@ def step_report(run: RunState) -> StepReport | None:
         wish=run.adaptation.wish,
         learning_rate_factor=run.registry.models.rate_factor,
         first_step_s=run.clock.first_step_s,
+        loss=run.registry.monitoring.loss,
     )

@@ -56,7 +56,7 @@ class StandaloneController:
     def __init__(self, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
         self._replicas = replicas
         self._post = post
-        self._planner = BatchPlanner(fixed=False, fit_every_s=0.0)
+        self._planner = BatchPlanner(fit_every_s=0.0)
         self._choice: BatchChoice | None = None
         self._session: weakref.ref[Session] | None = None
         self.metrics: dict[str, Any] = {}
@@ -124,6 +124,9 @@ class StandaloneController:
         self.metrics = dict(metrics)
         shown = ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in metrics.items())
         logger.info("epoch %s: %s", resume_point.epoch, shown)
+
+    def add_files(self, checkpoint: Any, index: int) -> None:
+        """A checkpoint stays where the user's code has written it."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""

@@ -1,13 +1,25 @@
-"""What is registered on a rank, by name, and how two ranks differ in it (pure)."""
+"""What ranks must have in common: what is registered, by name, and the data; and how two differ in it (pure)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from elastic_ray.state.compared.facts import Facts
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import Communicator
 
 _NAMED = 5
 _DIGEST_BYTES = 5
+_WAY_OUT = (
+    "Each rank takes its share of an order of its own, so that samples are left out and others used twice. Give "
+    "AdaptiveDataLoader the same whole dataset and the same arguments on every worker, whatever its rank, and let it "
+    "share the samples out: sort what comes from a set or a directory listing, seed random_split, shuffles and "
+    "generated data alike, and do not cut the dataset by rank"
+)
 
 
 class ReplicasDifferError(RuntimeError):
@@ -42,11 +54,12 @@ def difference(layouts: Mapping[int, bytes]) -> str:
     )
 
 
-def check_samples(samples: Sequence[int]) -> None:
+def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
     """What the ranks deal out by position must be one dataset; its length is what can be told without reading it.
 
     Args:
         samples: of an epoch, by rank; below 0 where a rank does not know them.
+        joins: True for ranks that join others.
 
     Raises:
         ReplicasDifferError: two ranks know different ones.
@@ -55,11 +68,50 @@ def check_samples(samples: Sequence[int]) -> None:
     one = next(iter(known), 0)
     other = next((rank for rank, count in known.items() if count != known[one]), None)
     if other is not None:
+        one_joins, other_joins = (", which joins" if joins and joins[rank] else "" for rank in (one, other))
         raise ReplicasDifferError(
             f"every worker must train on the same dataset, but the training loader's has {known[one]} samples on rank "
-            f"{one} and {known[other]} on rank {other}: each would take its share of another order, so that samples "
-            "are left out and others used twice. Build it from the same files on every worker, and let the loader "
-            "share it out"
+            f"{one}{one_joins} and {known[other]} on rank {other}{other_joins}: each would take its share of another "
+            "order, so that samples are left out and others used twice. Build it from the same files on every worker, "
+            "and let the loader share it out"
+        )
+
+
+class DataPlan(Facts):
+    """Facts about a pass over a loader."""
+
+    __slots__ = ()
+
+    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
+        """Compare with the other ranks' facts, all of which have announced fingerprints; 0 is an unknown one.
+
+        Raises:
+            CommunicationFailedError: the group broke meanwhile.
+            ReplicasDifferError: the facts differ; raised on every rank.
+        """
+        if text := self.difference(communicator, fingerprints):
+            raise ReplicasDifferError(
+                f"every worker must train on the same data in the same order, but {text}. {_WAY_OUT}"
+            )
+
+
+def check_ends(fingerprints: Sequence[int]) -> None:
+    """Compare what the ranks hold behind the last epoch.
+
+    Args:
+        fingerprints: of their parameters, by rank; 0 where one has told none.
+
+    Raises:
+        ReplicasDifferError: they differ.
+    """
+    known = {rank: value for rank, value in enumerate(fingerprints) if value}
+    if len(set(known.values())) > 1:
+        common = max(known.values(), key=lambda value: (fingerprints.count(value), -fingerprints.index(value)))
+        others = ", ".join(str(rank) for rank, value in known.items() if value != common)
+        raise ReplicasDifferError(
+            f"the result of rank 0 stands for all ranks, but when the loop over epochs was left, rank(s) {others} held "
+            "other parameters, or trained them in another way, than the others: something in the last steps follows "
+            "from rank, clock, own samples or unseeded random numbers"
         )
 
 

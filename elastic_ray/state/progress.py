@@ -86,6 +86,11 @@ class RunProgress:
         """The loop has said how many epochs it wants; None where it does not say."""
         self.epochs = epochs
 
+    @property
+    def in_last_epoch(self) -> bool:
+        """True if the loop has said that no other one follows."""
+        return self.epochs is not None and self.epoch + 1 >= self.epochs
+
     def end_epoch(self) -> None:
         """The epoch in progress is over."""
         self.epoch += 1

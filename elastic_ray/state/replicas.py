@@ -1,13 +1,18 @@
-"""Whether all ranks hold the same parameters, bit by bit: a fingerprint that rides on announcements now and then."""
+"""Whether all ranks hold the same parameters, bit by bit, and train them alike.
+
+A fingerprint of both rides on announcements now and then.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from elastic_ray.communication.communicator import Communicator
+from elastic_ray.state.compared.facts import Facts
 from elastic_ray.state.layout import ReplicasDifferError
 
 _EARLY = (1, 10)  # what goes wrong in every step is not to be found out a hundred steps later
@@ -30,10 +35,14 @@ class Replicas:
     def __init__(self, drift: Callable[[], bool] = lambda: False) -> None:
         self._drift = drift
         self._modules: list[torch.nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
         self._checked = -1
+        self._left = 0, 0
+        self._held = 0  # a number for the parameters' memory at the end of the last pass
+        self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step
 
-    def add(self, module: torch.nn.Module) -> None:
-        """Another model.
+    def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Another model, and what steps it.
 
         Raises:
             ValueError: one that was added before has some of its parameters.
@@ -47,6 +56,7 @@ class Replicas:
                     "gradients would be reduced twice. Put models that share parameters into one torch.nn.Module"
                 )
         self._modules.append(module)
+        self._optimizers.append(optimizer)
 
     @staticmethod
     def _compared(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -57,21 +67,50 @@ class Replicas:
         """A group was entered: what was checked in another does not count."""
         self._checked = -1
 
-    def due(self, steps: int, *, at_end: bool = False) -> bool:
+    def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
         """Whether all parameters are to be compared after ``steps`` steps.
 
         Args:
             steps: committed optimizer steps.
             at_end: of a loader's pass.
+            always: unless they have been.
         """
         late = at_end and steps - self._checked >= min(_EVERY, self._checked // _PART_OF_ALL)
-        due = late or steps in _EARLY or steps % _EVERY == 0
+        due = always or late or steps in _EARLY or steps % _EVERY == 0
         return due and steps != self._checked and bool(self._modules) and not self._drift()
 
+    def trained(self, number: int) -> None:
+        """Note the mode in which a model's optimizer steps: code between steps may change it on one rank alone."""
+        self._trains[number] = self._modules[number].training
+
+    def end_pass(self) -> None:
+        """Note that no code of the user's has come behind the last step of a pass: it may change one rank's models."""
+        self._held = self._memory()
+
+    def _memory(self) -> int:
+        """A number that changes with whatever writes into parameters."""
+        parameters = (p for module in self._modules for _, p in self._compared(module))
+        return hash(tuple((p.data_ptr(), p._version) for p in parameters))
+
+    def leave(self, steps: int, loader_steps: int) -> None:
+        """The loop over epochs is left after so many steps: code behind it may change models on one rank alone.
+
+        Where code in the last epoch has done so, behind the steps, there is nothing to compare.
+        """
+        if self.due(steps, always=True) and self._held == self._memory():
+            digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
+            self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
+
+    def left_at(self, loader_steps: int) -> int:
+        """The fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
+        at, fingerprint = self._left
+        return fingerprint if at == loader_steps else 0
+
     def fingerprint(self, steps: int) -> int:
-        """A fingerprint of all parameters after ``steps`` steps, never 0."""
+        """A fingerprint of all parameters, and of how they are trained, after ``steps`` steps; never 0."""
         self._checked = steps
-        digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)
+        told = repr((self._sums(), self._settings().fingerprint))
+        digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
         return int.from_bytes(digest.digest(), "big") or 1
 
     def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
@@ -83,20 +122,22 @@ class Replicas:
         """
         if len(set(fingerprints)) == 1:
             return
-        count = sum(len(self._compared(module)) for module in self._modules)
-        if len({row[0] for row in communicator.gather_ints([count])}) > 1:
+        settings = self._settings()
+        own = [sum(len(self._compared(module)) for module in self._modules), settings.fingerprint]
+        told = communicator.gather_ints(own)
+        if len({row[0] for row in told}) > 1:
             raise ReplicasDifferError("the ranks' models have different numbers of parameters by now")
-        names = [
-            name if len(self._modules) == 1 else f"model {number}: {name}"
-            for number, module in enumerate(self._modules)
-            for name, _ in self._compared(module)
-        ]
-        everyone = communicator.gather_ints([*self._sums(), *self._trainable()])
-        differing = [
-            name
-            for index, name in enumerate(names)
-            if len({(row[index], row[len(names) + index]) for row in everyone}) > 1
-        ]
+        if text := settings.difference(communicator, [row[1] for row in told]):
+            raise ReplicasDifferError(
+                f"every rank must train its replica in the same way, but after {self._checked} steps {text}. Freeze "
+                "and unfreeze, call train() and eval(), and set options of the optimizer alike on every rank, in the "
+                "same step: let it follow from numbers that all ranks share, not from rank, clock or own samples"
+            )
+        names = [f"{prefix}{name}" for (prefix, module) in self._named_modules() for name, _ in self._compared(module)]
+        everyone = communicator.gather_ints(self._sums())
+        differing = [name for index, name in enumerate(names) if len({row[index] for row in everyone}) > 1]
+        if not differing:
+            return
         common = max(set(fingerprints), key=lambda value: (fingerprints.count(value), -fingerprints.index(value)))
         others = [str(rank) for rank, value in enumerate(fingerprints) if value != common]
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
@@ -109,8 +150,26 @@ class Replicas:
             "count of your own, such as enumerate's, which begins at 0 on a worker that joins in the middle of a pass"
         )
 
-    def _trainable(self) -> list[int]:
-        return [int(p.requires_grad) for module in self._modules for _, p in self._compared(module)]
+    def _named_modules(self) -> list[tuple[str, torch.nn.Module]]:
+        """The models, with what their parameters' names begin with."""
+        several = len(self._modules) > 1
+        return [(f"model {number}: " if several else "", each) for number, each in enumerate(self._modules)]
+
+    def _settings(self) -> Facts:
+        """How the models are trained: what requires a gradient, what is in training mode, options of optimizers."""
+        found: dict[str, Any] = {}
+        both = zip(self._named_modules(), self._optimizers, strict=True)
+        for index, ((prefix, module), optimizer) in enumerate(both):
+            for name, p in module.named_parameters():
+                found[f"{prefix}{name}.requires_grad"] = p.requires_grad
+            trains = self._trains.get(index) is module.training  # else one rank may be about to evaluate
+            for name, each in module.named_modules():
+                found[f"{prefix}{name or 'model'}.training"] = each.training if trains else None
+            for number, group in enumerate(optimizer.param_groups):
+                for option, value in group.items():
+                    told = len(value) if option == "params" else _plain(value)
+                    found[f"{prefix}optimizer.param_groups[{number}][{option!r}]"] = told
+        return Facts(facts=found)
 
     def _sums(self) -> list[int]:
         """Of each parameter's bits, by parameter."""
@@ -121,6 +180,15 @@ class Replicas:
             by_device[device] = torch.stack([each for each in sums if each.device == device]).tolist()
         found = {device: iter(values) for device, values in by_device.items()}
         return [next(found[each.device]) for each in sums]
+
+
+def _plain(value: Any) -> Any:
+    """An optimizer's option as a plain value; None where that cannot be told."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, (bool, int, float, str)) else repr(value) if value is None else None
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -102,6 +102,7 @@ class SharedState:
         self.progress = progress
         self.shape: BatchChoice | None = None
         self.complete = False
+        self.joined = False  # the present group without a state of its own, and has that of others
         self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
@@ -116,6 +117,10 @@ class SharedState:
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
+
+    def holds(self, target: object) -> bool:
+        """True if user code has registered this object as a state."""
+        return any(isinstance(state, DictState) and state.target is target for state in self._states.values())
 
     def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
         """Undo for small state that user code moves on even when its step is lost (schedulers, scalers).
@@ -275,7 +280,8 @@ class SharedState:
                 -1 if samples is None else samples,
             ]
         )
-        check_samples([row[-1] for row in rows])
+        holds = [bool(row[4]) for row in rows]
+        check_samples([row[-1] for row in rows], [any(holds) and not each for each in holds])
         everyone = [
             StateVersion(
                 step=steps,
@@ -287,6 +293,7 @@ class SharedState:
             )
             for steps, stepped, lineage, passes, complete, averaged, *_ in rows
         ]
+        self.joined = not self.complete and any(each.has_state for each in everyone)
         if not any(each.has_state for each in everyone):
             _compare(communicator, layout, [row[-2] for row in rows])
         holders = [each for each in everyone if each.has_state]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 
@@ -51,3 +52,16 @@ class StartingPoint:
     def epochs_behind(self) -> int:
         """Epochs that such code has to go by before it is where the others are, as far as that is known."""
         return max(0, (self._others_at or 0) - self.first_epoch())
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState:
+    """Captured states that a worker begins with, and that make it a holder of state.
+
+    Attributes:
+        states: from before a rerun in this process, or of an automatic checkpoint.
+        path: of that automatic checkpoint; empty for a rerun.
+    """
+
+    states: dict[str, Any]
+    path: str = ""

@@ -387,11 +387,11 @@ class DictState:
     in_place = False
 
     def __init__(self, target: Any) -> None:
-        self._target = target
+        self.target = target
         self.kind = type(target).__name__
 
     def capture(self) -> Any:
-        return self._target.state_dict()
+        return self.target.state_dict()
 
     def restore(self, tree: Any) -> None:
-        self._target.load_state_dict(tree)
+        self.target.load_state_dict(tree)

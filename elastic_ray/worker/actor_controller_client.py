@@ -241,6 +241,11 @@ class ActorControllerClient:
         if path is not None:
             self.flush()  # a restart must find the checkpoint, even if this process dies in its next step
 
+    def add_files(self, checkpoint: Any, index: int) -> None:
+        problem = self._checkpoints.add(checkpoint, index, self._is_stopping)
+        if problem:
+            self.tell(EventKind.WARNING.value, problem, {"number": index})
+
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         logger.warning("%s", text)
         self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))

@@ -183,9 +183,11 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """The train function has returned ``value``."""
+    """The train function has returned ``value``, on the worker's last ``rank`` after ``steps`` steps of all loaders."""
 
     value: Sealed | None = None
+    rank: int = 0
+    steps: int = 0
 
 
 class RunLeft(RunEnd):
@@ -209,9 +211,15 @@ class RunSaved(RunEnd):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailed(RunEnd):
-    """The train function has raised ``error``, or something went wrong beside it."""
+    """The train function has raised ``error``, or something went wrong beside it.
+
+    Attributes:
+        error: what was raised.
+        trained: whether this worker has committed a step by then.
+    """
 
     error: BaseException | Raised | None = None
+    trained: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,10 +28,11 @@ from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.current import set_worker_session
 from elastic_ray.session.optimizer_watch import watch_optimizers
 from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.session import SavedState, Session
+from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress, in_no_generation
-from elastic_ray.state.starting_point import StartingPoint
+from elastic_ray.state.starting_point import SavedState, StartingPoint
+from elastic_ray.steps.random_numbers import seed_alike
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
@@ -238,6 +239,7 @@ class Worker:
         set_worker_session(session)
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
+        seed_alike(assignment.job)
         broken = False
         try:
             value = train_loop.call(assignment.train_loop)
@@ -245,7 +247,7 @@ class Worker:
             if session.finish(saves=saves) and saver is not None:
                 saver.save_last(until=lambda: session.membership.stop_requested)
             link.flush()
-            return _end(RunFinished, value=seal(value))
+            return _end(RunFinished, value=seal(value), rank=session.rank, steps=session.progress.loader_steps)
         except WorkerDismissed as dismissed:
             if dismissed.stopped and session.preempted:
                 return _preempted(session, link, saver)
@@ -262,7 +264,7 @@ class Worker:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
-                return _end(RunFailed, error=raised)
+                return _end(RunFailed, error=raised, trained=session.has_trained)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)
@@ -270,6 +272,7 @@ class Worker:
             return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
         finally:
             set_worker_session(None)
+            session.registry.loaders.close()
             if saver is not None:
                 saver.close()
             session.membership.close(broken=broken)
@@ -330,6 +333,7 @@ class Worker:
             link,
             progress=progress,
             saved=saved,
+            fixed_batch=elastic.fixed_batch,
             join_timeout_s=24 * 3600.0,  # the controller decides when a joiner is given up
             # Only the controller announces generations, and it may be away.
             regroup_timeout_s=max(elastic.switch_timeout_s * 3, elastic.controller_timeout_s + _REGROUP_S),

@@ -15,7 +15,8 @@ from placement.goodput.least_squares import least_squares
 from placement.goodput.step_time import LARGEST, Floats, ThroughputModel, power_sum, real
 
 # Positions in the vector of parameters, in the order of ThroughputModel.
-_ALPHA_C, _BETA_C, _ALPHA_N, _BETA_N, _ALPHA_R, _BETA_R, _GAMMA = range(7)
+_ALPHA_C, _BETA_C, _ALPHA_N, _BETA_N, _ALPHA_R, _BETA_R, _GAMMA, _ALPHA_S = range(8)
+_PARAMETERS = 8
 _GAMMA_RANGE = (1.0, 10.0)  # Pollux: 10 is as good as the maximum
 _GOOD_ENOUGH = 1e-6  # a sum of squared errors (0.1 %) with which no other start is tried
 _LEAST = 1e-8  # the least value of a parameter, of the shortest time measured: T_grad is never 0
@@ -23,12 +24,13 @@ _LEAST = 1e-8  # the least value of a parameter, of the shortest time measured: 
 # Priors as more errors, _PRIORS @ parameters - _PRIOR_VALUES, against errors of logarithms (0.01 is 1 %):
 # equal shares of alpha_c and beta_c m, little synchronisation and much less growth of it, little overlap. They are
 # weak enough to decide only what the data leave open.
-_PRIORS = np.zeros((6, 7))
+_PRIORS = np.zeros((7, _PARAMETERS))
 _PRIORS[0, [_ALPHA_C, _BETA_C]] = 1e-3, -1e-3
 _PRIORS[[1, 3], [_ALPHA_N, _ALPHA_R]] = 3e-3
 _PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 5e-2
 _PRIORS[5, _GAMMA] = 1e-3
-_PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3])
+_PRIORS[6, _ALPHA_S] = 1e-3
+_PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> Th
     - never two replicas: synchronisation is free (alpha = beta = 0), gamma = 1;
     - never several nodes: as within a node; never several replicas within a node: free;
     - never three replicas: more add nothing (beta = 0); beta_n = beta_r if three were seen in one node only;
+    - one replica's micro-steps were neither measured nor of two numbers in a step: a step takes nothing once
+      (alpha_s = 0), since that cannot be told from the constant part of its passes, nor from synchronisation;
     - several nodes (or replicas of one node) at one size only: their synchronisation is mostly alpha, not beta, since
       a time that grows with every replica would forbid all larger sizes before any was tried.
 
@@ -136,7 +140,7 @@ class _Regression:
         self.remote, self.alone = nodes > 1, replicas == 1
         self.beyond_two = np.maximum(replicas - 2, 0)
         self.ties, self.offset, self.free = self._tie(one_bsz=np.unique(atomic_bsz).size == 1, fixed_batch=fixed_batch)
-        least, most = np.full(7, _LEAST * np.exp(min(self.log_step.min(), 0.0))), np.full(7, np.inf)
+        least, most = np.full(_PARAMETERS, _LEAST * np.exp(min(self.log_step.min(), 0.0))), np.full(_PARAMETERS, np.inf)
         least[_GAMMA], most[_GAMMA] = _GAMMA_RANGE
         self.bounds = least[self.free], most[self.free]
 
@@ -159,9 +163,11 @@ class _Regression:
             tied[_BETA_R] = None
         if not (seen_n or seen_r):
             tied[_GAMMA] = None
-        free = [i for i in range(7) if i not in tied]
-        ties, offset = np.zeros((7, len(free))), np.zeros(7)
-        for i in range(7):
+        if not (self.measured & self.alone).any() and np.unique(self.accum[self.alone]).size < 2:
+            tied[_ALPHA_S] = None
+        free = [i for i in range(_PARAMETERS) if i not in tied]
+        ties, offset = np.zeros((_PARAMETERS, len(free))), np.zeros(_PARAMETERS)
+        for i in range(_PARAMETERS):
             source = tied.get(i, i)
             if source is not None:
                 ties[i, free.index(source)] = 1.0
@@ -174,7 +180,7 @@ class _Regression:
         micro = np.where(self.measured, self.log_grad, self.log_step - np.log1p(self.accum))
         compute = float(np.exp(np.median(micro))) / 2
         points = [(0.1, 1.5), (1.0, 3.0)] if _GAMMA in self.free else [(0.0, 1.0)]
-        wholes = [np.array([compute, compute, *[sync, 0.1 * sync] * 2, gamma]) for sync, gamma in points]
+        wholes = [np.array([compute, compute, *[sync, 0.1 * sync] * 2, gamma, 0.1 * compute]) for sync, gamma in points]
         return [np.clip(whole[self.free], *self.bounds) for whole in wholes]
 
     def solve(self, start: Floats) -> tuple[float, Floats]:
@@ -185,10 +191,10 @@ class _Regression:
         whole = self.ties @ free + self.offset
         whole[_BETA_C] /= self.mean_bsz
         with np.errstate(divide="ignore", over="ignore", under="ignore"):
-            times = np.minimum(np.exp(np.log(whole[:_GAMMA]) + self.log_unit), LARGEST)
-        alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r = times
+            times = np.minimum(np.exp(np.log(np.delete(whole, _GAMMA)) + self.log_unit), LARGEST)
+        alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, alpha_s = times
         gamma = float(np.clip(whole[_GAMMA], *_GAMMA_RANGE))
-        return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma)
+        return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s)
 
     def _times(self, p: Floats) -> tuple[Floats, Floats]:
         """T_grad and T_sync of each observation."""
@@ -200,7 +206,7 @@ class _Regression:
     def errors(self, free: Floats) -> Floats:
         p = self.ties @ free + self.offset
         grad, sync = self._times(p)
-        step = self.accum * grad + power_sum(grad, sync, p[_GAMMA])
+        step = p[_ALPHA_S] + self.accum * grad + power_sum(grad, sync, p[_GAMMA])
         of_step = self.weight * (np.log(step) - self.log_step)
         of_grad = np.where(self.measured, self.weight * (np.log(grad) - self.log_grad), 0.0)
         return np.concatenate([of_step, of_grad, _PRIORS @ p - _PRIOR_VALUES])
@@ -214,13 +220,14 @@ class _Regression:
         power, log_ratio = ratio**gamma, np.log(np.where(ratio > 0, ratio, 1.0))
         by_grad = self.accum + (grad / joint) ** (gamma - 1.0)
         by_sync = np.where(self.alone, 0.0, (sync / joint) ** (gamma - 1.0))
-        of_grad = np.zeros((len(grad), 7))
+        of_grad = np.zeros((len(grad), _PARAMETERS))
         of_grad[:, _ALPHA_C], of_grad[:, _BETA_C] = 1.0, self.bsz
         of_step = by_grad[:, np.newaxis] * of_grad
         for link, alpha, beta in ((self.remote, _ALPHA_N, _BETA_N), (~self.remote, _ALPHA_R, _BETA_R)):
             of_step[:, alpha] = np.where(link, by_sync, 0.0)
             of_step[:, beta] = np.where(link, by_sync * self.beyond_two, 0.0)
         of_step[:, _GAMMA] = joint * (power * log_ratio / (gamma * (1.0 + power)) - np.log1p(power) / gamma**2)
-        of_step *= (self.weight / (self.accum * grad + joint))[:, np.newaxis]
+        of_step[:, _ALPHA_S] = 1.0
+        of_step *= (self.weight / (p[_ALPHA_S] + self.accum * grad + joint))[:, np.newaxis]
         of_grad *= (np.where(self.measured, self.weight, 0.0) / grad)[:, np.newaxis]
         return np.concatenate([of_step, of_grad, _PRIORS]) @ self.ties

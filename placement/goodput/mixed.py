@@ -74,7 +74,7 @@ class MixedGroup:
 
         T_grad(m) = min over m_1 + ... + m_R = m of max_i (alpha_c[k] + beta_c[k] m_i)
         T_sync    = max over k of T_sync[k](N, R)
-        T_step    = s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
+        T_step    = max over k of alpha_s[k] + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
 
     with gamma of the type whose T_sync is the largest. Shares are thereby in proportion to speeds (for alpha_c = 0
     exactly, but for rounding). A worker whose alpha_c alone is longer than T_grad gets no sample: such a group is
@@ -205,9 +205,10 @@ class MixedGroup:
         """T_step of each size of a micro-step."""
         grad, _ = self._grad_times(micro)
         sync, gamma = self._sync()
+        once = max(part.model.alpha_s for part in self.parts)
         finite = np.isfinite(grad)
         with np.errstate(over="ignore"):
-            step = accum_steps * grad + power_sum(np.where(finite, grad, 1.0), np.full_like(grad, sync), gamma)
+            step = once + accum_steps * grad + power_sum(np.where(finite, grad, 1.0), np.full_like(grad, sync), gamma)
         return np.where(finite, step, np.inf)
 
     def _sync(self) -> tuple[float, float]:

@@ -31,7 +31,10 @@ class ThroughputModel:
         T_sync = alpha_n + beta_n max(R - 2, 0)    if N > 1
                  alpha_r + beta_r max(R - 2, 0)    if N = 1 and R > 1
                  0                                 if R = 1
-        T_step = s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
+        T_step = alpha_s + s T_grad + (T_grad^gamma + T_sync^gamma)^(1/gamma)
+
+    Pollux's model has no alpha_s: accumulation can then gain nothing but fewer synchronisations, and nothing at all on
+    one replica.
 
     Attributes:
         alpha_c: Constant part of one forward and backward pass, s.
@@ -41,6 +44,7 @@ class ThroughputModel:
         alpha_r: As alpha_n, for replicas that share one node.
         beta_r: As beta_n, for replicas that share one node.
         gamma: Overlap of compute and synchronisation: 1 is none (their sum), large is full (their maximum).
+        alpha_s: What a step takes once, however many micro-steps it has, such as the optimizer's update, s.
 
     Raises:
         TypeError: a parameter is not a real number.
@@ -54,6 +58,7 @@ class ThroughputModel:
     alpha_r: float
     beta_r: float
     gamma: float
+    alpha_s: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -96,7 +101,7 @@ class ThroughputModel:
         """`step_time` for float64 arrays that are known to be in range: the inner loop of a search."""
         grad = self._grad_time(atomic_bsz)
         with np.errstate(over="ignore"):
-            step = accum_steps * grad + power_sum(grad, self._sync_time(nodes, replicas), self.gamma)
+            step = self.alpha_s + accum_steps * grad + power_sum(grad, self._sync_time(nodes, replicas), self.gamma)
         return np.minimum(step, LARGEST)
 
     def _grad_time(self, atomic_bsz: Floats) -> Floats:

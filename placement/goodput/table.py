@@ -48,7 +48,7 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
 
     For batch M = R b with b samples per worker and step, split into k = ceil(b / most) micro-steps of m = b / k::
 
-        goodput = max over b of  M / ((k - 1) T_grad(m) + (T_grad(m)^g + T_sync^g)^(1/g)) x efficiency(M)
+        goodput = max over b of  M / (alpha_s + (k - 1) T_grad(m) + (T_grad(m)^g + T_sync^g)^(1/g)) x efficiency(M)
 
     with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``.
 
@@ -86,7 +86,8 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
 
     Everything large is computed in place in ``work``: new memory costs more than the arithmetic.
     """
-    alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, sqr, var, initial, limit, low, high, accumulation = fields
+    alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s, sqr, var, initial, *bounds = fields
+    limit, low, high, accumulation = bounds
     sync = np.where(nodes > 1, alpha_n, alpha_r) + np.where(nodes > 1, beta_n, beta_r) * np.maximum(workers - 2, 0)
     sync = np.where(workers > 1, sync, 0.0)
     fixed = limit <= 0
@@ -117,6 +118,7 @@ def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Float
         last *= larger
         micro -= 1.0
         micro *= grad
+        micro += alpha_s
         seconds = np.add(micro, last, out=micro)
         total = np.multiply(batch, workers, out=batch)
         np.copyto(total, initial, where=fixed)
@@ -139,5 +141,5 @@ def numbers_of(
     if sqr + var <= 0:
         sqr, var = 1.0, 0.0
     limit = 0 if max_batch_size is None else max(max_batch_size, model.init_batch_size)
-    times = t.alpha_c, t.beta_c, t.alpha_n, t.beta_n, t.alpha_r, t.beta_r, t.gamma
+    times = t.alpha_c, t.beta_c, t.alpha_n, t.beta_n, t.alpha_r, t.beta_r, t.gamma, t.alpha_s
     return (*times, sqr, var, model.init_batch_size, limit, low, high, accumulation)

@@ -81,6 +81,7 @@ def check(outcome: Outcome) -> None:
     assert sorted(number for number, _ in told) == [1, 2, 3], told
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("worker", [1, 2])
 @pytest.mark.parametrize("step", [_ASKED_AFTER - 1, _ASKED_AFTER, _ASKED_AFTER + 1])
 @pytest.mark.parametrize("moment", ["backward", "optimizer_step", "edge"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,6 +75,41 @@ def test_without_a_signal_for_long_a_batch_goes_down_step_by_step_to_the_initial
     [back] = run.go(128, 1, present=False)
     assert back.batch_size == INITIAL
     assert run.go(INITIAL, 100, present=False) == []
+
+
+def reported(before: list[float], after: list[float]) -> list[StepBack]:
+    """Losses that are reported at 64 samples, and after a growth to 128."""
+    watch, found, steps = GrowthWatch(INITIAL), list[StepBack](), 0
+    for number, (batch, loss) in enumerate([*((64, x) for x in before), *((128, x) for x in after)], start=1):
+        for _ in range(2):  # the same report is known for some time
+            steps += SPACING
+            signal = NoiseSignal(present=True, size=1.0, updates=steps // SPACING)
+            watch.observe(batch_size=batch, steps=steps, signal=signal, loss=(number, loss))
+            if (back := watch.step_back()) is not None:
+                found.append(back)
+    assert not found or watch.hindrance.startswith("a growth was taken back")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "backs"),
+    [
+        ([2.0, 1.5, 1.2], [2.3, 2.3], 0),  # within 2.0 and its spread
+        ([2.0, 1.5, 1.2], [3.0, 1.0, 3.0, 1.0], 0),  # not two in a row
+        ([2.0, 1.5, 1.2], [3.0, 3.1, 3.2], 1),
+        ([1.0, 1.0, 1.0], [1.09, 1.09, 1.09], 0),
+        ([1.0, 1.0, 1.0], [1.2, 1.2, 1.2], 1),
+        ([-3.0, -3.2, -3.1], [-2.0, -2.0], 1),
+        ([2.0, 1.5, 1.2], [math.nan, math.nan, math.nan], 1),
+        ([2.0, math.inf, 1.2], [9.0, 9.0], 0),
+        ([2.0, 1.5], [9.0, 9.0], 0),  # two are no range
+        ([2.0, 1.5, 1.2], [1.0] * 8 + [9.0, 9.0], 0),  # another cause
+    ],
+)
+def test_a_growth_after_which_the_loss_rises_is_taken_back(before: list[float], after: list[float], backs: int) -> None:
+    found = reported(before, after)
+    assert [back.batch_size for back in found] == [64] * backs
+    assert all("after the growth the loss rose to" in back.reason for back in found)
 
 
 def test_one_estimate_with_a_signal_is_enough_to_stay() -> None:

@@ -42,7 +42,7 @@ def report(batch: int, steps: int) -> StepReport:
 
 
 def test_steps_of_a_mixed_group_tell_of_each_type() -> None:
-    planner = BatchPlanner(fixed=False, shares_by_type=True)
+    planner = BatchPlanner(shares_by_type=True)
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024), dataset_size=10_000))
     planner.choose(SPEC, None)
     assert planner.own_model is None
@@ -63,7 +63,7 @@ def test_steps_of_a_mixed_group_tell_of_each_type() -> None:
 
 
 def test_the_model_of_a_type_stays_when_the_group_becomes_mixed() -> None:
-    planner = BatchPlanner(fixed=False, shares_by_type=True)
+    planner = BatchPlanner(shares_by_type=True)
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024), dataset_size=10_000))
     planner.choose(SPEC, None)
     planner.observe(report(64, 100))
@@ -74,6 +74,6 @@ def test_the_model_of_a_type_stays_when_the_group_becomes_mixed() -> None:
     assert model is not None
     planner.choose(SPEC, None)
     assert planner.own_model == model
-    apart = BatchPlanner(fixed=False)
+    apart = BatchPlanner()
     apart.choose(SPEC, None)
     assert apart.own_model is None

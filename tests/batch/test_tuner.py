@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import math
 import pickle
@@ -285,6 +286,28 @@ def test_out_of_memory_stops_at_what_is_known_to_run() -> None:
     assert tuner.upper == 400
 
 
+def test_one_worker_accumulates_where_a_step_costs_more_than_its_passes() -> None:
+    """The worker's share is full: only more micro-steps make the batch larger, and the update is paid for once."""
+    truth = dataclasses.replace(TRUTH, alpha_s=0.2)
+    limits = dataclasses.replace(ADAPTIVE, local_bsz_bounds=(16, 64))
+    for update, grows in ((truth, True), (TRUTH, False)):
+        tuner, cut = BatchTuner(limits), choice(64, 1)
+        for _ in range(3):
+            tuner.observe(
+                nodes=1,
+                replicas=1,
+                atomic_bsz=64,
+                accum_steps=cut.accum_steps,
+                step_time=float(update.step_time(1, 1, 64, cut.accum_steps)),
+                grad_time=float(update.grad_time(64)),
+                steps=16,
+            )
+            tuner.set_noise(NOISY)
+            tuner.fit()
+            cut = tuner.decide(1, 1, cut).choice
+        assert (cut.accum_steps > 3) == grows, cut
+
+
 def test_out_of_memory_without_accumulation_lowers_the_batch_and_says_so() -> None:
     limits = BatchLimits(init_batch_size=64, max_batch_size=256)
     tuner = tuner_at(choice(64), limits=limits)
@@ -485,7 +508,7 @@ def test_limits_are_integers_that_any_process_can_read() -> None:
 
 
 def test_why_a_batch_stays_is_told_once_for_each_cause() -> None:
-    planner = BatchPlanner(fixed=False, fit_every_s=0.0)
+    planner = BatchPlanner(fit_every_s=0.0)
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024)))
     group = Alone()
     shape = planner.choose(group)

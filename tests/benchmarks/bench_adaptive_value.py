@@ -14,24 +14,34 @@ adaptive batch begins at the smallest batch with that batch's own rate, and noth
 ends its budget below the fixed small batch's end by more than 2 %.
 
     python tests/benchmarks/bench_adaptive_value.py [--tasks mlp cnn gpt] [--q 1.5] [--seeds 5] [--tune] [--cost]
+        [--adaptdl PYTHON] [--efficiency] [--rules]
+
+``--adaptdl`` puts AdaptDL beside it, see ``adaptdl_side.py``.
 
 ``--cost`` measures what the measuring costs instead: CPU time, and wall time, of the average step of an adaptive batch
-that does not grow, beside a fixed batch.
+that does not grow, beside a fixed batch. ``--efficiency`` asks whether the noise predicts what a larger batch needs:
+samples to the goal at 4 x the small batch with its rate by the scaling rule, over those at the small batch, beside what
+the noise said of it in each step at the small batch. Each step has two gradients.
+``--rules`` has two ranks adapt their batch at q = 1.5 under each rule for the learning rate, ten seeds each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import multiprocessing
+import os
+import socket
 import statistics
+import subprocess
 import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common import bar, finish, side_parser
+from common import HERE, bar, finish, side_parser
 
 UNIT_S = 0.005  # a step at the small batch, on the cost curve's clock
 LOOK_STEPS = 16
@@ -116,8 +126,11 @@ class Run:
     batches: tuple[int, ...]
 
 
-def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "cpu") -> Run:
-    """Train until the goal or the budget's end; ``batch`` 0 adapts from the small one to 16 times it or more."""
+def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "cpu", rule: str | None = None) -> Run:
+    """Train until the goal or the budget's end; ``batch`` 0 adapts from the small one to 16 times it or more.
+
+    ``rule`` sets learning rates; None for the one that is taken where the loop names none.
+    """
     import torch
 
     import elastic_ray as er
@@ -132,8 +145,10 @@ def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "
     standalone.StandaloneController._look = lambda self, reference: None  # type: ignore[method-assign]
     small = task.batches[0]
     model, optimizer, data, loss_of, score = _prepared(name, rate, device)
-    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore", scaling_rule=rule)
     loader = er.AdaptiveDataLoader(data, batch_size=batch or small, seed=seed, drop_last=True)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(seed + 1000 * int(os.environ.get("RANK", "0")))  # ranks shift their digits by themselves
     if not batch:
         loader.autoscale_batch_size(max_batch_size=32 * small)
     session: Any = current_session()
@@ -142,10 +157,10 @@ def run(name: str, q: float, batch: int, rate: float, seed: int, device: str = "
         for rows in loader:
             optimizer.zero_grad()
             loss_of(wrapped, rows).backward()
-            clock.now_s += UNIT_S * (1.0 + (q - 1.0) * (len(rows[0]) / small - 1.0) / 15.0)
+            clock.now_s += UNIT_S * (1.0 + (q - 1.0) * (ranks * len(rows[0]) / small - 1.0) / 15.0)
             last = session.ledger.outermost.is_last_micro
             optimizer.step()
-            samples += len(rows[0])
+            samples += ranks * len(rows[0])
             if not last:
                 continue
             steps = session.progress.steps + 1
@@ -359,6 +374,110 @@ def _serve_steps(pipe: Any, name: str, device: str, adapts: bool) -> None:
             begin_s, cpu_begin_s, begun = now_s, cpu_s, True
 
 
+# -- what the noise predicts ---------------------------------------------------------------------------------
+
+LARGER = 4
+
+
+def predicted_efficiency(tasks: list[str], seeds: range, workers: int) -> None:
+    """Samples of progress per sample at the larger batch, predicted and measured."""
+    wanted = [(task, scale, seed) for task in tasks for scale in (1, LARGER) for seed in seeds]
+    with multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=4) as pool:
+        found = list(zip(wanted, pool.starmap(_samples_to_goal, wanted, chunksize=1), strict=True))
+    rows, bars = [], []
+    for task in tasks:
+        small, large = (
+            [each for (name, scale, _), each in found if (name, scale) == (task, wished)] for wished in (1, LARGER)
+        )
+        needed = statistics.median(samples for samples, _ in small), statistics.median(samples for samples, _ in large)
+        predicted, measured = statistics.median(each for _, each in small), needed[0] / needed[1]
+        rows.append({"task": task, "samples": needed[0], f"at {LARGER} x": needed[1]})
+        rows[-1] |= {"efficiency measured": measured, "predicted": predicted}
+        off = max(predicted / measured, measured / predicted)
+        bars.append(bar(f"{task}: efficiency predicted / measured, or inverse", value=off, limit=1.3, at_least=False))
+    finish("adaptive_value_efficiency", rows=rows, bars=bars)
+
+
+def _samples_to_goal(name: str, scale: int, seed: int) -> tuple[float, float]:
+    """Samples of a run at ``scale`` x the small batch, and the efficiency that its noise predicts at ``LARGER`` x."""
+    import torch
+
+    import elastic_ray as er
+    import elastic_ray.standalone.session as standalone
+    from elastic_ray.batch.limits import BatchChoice
+    from elastic_ray.loop.api import current_session
+    from elastic_ray.membership.messages import SetBatch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    standalone.StandaloneController._look = lambda self, reference: None  # type: ignore[method-assign]
+    task = TASKS[name]
+    small = task.batches[0]
+    model, optimizer, data, loss_of, score = _prepared(name, task.rates[0], "cpu")
+    wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite="ignore")
+    loader = er.AdaptiveDataLoader(data, batch_size=small, seed=seed, drop_last=True)
+    loader.autoscale_batch_size(LARGER * small, local_bsz_bounds=(1, scale * small // 2), gradient_accumulation=True)
+    session: Any = current_session()
+    samples, needs = 0, list[float]()
+    for _ in er.remaining_epochs_until(100_000):
+        for rows in loader:
+            if session.progress.steps == 0 and scale > 1:
+                choice = BatchChoice(atomic_bsz=scale * small // 2, accum_steps=1)
+                session.membership.post(SetBatch(generation=session.membership.generation, batch=choice))
+            optimizer.zero_grad()
+            loss_of(wrapped, rows).backward()
+            last = session.ledger.outermost.is_last_micro
+            optimizer.step()
+            samples += len(rows[0])
+            if not last:
+                continue
+            if wrapped.noise_scale is not None:
+                needs.append(LARGER / wrapped.noise_scale.gain(float(LARGER)))
+            if session.progress.steps % 5:
+                continue
+            now = score(model)
+            if (now <= task.goal if task.falls else now >= task.goal) or samples > task.budget * small * scale:
+                return float(samples), 1.0 / statistics.mean(needs)
+    raise AssertionError("the budget ends before the epochs")
+
+
+# -- rules for the learning rate -----------------------------------------------------------------------------
+
+RULES = (None, "linear", "sqrt", "legw", "none")
+
+
+def compare_rules(tasks: list[str], seeds: range) -> None:
+    """Two ranks of each run in processes of their own; a run fails that misses the goal."""
+    rows, bars = [], []
+    for task, rule in itertools.product(tasks, RULES):
+        found = [_run_two_ranks(task, rule, seed) for seed in seeds]
+        missed = sum(each.time is None for each in found)
+        times = [each.time if each.time is not None else float("inf") for each in found]
+        row = {"task": task, "rule": rule or "as it is", "time": statistics.median(times)}
+        row |= {"missed": f"{missed} of {len(found)}", "last batch": statistics.median(r.batches[-1] for r in found)}
+        rows.append(row)
+        if rule is None:
+            bars.append(bar(f"{task}: runs that miss the goal", value=float(missed), limit=0, at_least=False))
+    finish("adaptive_value_rules", rows=rows, bars=bars)
+
+
+def _run_two_ranks(task: str, rule: str | None, seed: int) -> Run:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        ranks = [pool.apply_async(_run_rank, (task, rule, seed, rank, port)) for rank in range(2)]
+        first, _ = (each.get(timeout=1200.0) for each in ranks)
+    print(f"  {rule}: {first}", flush=True)
+    return first
+
+
+def _run_rank(task: str, rule: str | None, seed: int, rank: int, port: int) -> Run:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return run(task, 1.5, 0, TASKS[task].rates[0], seed, rule=rule)
+
+
 # -- all runs ------------------------------------------------------------------------------------------------
 
 
@@ -386,6 +505,18 @@ def _run(arguments: _Arguments) -> Run:
     return run(*arguments)
 
 
+def _run_adaptdl(python: str, task: str, q: float, seed: int) -> Run:
+    command = [python, str(HERE / "adaptdl_side.py"), task, str(q), str(seed)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
+    if done.returncode:
+        raise RuntimeError(f"AdaptDL's run ended with {done.returncode}: {done.stderr[-2000:]}")
+    fields = json.loads(done.stdout.splitlines()[-1])
+    found = Run(**{**fields, "batches": tuple(fields["batches"])})
+    print(f"  AdaptDL: {found}", flush=True)
+    return found
+
+
 def _cost(each: Run, q: float) -> float:
     """Time of a fixed batch's run at another cost curve, in steps at the small batch; infinite where it failed."""
     if each.time is None:
@@ -402,6 +533,9 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     parser.add_argument("--device", default="cpu", help="of the models")
     parser.add_argument("--cost", action="store_true", help="measure what the measuring costs")
+    parser.add_argument("--efficiency", action="store_true", help="compare it with what the noise predicts")
+    parser.add_argument("--rules", action="store_true", help="compare the rules for the learning rate on two ranks")
+    parser.add_argument("--adaptdl", metavar="PYTHON", help="of an environment with AdaptDL")
     parser.add_argument("--tune", action="store_true", help="try rates around those in this file")
     options = parser.parse_args()
     if options.cost:
@@ -418,6 +552,12 @@ def main() -> None:
         finish("adaptive_value_tuning", rows=rows, bars=[])
         return
     seeds = range(options.seeds or (1 if options.quick else 5))
+    if options.efficiency:
+        predicted_efficiency(options.tasks, seeds, options.workers)
+        return
+    if options.rules:
+        compare_rules(options.tasks, range(options.seeds or 10))
+        return
     wanted: list[_Arguments] = []
     for task, seed in itertools.product(options.tasks, seeds):
         known = TASKS[task]
@@ -439,6 +579,12 @@ def main() -> None:
         samples = statistics.median(each.samples for each in ours)
         of_best = statistics.median(each.samples for each in fixed[best])
         small = times[known.batches[0]]
+        beside = {}
+        if options.adaptdl:
+            theirs = [_run_adaptdl(options.adaptdl, task, q, seed) for seed in seeds]
+            met = statistics.median(each.time if each.time is not None else float("inf") for each in theirs)
+            last = statistics.median(each.batches[-1] for each in theirs)
+            beside = {"AdaptDL": met, "AdaptDL to small": met / small, "its last batch": last}
         rows.append(
             {
                 "task": task,
@@ -450,6 +596,7 @@ def main() -> None:
                 "samples to best": samples / of_best,
                 "failed": f"{failed} of {len(ours)}",
                 "last batch": statistics.median(each.batches[-1] for each in ours),
+                **beside,
             }
         )
         limit = {1.5: 1.5, 4.0: 1.3, 16.0: 1.05}.get(q)

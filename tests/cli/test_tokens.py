@@ -79,6 +79,7 @@ def both(*commands: tuple[list[str], dict[str, str]]) -> list[tuple[int, str, st
     return [(process.returncode, *text) for process, text in zip(running, texts, strict=True)]
 
 
+@pytest.mark.thorough
 def test_a_wrong_or_missing_token_is_one_line(head: Head, tmp_path: Path) -> None:
     (other := tmp_path / "other").write_text("fedcba9876543210")
     wrong = head.environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(other))

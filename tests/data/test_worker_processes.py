@@ -91,12 +91,14 @@ def read(dataset: Any, **options: Any) -> None:
             pass
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kept", [False, True], ids=["workers of a pass", "workers that stay"])
 def test_a_batch_that_cannot_be_sent_is_an_error(kept: bool) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)process 0.*must return what can be pickled"):
         read(Unsendable(), persistent_workers=kept)
 
 
+@pytest.mark.thorough
 def test_a_worker_process_that_died_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         read(Dying())

@@ -206,6 +206,7 @@ def check_alike(results: dict[int, Result], alone: Result, counts: bool = True) 
         assert result.rates == pytest.approx(alone.rates)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(("script", "first"), [((), (1,)), ((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
 def test_a_causal_model_trains_as_in_one_process(script: Any, first: Any, tmp_path: Path) -> None:
     alone = Result(fit(tmp_path, elastic=False))
@@ -221,7 +222,7 @@ def test_a_causal_model_trains_as_in_one_process(script: Any, first: Any, tmp_pa
         assert used == dict.fromkeys(range(TEXTS), EPOCHS)
 
 
-@pytest.mark.matrix(every=4)
+@pytest.mark.matrix(every=12)
 @pytest.mark.parametrize("moment", ["forward", "backward", "optimizer_step", "after_step", "edge"])
 @pytest.mark.parametrize("step", [1, STEPS - 1, STEPS])
 def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int, tmp_path: Path) -> None:
@@ -246,6 +247,30 @@ def test_max_steps_and_schedules_end_where_they_should(tmp_path: Path) -> None:
     assert result.rates[-1] <= 0.2 * 2 / (2 * STEPS) + 1e-9, "the linear schedule has come to its end"
 
 
+def test_the_log_begins_with_the_lines_of_theirs(tmp_path: Path) -> None:
+    logger, said = logging.getLogger("transformers.trainer"), dict[bool, list[str]]()
+    for elastic in (False, True):
+        lines = said[elastic] = []
+        handler = logging.Handler(logging.INFO)
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign, misc]
+        args = arguments(tmp_path)
+        made = (Trainer if elastic else transformers.Trainer)(
+            model=gpt(), args=args, train_dataset=Texts(), data_collator=bare
+        )
+        made.remove_callback(transformers.PrinterCallback)
+        level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            made.train()
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+    begins = [each for each in said[False] if each.startswith(("*****", "  "))]
+    assert len(begins) >= 8
+    assert set(begins) <= set(said[True])
+
+
 def test_micro_batches_are_accumulated_and_clipped_whole(tmp_path: Path) -> None:
     alone = Result(fit(tmp_path, elastic=False))
     wanted = {"max_batch_size": BATCH, "local_bsz_bounds": (1, 4), "gradient_accumulation": True}
@@ -254,6 +279,7 @@ def test_micro_batches_are_accumulated_and_clipped_whole(tmp_path: Path) -> None
     assert max(len(batch) for _, batch in USED) == 4
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (LOSES, (1, 2, 3))])
 def test_beside_a_gradient_scaler_steps_are_ours(script: Any, first: Any, new_scaler: Any, tmp_path: Path) -> None:
     """The scaler stands for fp16's, which accelerate makes on a GPU only."""
@@ -327,6 +353,7 @@ def test_a_checkpoint_of_transformers_own_goes_on_too(tmp_path: Path) -> None:
     check_alike(results, alone, counts=False)
 
 
+@pytest.mark.thorough
 def test_a_classifier_is_weighted_by_samples(tmp_path: Path) -> None:
     def classify(elastic: bool) -> Any:
         transformers.set_seed(2)

@@ -189,6 +189,7 @@ def test_what_joiners_have_not_logged_is_averaged_with_them_and_what_is_past_wit
     check_alike(results, fit(False, make=LogsRarely))
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize(("script", "first"), [((), (1,)), ((), (1, 2)), (GROWS, (1,)), (LOSES, (1, 2, 3))])
 def test_training_is_that_of_one_device(interval: str, script: Any, first: Any) -> None:

@@ -33,6 +33,7 @@ class StopsAfter(Callback):  # type: ignore[misc]
             trainer.should_stop = True
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("joins", [(), (3,)])
 @pytest.mark.parametrize("moment", ["backward", "edge"])
 @pytest.mark.parametrize(
@@ -71,6 +72,8 @@ def test_lightning_saves_no_step_that_is_lost(moment: str, joins: tuple[int, ...
             torch.testing.assert_close(saved["state_dict"][key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["collective", "after_collective"])
 @pytest.mark.parametrize("first", [(1, 2), (1, 2, 3)])
 def test_transformers_tells_of_an_evaluation_again_in_the_last_step(

@@ -169,6 +169,7 @@ def elsewhere(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
+@pytest.mark.thorough
 def test_functions_whose_module_is_not_there_are_named(ray_cluster: Any, tmp_path: Path) -> None:
     made = types.ModuleType("module_of_the_driver_alone")
     made.elsewhere, elsewhere.__module__ = elsewhere, made.__name__  # type: ignore[attr-defined]

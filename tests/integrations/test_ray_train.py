@@ -106,6 +106,7 @@ def alone() -> dict[str, Any]:
     return {k: v.clone() for k, v in model.state_dict().items()}
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("changes", "first"),
     [
@@ -128,7 +129,8 @@ def test_it_trains_as_one_process_does(changes: Sequence[Any], first: Sequence[i
         assert used == {(epoch, each): 1 for epoch in range(EPOCHS) for each in range(SAMPLES)}
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
+@pytest.mark.matrix(every=6)
 @pytest.mark.parametrize("evaluates", [True, False], ids=["evaluates too", "trains"])
 @pytest.mark.parametrize(
     ("changes", "first"),
@@ -154,6 +156,7 @@ def test_an_unchanged_script_trains_as_one_process_does(
         assert result["lr"] == 0.1 * 0.5**EPOCHS and result["epochs"] == list(range(EPOCHS))
 
 
+@pytest.mark.thorough
 def test_a_script_that_makes_its_loader_in_each_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Group, "most_workers", 1)  # which a job knows, and these threads do not
     with in_ray_train():
@@ -181,6 +184,7 @@ def test_ray_s_own_functions_are_as_before_afterwards() -> None:
     assert (train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader) == before
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(("enabled", "refused"), [((True,), False), ((True, False), False), ((True, True), True)])
 def test_of_several_scalers_none_is_taken_silently(enabled: Sequence[bool], refused: bool) -> None:
     """One that an earlier part of the script has left would scale the loss of a model that does not know of it."""

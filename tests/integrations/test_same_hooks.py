@@ -143,10 +143,16 @@ LIGHTNING: dict[str, dict[str, Any]] = {
     "steps its schedule": {},
     "stops when it gets no better": {"max_epochs": 10},
     "clips": {"gradient_clip_val": 0.1},
+    "clips values": {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+    "overfits": {"overfit_batches": 3},
+    "validates across epochs": {"val_check_interval": 7, "check_val_every_n_epoch": None},
+    "checks all first": {"num_sanity_val_steps": -1},
+    "in 64 bits": {"precision": "64-true", "deterministic": True, "inference_mode": False, "detect_anomaly": True},
     "fast_dev_run": {"fast_dev_run": 2, "logger": False},
 }
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("case", LIGHTNING)
 def test_lightning(case: str, tmp_path: Path) -> None:
     pytest.importorskip("lightning")

@@ -80,7 +80,7 @@ def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **f
 
 
 def planner_on(gpu: str = "T4", generation: int = 1) -> tuple[BatchPlanner, BatchChoice]:
-    planner = BatchPlanner(fixed=False)
+    planner = BatchPlanner()
     planner.open(LOADER)
     choice = planner.choose(plan(2, generation), gpu)
     assert choice is not None
@@ -272,7 +272,7 @@ def test_no_batch_is_chosen_beyond_where_others_have_been() -> None:
 
 
 def test_a_planner_is_advised_before_and_after_its_first_group() -> None:
-    early = BatchPlanner(fixed=False)
+    early = BatchPlanner()
     assert early.advise({"T4": PRIOR}) is None
     early.open(LOADER)
     choice = early.choose(plan(2, 1), "T4")
@@ -288,9 +288,9 @@ def test_a_planner_is_advised_before_and_after_its_first_group() -> None:
 def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
     """Of eight trials that come at once, each would have started a second process for nothing."""
     trial = TrialSpec(controller="c")
-    assert seen(BatchPlanner(fixed=False), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
-    assert seen(BatchPlanner(fixed=False), ran_with=2, trial=trial, min_workers=2).growth_limit is None
-    assert seen(BatchPlanner(fixed=False), ran_with=0).growth_limit is None
+    assert seen(BatchPlanner(), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
+    assert seen(BatchPlanner(), ran_with=2, trial=trial, min_workers=2).growth_limit is None
+    assert seen(BatchPlanner(), ran_with=0).growth_limit is None
 
 
 # -- what policies of the user's ask for ---------------------------------------------------------------------------

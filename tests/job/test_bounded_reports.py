@@ -73,6 +73,7 @@ def test_a_restart_goes_back_and_what_it_repeats_counts() -> None:
     assert log.values() == ("again", "again", "first") and log.last == 7
 
 
+@pytest.mark.thorough
 def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: Path) -> None:
     record, report_queue, storage = JobRecord(spec()), ReportQueue(), RunStorage(str(tmp_path / "run"))
     storage.create()

@@ -15,6 +15,7 @@ from tests.job.jobs import kinds, run, start, wait_until
 pytestmark = [pytest.mark.ray_cluster(num_cpus=16), pytest.mark.timeout(1000)]
 
 
+@pytest.mark.thorough
 def test_kill_at_every_moment_of_a_step(ray_cluster: Any, tmp_path: Path) -> None:
     """One worker after the other dies, each at another moment; every epoch stays exact."""
     faults = (

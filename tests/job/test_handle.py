@@ -55,6 +55,7 @@ def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -
         JobHandle.attach("nobody")
 
 
+@pytest.mark.thorough
 def test_a_lost_controller_is_named_with_the_jobs_last_state(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, name="lost", epochs=10_000)
     wait_until(lambda: handle.status().step > 3, handle)
@@ -83,6 +84,7 @@ def test_fit_shows_what_happens_and_returns_the_result(
     assert "job fits: finished" in output
 
 
+@pytest.mark.thorough
 def test_ctrl_c_stops_the_job(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     script = textwrap.dedent(

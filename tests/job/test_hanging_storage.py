@@ -76,6 +76,7 @@ def test_training_resizing_stopping_and_other_jobs_go_on(ray_cluster: Any, remot
     remote.answer()
 
 
+@pytest.mark.thorough
 def test_a_report_whose_checkpoint_hangs_is_ended_by_a_stop(ray_cluster: Any, remote: Any, tmp_path: Path) -> None:
     handle = start(remote, tmp_path, "b", {"automatic_checkpoints": False}, checkpoint=True, epochs=10_000)
     wait_until(lambda: handle.status().epoch >= 1, handle, _START_S)
@@ -92,6 +93,7 @@ def test_a_report_whose_checkpoint_hangs_is_ended_by_a_stop(ray_cluster: Any, re
     assert len(stored) == len(complete), "nothing is completed afterwards"
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_told(
     ray_cluster: Any, remote: Any, tmp_path: Path
 ) -> None:
@@ -110,6 +112,8 @@ def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_told(
     traced.account(tmp_path / "trace_c")
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("private", [True, False])
 def test_files_of_a_run_are_their_users_own(ray_cluster: Any, tmp_path: Path, private: bool) -> None:
     elastic = {"private_files": private, "checkpoint_interval_s": 0.2}

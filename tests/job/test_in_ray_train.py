@@ -97,6 +97,7 @@ print(elastic_ray.loop.api.current_session().controller.metrics)
 """
 
 
+@pytest.mark.thorough
 def test_a_loop_that_imports_ray_train_itself_finds_ours() -> None:
     answer = subprocess.run([sys.executable, "-c", _FIRST_IMPORT], capture_output=True, text=True, timeout=180)
     assert answer.stdout.strip() == "{'lr': 0.5}", answer.stderr

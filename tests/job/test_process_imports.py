@@ -8,6 +8,7 @@ import sys
 import pytest
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("begin", "without"),
     [

@@ -110,6 +110,7 @@ def test_a_run_directory_that_goes_and_comes_back_is_waited_for(storage: RunStor
     assert (path, problem) == (f"{storage.path}/checkpoint_000001", "")
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("how", ["missing", "denied"])
 def test_a_run_directory_that_stays_away_costs_the_checkpoint(tmp_path: Path, source: Path, how: str) -> None:
     remote = HangingStorage(tmp_path)
@@ -139,3 +140,47 @@ def test_a_stop_does_not_wait_for_it(storage: RunStorage, source: Path) -> None:
     with pytest.raises(WorkerDismissed):
         store(reported(storage), source, lambda: time.monotonic() > begin_s + 0.3)
     assert time.monotonic() - begin_s < PATIENCE_S
+
+
+# -- other ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_files_of_all_ranks_are_in_one_directory(storage: RunStorage, source: Path, tmp_path: Path) -> None:
+    """The other rank may come first; files that both have are rank 0's."""
+    mine = tmp_path / "other"
+    (mine / "shards").mkdir(parents=True)
+    (mine / "model.pt").write_bytes(b"another")
+    (mine / "shards" / "rank-1.pt").write_bytes(b"y" * 10)
+    problems: list[str] = []
+    other = reported(storage)
+    adding = threading.Thread(
+        target=lambda: problems.append(other.add(ray.train.Checkpoint.from_directory(mine), 1, lambda: False))
+    )
+    adding.start()
+    time.sleep(0.3)
+    path, problem = store(reported(storage), source)
+    adding.join(30)
+    assert not problem and problems == [""]
+    stored = Path(path)
+    assert (stored / "model.pt").read_bytes() == b"x" * 1000
+    assert (stored / "shards" / "rank-1.pt").read_bytes() == b"y" * 10
+    assert not list(stored.rglob("*.part"))
+    assert [each.index for each in storage.stored_checkpoints()] == [1]
+
+
+def test_what_another_rank_reports_alone_is_told(
+    storage: RunStorage, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ray.checkpoints.reported._WITHOUT_S", 0.5)
+    other = reported(storage)
+    checkpoint = ray.train.Checkpoint.from_directory(source)
+    assert "report 3, and rank 0 has not: it is not kept" in other.add(checkpoint, 3, lambda: False)
+    begin_s = time.monotonic()
+    assert "report 4" in other.add(checkpoint, 4, lambda: False), "nobody waits a second time"
+    assert time.monotonic() - begin_s < PATIENCE_S
+    assert not storage.stored_checkpoints()
+
+
+def test_a_rank_that_waits_for_the_first_ends_with_the_job(storage: RunStorage, source: Path) -> None:
+    with pytest.raises(WorkerDismissed):
+        reported(storage).add(ray.train.Checkpoint.from_directory(source), 1, lambda: True)

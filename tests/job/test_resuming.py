@@ -191,6 +191,7 @@ def test_a_job_whose_storage_stays_away_fails_and_does_not_start_anew(
     assert ("has not answered" if how == "hang" else "a bad moment") in status.message
 
 
+@pytest.mark.thorough
 def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: Path, journal: Journal) -> None:
     hanging, job = away(tmp_path, journal, timeout_s=60)
 

@@ -82,6 +82,7 @@ def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_die
     assert sum(len(line["indices"]) for line in steps if line["time"] > latest) > 24, "and its very first batch"
 
 
+@pytest.mark.thorough
 def test_a_job_brings_its_policy_and_another_one_is_refused(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 3), name="ruled", policy="fifo", epochs=10_000)
     wait_until(lambda: seen("ruled") is not None, handle)

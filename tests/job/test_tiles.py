@@ -35,6 +35,7 @@ def run(
     return dict(result.metrics), handle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [

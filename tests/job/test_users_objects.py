@@ -70,6 +70,7 @@ def numbers(folder: Path, what: str) -> set[int]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [pytest.param("return", marks=SLOW), pytest.param("raise", marks=SLOW), "report"])
 def test_a_controller_unpickles_nothing_of_the_users(ray_cluster: Any, tmp_path: Path, how: str) -> None:
     handle = er.ElasticTrainer(

@@ -174,6 +174,7 @@ def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the
     wait_for(lambda: other["pid"] not in alive().values())
 
 
+@pytest.mark.thorough
 def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_that_no_job_has(
     pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

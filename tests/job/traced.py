@@ -70,6 +70,8 @@ def train(config: dict[str, Any]) -> str:
                 trace.write("state", hash=state_hash(model, optimizer, scheduler))
             trace.write("step", epoch=epoch, indices=index.tolist())
             own = context.get_global_step() if context.get_world_rank() == 1 else -1
+            if config.get("linger_at") == context.get_global_step() and context.get_world_rank() == 0:
+                time.sleep(2.0)
             if config.get("return_at") == own:
                 return "early"
             if config.get("skip_at") == own:

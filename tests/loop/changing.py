@@ -125,8 +125,9 @@ class _Job:
         script: Sequence[Change | Kill | Hold],
         controller: LocalController,
         options: Mapping[str, Any],
+        fixed_batch: bool,
     ) -> None:
-        self._train, self._controller = train, controller
+        self._train, self._controller, self._fixed_batch = train, controller, fixed_batch
         self._options = {"form_s": _WAIT_S, "timeout_s": _WAIT_S, **options}
         self._kills = [each for each in script if isinstance(each, Kill)]
         self._holds = {(each.worker, each.step, each.moment) for each in script if isinstance(each, Hold)}
@@ -177,7 +178,13 @@ class _Job:
             return member(self._controller, rank, spec.world_size, generation=spec.generation, **self._options)
 
         membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: self.form_again(generation))
-        session = Session(f"w{worker}", membership, _Link(self, worker), faults=_Script(self, worker))  # type: ignore[arg-type]
+        session = Session(
+            f"w{worker}",
+            membership,
+            _Link(self, worker),  # type: ignore[arg-type]
+            faults=_Script(self, worker),  # type: ignore[arg-type]
+            fixed_batch=self._fixed_batch,
+        )
         self._sessions[worker] = session
         thread = threading.Thread(target=self._work, args=(worker, session), daemon=True)
         thread.start()
@@ -296,11 +303,12 @@ def run_job(
     script: Sequence[Change | Kill | Hold] = (),
     *,
     first: Sequence[int] = (1,),
+    fixed_batch: bool = False,
     **options: Any,
 ) -> Outcome:
     """Run a train function in a thread for each worker, while the script says which workers there are.
 
-    ``options`` are those of their communicators.
+    ``fixed_batch`` is the job's; ``options`` are those of their communicators.
     """
     with local_controller() as controller:
-        return _Job(train, script, controller, options).run(first)
+        return _Job(train, script, controller, options, fixed_batch).run(first)

@@ -66,6 +66,8 @@ def clipped_and_scheduled(micro: int | None, set_to_none: bool, per_epoch: bool)
     return weights(model), rates, current_session().progress.steps
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("world", [None, 2])
 @pytest.mark.parametrize("per_epoch", [False, True])
@@ -191,6 +193,7 @@ def gan(micro: int | None, order: str) -> Tensor:
     return weights(g, d)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("order", ["d first", "g first"])
 @pytest.mark.parametrize(("world", "micro"), [(None, None), (None, 2), (2, None), (2, 2)])
 def test_a_gan_trains_as_with_gradients_added_up_by_hand(

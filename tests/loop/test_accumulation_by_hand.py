@@ -129,6 +129,7 @@ def check(
     return outcome
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("order", ["after", "before"])
 @pytest.mark.parametrize("step", [4, 5, 6, 7])
@@ -147,6 +148,7 @@ ANYWHERE = [(step, moment) for step in (4, 5, 7) for moment in ("forward", "back
 IN_OPTIMIZER = {"after": 7, "before": 4}
 
 
+@pytest.mark.matrix(every=6)
 @pytest.mark.parametrize(
     ("order", "step", "moment"),
     [(order, *where) for order in IN_OPTIMIZER for where in ANYWHERE]
@@ -184,6 +186,7 @@ def test_a_failure_that_loses_them_is_told(moment: str) -> None:
     assert kind == "warning" and text.startswith("gradients of 2 steps are lost") and detail == {"steps": 2}
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("votes", [False, True])
 @pytest.mark.parametrize("moment", ["optimizer_step", "after_step", "edge"])
 def test_a_failure_after_they_were_applied_loses_nothing(moment: str, votes: bool) -> None:

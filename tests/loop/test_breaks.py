@@ -108,6 +108,7 @@ def ended_loop() -> tuple[float, int]:
     return model.module.bias.item(), er.get_context().get_global_step()
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("moment", ["backward", "optimizer_step", "after_step", "edge"])
 @pytest.mark.parametrize("joins", [(), (4,)])
 def test_a_pass_that_was_to_end_with_a_lost_step_draws_it_again(moment: str, joins: tuple[int, ...]) -> None:

@@ -114,6 +114,7 @@ def test_every_rank_has_the_same_results_and_a_joiner_those_of_the_others() -> N
 ORDERS = [("sum", "gather", "broadcast", "barrier"), ("barrier", "broadcast", "gather", "sum"), ("gather", "barrier")]
 
 
+@pytest.mark.matrix(every=6)
 @pytest.mark.parametrize("moment", ["collective", "after_collective"])
 @pytest.mark.parametrize("step", [0, 4, PER_EPOCH, STEPS])
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -122,6 +123,7 @@ def test_a_lost_rank_changes_no_result(step: int, moment: str, order: Sequence[s
     assert outcome.groups[-1] == (1, 3)
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", ["collective", "after_collective"])
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 @pytest.mark.parametrize("earlier", [0, 3])

@@ -36,6 +36,7 @@ def train(how: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "told"),
     [

@@ -169,6 +169,7 @@ CASES = {
 }
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("models", [1, 2])
 @pytest.mark.parametrize("case", list(CASES), ids=lambda case: case.__name__)
 def test_ranks_that_disagree_are_all_told_who_does_what(ranks: Ranks, case: Callable[..., bool], models: int) -> None:
@@ -183,6 +184,7 @@ def test_ranks_that_disagree_are_all_told_who_does_what(ranks: Ranks, case: Call
         assert took_s < 30
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("models", [1, 2])
 def test_with_three_ranks_those_that_agree_are_named_together(ranks: Ranks, models: int) -> None:
     for told, _ in ranks.run(run, skips, False, None, models, world=3):
@@ -197,6 +199,7 @@ def test_an_error_caught_in_the_middle_of_backward_is_told_at_the_next_step(rank
     assert "rank 1 has come to the end of a step" in told.read_text()
 
 
+@pytest.mark.thorough
 def test_ranks_cannot_go_on_after_a_disagreement(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match="the ranks do different things"):
         ranks.run(run, skips, True, world=2)
@@ -233,11 +236,13 @@ NAPS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("naps", NAPS)
 def test_slow_ranks_are_no_disagreement(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
     assert ranks.run(slow, naps, None, world=3) == [("", float(sum(range(48))))] * 3
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("naps", NAPS)
 def test_a_disagreement_is_told_after_ranks_were_slow(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
     for told, _ in ranks.run(slow, naps, skips, world=3):
@@ -269,6 +274,7 @@ def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
     return "", time.monotonic() - begin_s
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("naps", [[], [(1, 2), (2, 2)]], ids=["none", "some"])
 def test_an_early_return_is_told_also_where_an_announcement_of_another_rank_is_outdated(
     ranks: Ranks, naps: list[tuple[int, int]]
@@ -310,6 +316,8 @@ def many_sums(names: int) -> dict[str, float]:
     return dict(totals)
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [1, 22, 23, 100])
 def test_any_number_of_sums_is_added_up(ranks: Ranks, names: int) -> None:
     for totals in ranks.run(many_sums, names, world=2):
@@ -338,6 +346,7 @@ def late(pause_s: float) -> tuple[float, int]:
     return took_s, int(any(group is gloo and not work.is_completed() for work, group in kept_groups._KEPT))
 
 
+@pytest.mark.thorough
 def test_a_rank_that_takes_its_time_at_the_end_is_no_disagreement(ranks: Ranks) -> None:
     (first_s, first), (second_s, second) = ranks.run(late, 1.5, world=2)
     assert (first, second) == (0, 1)

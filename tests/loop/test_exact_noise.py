@@ -11,6 +11,7 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.monitoring import Monitor
+from tests.loop.changing import Change, run_job
 from tests.loop.ranks import Ranks
 
 SAMPLES, FEATURES, CLASSES = 20_000, 12, 4  # few enough steps for one or two epochs: what was trained on fits better
@@ -38,8 +39,20 @@ def exact(model: nn.Linear, x: torch.Tensor, y: torch.Tensor) -> tuple[float, fl
         return float(sqr), float((squared - sqr) * len(y) / (len(y) - 1))
 
 
-def compared(batch: int, most: int | None, rate: float, steps: int) -> tuple[float, float, int]:
-    """Sums of the raw estimates over those of the exact values, signal and noise; how many estimates there were."""
+Sums = tuple[float, float, int]
+"""Sums of the raw estimates over those of the exact values, signal and noise; how many estimates there were."""
+
+
+def compared(batch: int, most: int | None, rate: float, steps: int) -> Sums:
+    """What the first so many estimates of a group make."""
+    [sums] = followed(batch, most, rate, steps=steps).values()
+    return sums
+
+
+def followed(
+    batch: int, most: int | None, rate: float, *, steps: int | None = None, last: int | None = None
+) -> dict[int, Sums]:
+    """The same for each number of ranks that there was, until so many estimates or that committed step."""
     x, y = rows()
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, CLASSES).double()
@@ -48,20 +61,21 @@ def compared(batch: int, most: int | None, rate: float, steps: int) -> tuple[flo
     loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(x, y), batch_size=batch, seed=1)
     if most is not None:
         loader.autoscale_batch_size(batch, local_bsz_bounds=(1, most), gradient_accumulation=True)
-    sums, count = [0.0, 0.0, 0.0, 0.0], 0
+    session: Any = current_session()
+    found_by = dict[int, list[float]]()
     for _ in er.remaining_epochs_until(1000):
         for xs, ys in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(wrapped(xs), ys).backward()
             pending: Any = wrapped._tracker._pending
-            if current_session().ledger.outermost.is_last_micro and pending is not None:
+            sums = found_by.setdefault(session.world_size, [0.0] * 5)
+            if session.ledger.outermost.is_last_micro and pending is not None:
                 [group] = pending.estimates
-                found = group.sqr, group.var * batch
-                sums = [a + b for a, b in zip(sums, (*found, *exact(model, x, y)), strict=True)]
-                count += 1
+                found = group.sqr, group.var * batch, *exact(model, x, y), 1.0
+                sums[:] = [a + b for a, b in zip(sums, found, strict=True)]
             optimizer.step()
-            if count == steps:
-                return sums[0] / sums[2], sums[1] / sums[3], count
+            if sums[4] == steps or session.progress.steps == last:
+                return {n: (s[0] / s[2], s[1] / s[3], int(s[4])) for n, s in found_by.items() if s[4]}
     raise AssertionError("there were too few estimates")
 
 
@@ -78,6 +92,7 @@ SLOW = [
 """World, global batch, most samples at once, estimates; halves of 17 are of unequal size."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rate", "allowed"), [(0.0, 0.05), (LARGEST_RATE, 0.15)])
 @pytest.mark.parametrize(
     ("world", "batch", "most", "steps"), [*FAST, *(pytest.param(*cut, marks=pytest.mark.slow) for cut in SLOW)]
@@ -90,3 +105,25 @@ def test_estimates_are_right_on_average(
     assert count >= steps
     assert signal == pytest.approx(1.0, abs=allowed)
     assert noise == pytest.approx(1.0, abs=allowed)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rate", "allowed"),
+    [
+        (64, LARGEST_RATE, 0.15),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [(64, 0.0, 0.05), (16, 0.0, 0.05), (16, LARGEST_RATE, 0.15)]
+        ),
+    ],
+)
+def test_and_so_they_are_in_a_group_that_shrinks_to_one_worker_and_grows_again(
+    batch: int, rate: float, allowed: float
+) -> None:
+    script = [Change(150, (1,)), Change(1000, (1, 3))]  # one worker halves few of its steps
+    found = run_job(lambda: followed(batch, None, rate, last=1200), script, first=(1, 2)).results[1]
+    assert set(found) == {1, 2}
+    for signal, noise, count in found.values():
+        assert count > 100
+        assert signal == pytest.approx(1.0, abs=allowed)
+        assert noise == pytest.approx(1.0, abs=allowed)

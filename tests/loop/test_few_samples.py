@@ -16,6 +16,7 @@ from tests.loop.few_samples import FEW, FOUR, GROWS, KILLS, STEPS, Net, Stream, 
 from tests.loop.ranks import Ranks
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("options", [{}, {"nested": "before"}, {"nested": "after"}, {"grad": True}], ids=str)
 def test_a_job_grows_beyond_the_samples_of_an_evaluation(options: dict[str, Any]) -> None:
     found = run(GROWS, (1, 2), **options)

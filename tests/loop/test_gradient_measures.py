@@ -123,6 +123,7 @@ SHARES = [(2, 8, None), (3, 9, None), (3, 7, None), (2, 8, 2), (3, 12, 2), (None
 """World, global batch, most samples at once: equal shares, unequal ones, with and without accumulation."""
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("maker", ["sgd", "adam"])
 @pytest.mark.parametrize(("world", "batch", "micro"), SHARES)
 def test_variance_and_norms_are_those_that_all_gradients_give(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,6 +124,7 @@ def test_so_it_does_where_the_batch_changes(wish: tuple[int, int], stream: bool)
     assert changed.micro_steps == 2, "most is to be learnt after a change"
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_worker_processes_fetch_ahead_is_cut_alike(ranks: Ranks, workers: int, persistent: bool) -> None:
@@ -134,6 +136,36 @@ def test_what_worker_processes_fetch_ahead_is_cut_alike(ranks: Ranks, workers: i
 
 def halves_in_workers(workers: int, persistent: bool, wish: tuple[int, int] | None) -> list[list[Batch]]:
     return walked(6, workers=workers, persistent=persistent, wish=wish, epochs=3)
+
+
+def test_a_job_that_keeps_its_batch_halves_none_though_the_loader_may_adapt() -> None:
+    for fixed in (True, False):
+        epochs = run_job(lambda: walked(6), first=(1,), fixed_batch=fixed).results[1]
+        assert any(each.micro_steps > 1 for seen in epochs for each in seen) != fixed
+
+
+def test_the_first_half_is_let_go_after_its_step(ranks: Ranks) -> None:
+    """What is left of the model's size are the parameters and the buffer that each model has."""
+    assert ranks.run(large_tensors, True) == ranks.run(large_tensors, False) == 2
+
+
+def large_tensors(adapts: bool) -> int:
+    """How many storages of a large layer's size there are after three steps; the last is halved if it adapts."""
+    model = nn.Linear(128, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(24, 128)), batch_size=8, seed=0)
+    if adapts:
+        loader.autoscale_batch_size(16)
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in loader:
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+    assert (model.weight.grad is not None) and (current_session().progress.steps == 3)
+    optimizer.zero_grad()
+    found = (each for each in gc.get_objects() if isinstance(each, torch.Tensor) and each.numel() >= 128 * 512)
+    return len({each.untyped_storage().data_ptr() for each in found})
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
@@ -468,6 +500,8 @@ def added_up(adapts: bool, every: int, by_number: bool) -> tuple[list[list[float
     return found, halved
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("by_number", [False, True])
 @pytest.mark.parametrize("every", [2, 3])
 def test_a_loop_that_adds_up_gradients_has_no_halves(ranks: Ranks, every: int, by_number: bool) -> None:

@@ -55,6 +55,7 @@ def fetched(persistent: bool) -> dict[str, Any]:
     return {"pids": sorted(set(pids)), "seen": seen, "sizes": sizes, "own": os.getpid()}
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("world", [None, 2])
 def test_worker_processes_survive_a_change_of_the_batch(ranks: Ranks, world: int | None, persistent: bool) -> None:
@@ -83,6 +84,7 @@ def sampled(kind: str) -> tuple[list[int], int]:
     return seen, len(loader)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["weighted", "distributed", "list"])
 def test_samplers_order_the_whole(ranks: Ranks, kind: str) -> None:
     alone, length = ranks.run(sampled, kind)

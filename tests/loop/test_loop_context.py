@@ -43,6 +43,7 @@ def normalised(_: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.thorough
 def test_buffers_are_equal_after_each_epoch(ranks: Ranks) -> None:
     first, second = ranks.run(normalised, 0, world=2)
     for mine, theirs in zip(first[1:], second[1:], strict=True):

@@ -45,6 +45,7 @@ def evaluated(nested: bool) -> dict[str, Any]:
     return {"sums": sums, "trained": trained, "steps": current_session().progress.steps, "state": trainee.state()}
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
 def test_evaluation_passes_and_sums_are_exact(ranks: Ranks, world: int | None, nested: bool) -> None:
@@ -80,6 +81,7 @@ def broken_off(where: str) -> dict[str, Any]:
     return {"steps": steps, "totals": dict(totals), "committed": current_session().progress.steps}
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("where", "count", "samples", "evaluated_samples"),
     [("train", 3, 54, 108), ("evaluation", 5, 90, 90), ("both", 3, 54, 54)],
@@ -175,6 +177,7 @@ def dropped(_: int) -> tuple[int, list[int]]:
     return len(loader), counts
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("world", WORLDS)
 def test_drop_last_drops_the_tail_of_the_whole(ranks: Ranks, world: int | None) -> None:
     for result in each(ranks, world, dropped, 0):

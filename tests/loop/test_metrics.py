@@ -139,6 +139,7 @@ leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_s
 nested = st.recursive(leaves, lambda of: st.lists(of, max_size=5) | st.dictionaries(st.text(), of, max_size=5))
 
 
+@pytest.mark.thorough
 @given(st.dictionaries(st.text(), nested, max_size=20))
 def test_what_is_plain_stays_as_it_is_and_within_its_size(metrics: dict[str, Any]) -> None:
     try:

@@ -64,7 +64,7 @@ class Nested:
         self.sums.append(dict(total))
 
 
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=12)
 @pytest.mark.parametrize(
     ("model", "strategy", "place"),
     [

@@ -18,13 +18,18 @@ from tests.loop.ranks import RankFailedError, Ranks
 BAD_AT = (3, 4, 7)
 
 
+def rows(count: int) -> TensorDataset:
+    """The same on every rank."""
+    return TensorDataset(torch.randn(count, 2, generator=torch.Generator().manual_seed(5)))
+
+
 def train(nonfinite: str, bad_rank: int, value: float, micro: int | None = None, adam: bool = True) -> dict[str, Any]:
     """Twelve steps; in some of them one rank's loss is not finite."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.Adam(model.parameters(), 0.01) if adam else torch.optim.SGD(model.parameters(), 0.01)
     wrapped = er.AdaptiveDataParallel(model, optimizer, nonfinite=nonfinite)
-    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8)
+    loader = er.AdaptiveDataLoader(rows(96), batch_size=8)
     if micro is not None:
         loader.autoscale_batch_size(8, local_bsz_bounds=(1, micro), gradient_accumulation=True)
     session = current_session()
@@ -48,6 +53,7 @@ def train(nonfinite: str, bad_rank: int, value: float, micro: int | None = None,
     return {"told": told, "error": error, "state": state, "noise": wrapped.noise_scale, "steps": session.progress.steps}
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize(("world", "micro"), [(None, None), (None, 2), (2, None), (2, 1), (3, None)])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_updates_that_are_not_finite_can_be_left_out(
@@ -103,7 +109,7 @@ def normalised(kind: str, nonfinite: str, bad_rank: int, finishes: bool = True) 
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if kind == "amp" else None
     wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, nonfinite=nonfinite)
-    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8)
+    loader = er.AdaptiveDataLoader(rows(96), batch_size=8)
     if kind == "micro-steps":
         loader.autoscale_batch_size(8, local_bsz_bounds=(1, 2), gradient_accumulation=True)
     session = current_session()
@@ -156,7 +162,7 @@ def two_models(_: int) -> list[torch.Tensor]:
     wrapped_d = er.AdaptiveDataParallel(d, opt_d, nonfinite="skip")
     session = current_session()
     for _epoch in er.remaining_epochs_until(1):
-        for (x,) in er.AdaptiveDataLoader(TensorDataset(torch.randn(96, 2)), batch_size=8):
+        for (x,) in er.AdaptiveDataLoader(rows(96), batch_size=8):
             opt_d.zero_grad()
             wrapped_d(x).square().mean().backward()
             opt_d.step()
@@ -196,7 +202,7 @@ def scaled(fused: bool, nonfinite: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     wrapped = er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler, nonfinite=nonfinite)
-    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(64, 2)), batch_size=8)
+    loader = er.AdaptiveDataLoader(rows(64), batch_size=8)
     session = current_session()
     told: list[str] = []
     session.controller.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
@@ -244,7 +250,7 @@ def unwrapped(which: str) -> list[str]:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     optimizer, stranger = (torch.optim.SGD(each.parameters(), 0.01) for each in (model, other))
     wrapped = er.AdaptiveDataParallel(model, optimizer) if which != "none" else model
-    dataset = TensorDataset(torch.randn(24, 2))
+    dataset = rows(24)
     loader = er.AdaptiveDataLoader(dataset, batch_size=8)
     for _epoch in er.remaining_epochs_until(2):
         for (x,) in loader if which != "plain" else torch.utils.data.DataLoader(dataset, batch_size=8):

@@ -203,7 +203,7 @@ NAMES = [f"{build.__name__}-{optimizer_of.__name__}" for build, optimizer_of in 
 
 @pytest.mark.parametrize(("build", "optimizer_of"), CASES, ids=NAMES)
 @pytest.mark.parametrize("world", [None, 2, 3])
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=12)
 def test_unequal_shares_give_the_whole_batch_s_steps(ranks: Ranks, build: Any, optimizer_of: Any, world: Any) -> None:
     wanted = reference(build, optimizer_of, world=world or 1)
     results = ranks.run(elastic, build, optimizer_of, None, world=world)
@@ -214,6 +214,7 @@ def test_unequal_shares_give_the_whole_batch_s_steps(ranks: Ranks, build: Any, o
             assert_same(result, results[0], exact=True)
 
 
+@pytest.mark.matrix(every=6)
 @pytest.mark.parametrize(("build", "optimizer_of"), CASES, ids=NAMES)
 @pytest.mark.parametrize("world", [None, 2])
 def test_accumulated_gradients_give_the_same_steps(ranks: Ranks, build: Any, optimizer_of: Any, world: Any) -> None:

@@ -105,6 +105,7 @@ def without(absent: int, port: int) -> Any:
     return "trained alone"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_never_comes_is_an_error_within_the_deadline(ranks: Ranks, absent: int) -> None:
     outcome = ranks.run(without, absent, free_port(), world=2)[1 - absent]

@@ -21,10 +21,11 @@ from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.record.record import JobRecord
 from elastic_ray.session.current import set_session
-from elastic_ray.session.session import SavedState, Session
+from elastic_ray.session.session import Session
 from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.standalone.session import StandaloneController
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.state.starting_point import SavedState
 from elastic_ray.worker.messages import WorkerReport
 from elastic_ray.worker.state_saver import StateSaver
 
@@ -93,6 +94,7 @@ class Heard(list[Any]):
             self._session.membership.post(Stop(save=True))
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("at", range(1, TICKS + EPOCHS))
 def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None:
     whole: list[Any] = []

@@ -21,7 +21,7 @@ def train() -> tuple[list[int], list[int]]:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
-    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1, generator=torch.Generator().manual_seed(5)))
     loader = er.AdaptiveDataLoader(data, batch_size=RAMP, seed=1)
     batches, samples = [], []
     for _ in er.remaining_epochs_until(EPOCHS):
@@ -73,5 +73,8 @@ def test_one_batch_size_is_no_ramp() -> None:
 def test_what_makes_no_sense_is_refused(wrong: Any, error: type[Exception], says: str) -> None:
     set_session(None)
     with pytest.raises(error, match=says):
-        er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1)), batch_size=wrong)
+        er.AdaptiveDataLoader(
+            torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1, generator=torch.Generator().manual_seed(5))),
+            batch_size=wrong,
+        )
     set_session(None)

@@ -104,6 +104,7 @@ def trains(way: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("way", "words"),
     [

@@ -84,6 +84,7 @@ def test_a_joiner_has_them_and_a_leaver_takes_nothing_along(epochs: str) -> None
     check([Change(2, (1, 2)), Change(5, (1, 2, 3)), Change(9, (2, 3))], first=(1,), epochs=epochs)
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("step", [0, 4, 6])
 def test_a_lost_step_moves_them_on_once(step: int, moment: str) -> None:

@@ -15,6 +15,7 @@ import elastic_ray as er
 from elastic_ray.loop.api import current_session
 from elastic_ray.session.current import set_session
 from elastic_ray.state.replicas import Replicas, sum_of_bits
+from tests.loop.changing import Change, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -73,10 +74,11 @@ def diverging(how: Callable[..., None] | None, epochs: int) -> int:
     return context.get_global_step()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (another_rate, r"rank 1 of 2 no longer holds the same parameters as the others after 10 steps: 0\.weight, "),
+        (another_rate, r"after 10 steps optimizer\.param_groups\[0\]\['lr'\] is 0\.01 on rank 0 and 0\.02 on rank 1"),
         (noise, r"after 10 steps: 2\.weight\. Everything"),
     ],
 )
@@ -92,11 +94,13 @@ def late(rank: int, step: int, model: Any, optimizer: torch.optim.Optimizer) -> 
             model[4].bias.add_(1e-3)
 
 
+@pytest.mark.thorough
 def test_the_end_of_an_epoch_is_a_check_too(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"rank 2 of 3 no longer holds .* after 24 steps: "):
         ranks.run(diverging, late, 3, world=3)
 
 
+@pytest.mark.thorough
 def test_replicas_that_agree_are_left_alone(ranks: Ranks) -> None:
     assert ranks.run(diverging, None, 10, world=2) == [120, 120]
 
@@ -109,7 +113,7 @@ def test_a_fingerprint_sees_every_bit(dtype: torch.dtype, size: int) -> None:
     layer.weight = nn.Parameter(whole[1 : 1 + size])  # not aligned
     layer.other = nn.Parameter(torch.zeros(3, dtype=dtype).expand(2, 3))
     replicas = Replicas()
-    replicas.add(layer)
+    replicas.add(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     assert replicas.due(0) and not replicas.due(7)
     before = replicas.fingerprint(0)
     assert not replicas.due(0, at_end=True), "nothing has changed since"
@@ -123,6 +127,7 @@ def test_a_fingerprint_sees_every_bit(dtype: torch.dtype, size: int) -> None:
 # -- wrapping twice ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_what_shares_parameters_is_wrapped_once(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match=r"module must be wrapped once.*0\.weight belongs to model 0"):
         ranks.run(twice, "same")
@@ -183,6 +188,8 @@ def thawing(scenario: str, micro: int | None, wrap: bool = True) -> list[torch.T
     return [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("scenario", ["unfreeze", "swap", "add", "freeze", "toggle", "back and forth"])
 def test_parameters_are_trained_as_one_process_would(ranks: Ranks, scenario: str, micro: int | None) -> None:
@@ -228,7 +235,8 @@ def test_what_was_unfrozen_reaches_a_joiner() -> None:
 
 def test_passes_of_a_few_steps_are_not_all_followed_by_a_check() -> None:
     replicas = Replicas()
-    replicas.add(nn.Linear(2, 1))
+    layer = nn.Linear(2, 1)
+    replicas.add(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     checked = []
     for steps in range(5, 1005, 5):
         if replicas.due(steps, at_end=True):
@@ -239,3 +247,243 @@ def test_passes_of_a_few_steps_are_not_all_followed_by_a_check() -> None:
     assert max(gaps) == 100 and len(checked) < 30
     replicas.begin()
     assert replicas.due(1001, at_end=True), "the first pass in a group is"
+
+
+# -- training that is not the same -------------------------------------------------------------------------------
+
+
+def freezes(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One layer is trained no more."""
+    model[2].weight.requires_grad_(False)
+
+
+def stays_in_eval(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Dropout does nothing."""
+    model[1].eval()
+
+
+def another_option(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """An option that has no effect on what is there."""
+    optimizer.param_groups[0]["foreach"] = False
+
+
+def another_group(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Another decay, which makes the parameters differ as well."""
+    optimizer.param_groups[0]["weight_decay"] = 0.1
+
+
+def trained_otherwise(how: Callable[..., None], models: int = 1) -> str:
+    """What a rank is told; one of them changes something in the second epoch, and nothing differs until then."""
+    rank = er.get_context().get_world_rank()
+    nets = [net() for _ in range(models)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.0) for each in nets]
+    wrapped = [er.AdaptiveDataParallel(*pair) for pair in zip(nets, optimizers, strict=True)]
+    loader = er.AdaptiveDataLoader(rows(), batch_size=4)
+    try:
+        for epoch in er.remaining_epochs_until(3):
+            if epoch == 1 and rank == 1:
+                how(nets[-1], optimizers[-1])
+            for x, y in loader:
+                for model, optimizer in zip(wrapped, optimizers, strict=True):
+                    optimizer.zero_grad()
+                    (model(x.double()) - y).square().mean().backward()
+                    optimizer.step()
+    except er.ReplicasDifferError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (freezes, "2.weight.requires_grad is True on rank 0 and False on rank 1"),
+        (stays_in_eval, "1.training is True on rank 0 and False on rank 1"),
+        (another_option, "optimizer.param_groups[0]['foreach'] is 'None' on rank 0 and False on rank 1"),
+        (another_group, "optimizer.param_groups[0]['weight_decay'] is 0 on rank 0 and 0.1 on rank 1"),
+    ],
+)
+def test_replicas_that_are_trained_otherwise_are_an_error_that_names_the_option(
+    ranks: Ranks, how: Any, words: str
+) -> None:
+    for told in ranks.run(trained_otherwise, how, world=2):
+        assert words in told and "after 24 steps" in told
+
+
+def test_a_rank_may_evaluate_alone_and_keep_its_best_model(ranks: Ranks) -> None:
+    """As programs for one process do with ``if rank == 0``; each epoch begins with ``train()``."""
+    assert ranks.run(evaluates_alone, world=2) == [16] * 2
+
+
+def evaluates_alone() -> int:
+    """Steps until rank 0's evaluations end the training of all, with a model that rank 0 alone takes back."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    session = current_session()
+    for epoch in er.remaining_epochs_until(9):
+        best = {name: p.clone() for name, p in model.state_dict().items()}
+        for number, (x, y) in enumerate(er.AdaptiveDataLoader(rows(), batch_size=12)):
+            model.train()
+            optimizer.zero_grad()
+            (wrapped(x.double()) - y).square().mean().backward()
+            optimizer.step()
+            if number == 3 and session.rank == 0:
+                model.eval()
+        if session.rank == 0:
+            model.eval()
+            for p in model.parameters():
+                p.requires_grad_(epoch < 3)
+        if epoch == 3:
+            if session.rank == 0:
+                model.load_state_dict(best)
+            break
+    session.finish()
+    return session.progress.steps
+
+
+def test_of_several_models_that_is_named(ranks: Ranks) -> None:
+    for told in ranks.run(trained_otherwise, freezes, 2, world=2):
+        assert "model 1: 2.weight.requires_grad is True on rank 0" in told
+
+
+def adding(how: str) -> str:
+    """What a rank is told that does not clear its gradients, or adds to them more often."""
+    rank = er.get_context().get_world_rank()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(rows(), batch_size=7 if how == "uneven" else 4)
+
+    def add(x: torch.Tensor, y: torch.Tensor) -> None:
+        (wrapped(x.double()) - y).square().mean().backward()
+
+    try:
+        for _epoch in er.remaining_epochs_until(1):
+            for number, (x, y) in enumerate(loader):
+                if not (how == "left" and rank == 1 and number >= 2) and how != "nobody":
+                    optimizer.zero_grad(set_to_none=how != "zeros")
+                more = {"no_sync": rank == 1 and number == 3, "uneven": len(x) > 3}.get(
+                    how, how == "all" or number == 1
+                )
+                with wrapped.no_sync():
+                    for _ in range(1 + more):
+                        add(x, y)
+                add(x, y)
+                optimizer.step()
+    except er.RanksDisagreeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            "left",
+            "rank 1 reduces gradients after 1 backward passes within no_sync(), on top of those of the last update",
+        ),
+        (
+            "no_sync",
+            "rank 0 reduces gradients after 1 backward passes within no_sync(); rank 1 reduces gradients after 2",
+        ),
+    ],
+)
+def test_gradients_that_do_not_belong_together_are_an_error(ranks: Ranks, how: str, words: str) -> None:
+    for told in ranks.run(adding, how, world=2):
+        assert words in told and f"in step {2 if how == 'left' else 3} " in told
+
+
+@pytest.mark.parametrize("how", ["zeros", "nobody", "all", "uneven"])
+def test_what_all_ranks_do_to_gradients_is_theirs(ranks: Ranks, how: str) -> None:
+    assert ranks.run(adding, how, world=2) == [""] * 2
+
+
+# -- the last steps, checkpoints and changes of the group ----------------------------------------------------------
+
+
+def apart(epochs: int, at: int, leaves: int, saves: int = 0) -> tuple[str, int]:
+    """What a rank is told, and after how many steps; rank 1 comes apart by a bit at step ``at``."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(rows(), batch_size=4)
+    session = current_session()
+    try:
+        for epoch in er.remaining_epochs_until(epochs):
+            for x, y in loader:
+                if session.progress.steps == at:
+                    noise(session.rank, 5, model, optimizer)
+                if session.progress.steps == saves > 0 == session.rank:
+                    session.count_report(saves=True)
+                optimizer.zero_grad()
+                (wrapped(x.double()) - y).square().mean().backward()
+                optimizer.step()
+            if epoch == leaves:
+                break
+        with torch.no_grad():
+            model[0].weight[0] += session.rank  # the job's result is rank 0's: others may do as they like with theirs
+        session.finish()
+    except er.ReplicasDifferError as error:
+        return str(error), session.progress.steps
+    return "", session.progress.steps
+
+
+def test_ranks_that_come_apart_in_the_last_epoch_are_found(ranks: Ranks) -> None:
+    for told, steps in ranks.run(apart, 10, 115, -1, world=2):
+        assert "after 120 steps: 2.weight" in told and steps == 120
+
+
+def test_so_are_they_where_the_loop_is_left_earlier(ranks: Ranks) -> None:
+    for told, steps in ranks.run(apart, 20, 115, 9, world=2):
+        assert "when the loop over epochs was left, rank(s) 1 held other parameters" in told and steps == 120
+
+
+def test_behind_the_loop_each_rank_may_change_its_own(ranks: Ranks) -> None:
+    assert ranks.run(apart, 10, -1, -1, world=2) == [("", 120)] * 2
+    assert ranks.run(apart, 20, -1, 3, world=2) == [("", 48)] * 2
+
+
+def test_a_reported_checkpoint_is_a_check(ranks: Ranks) -> None:
+    for told, steps in ranks.run(apart, 20, 122, -1, 123, world=2):
+        assert "after 124 steps: 2.weight" in told and steps == 124
+
+
+def test_a_change_of_the_group_is_a_check() -> None:
+    def train() -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+        session = current_session()
+        for _ in er.remaining_epochs_until(1):
+            for x, y in er.AdaptiveDataLoader(rows(), batch_size=4):
+                if session.progress.steps == 3:
+                    noise(session.rank, 5, model, optimizer)
+                optimizer.zero_grad()
+                (wrapped(x.double()) - y).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(er.ReplicasDifferError, match=r"after 6 steps: 2\.weight"):
+        run_job(train, [Change(5, (1, 2, 3))], first=(1, 2))
+
+
+def reporting(ranks_that_do: tuple[int, ...]) -> list[str]:
+    """What the job's user is told where only these ranks report."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    session, told = current_session(), list[str]()
+    session.controller.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    for _ in er.remaining_epochs_until(5):
+        for x, y in er.AdaptiveDataLoader(rows(), batch_size=24):
+            optimizer.zero_grad()
+            (wrapped(x.double()) - y).square().mean().backward()
+            optimizer.step()
+        if session.rank in ranks_that_do:
+            er.report({"rank": session.rank})
+    return told
+
+
+def test_reports_of_other_ranks_alone_are_warned_of(ranks: Ranks) -> None:
+    first, second = ranks.run(reporting, (1,), world=2)
+    assert not first and len(second) == 1 and "metrics are recorded from rank 0 alone" in second[0]
+    assert ranks.run(reporting, (0, 1), world=2) == [[], []] == ranks.run(reporting, (0,), world=2)

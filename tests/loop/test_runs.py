@@ -69,6 +69,7 @@ def several(way: str) -> list[list[float]]:
     return [trained(dataset, loader_first=way == "loader first") for _ in range(3)]
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("way", ["model first", "loader first", "one loader for all", "adaptive"])
 @pytest.mark.parametrize("world", [None, 2])
 def test_a_train_function_may_run_again(ranks: Ranks, world: int | None, way: str) -> None:
@@ -127,6 +128,7 @@ def pair_of_its_own() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=1e-4)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("world", [None, 2])
 @pytest.mark.parametrize(
     "way", ["all anew", "same model, same loader", "adaptive", "with a state", "twice without a loop"]

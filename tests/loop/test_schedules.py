@@ -37,7 +37,9 @@ def train(schedule: str | None = None, policy: Policy | None = None) -> tuple[fl
     once = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
     options: dict[str, Any] = {} if schedule is None else {"schedule": schedule}
     wrapped = er.AdaptiveDataParallel(model, optimizer, [decay, once], scaling_rule="none", policy=policy, **options)
-    loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.randn(SAMPLES, 1)), batch_size=FIRST)
+    loader = er.AdaptiveDataLoader(
+        torch.utils.data.TensorDataset(torch.linspace(-2, 2, SAMPLES)[:, None]), batch_size=FIRST
+    )
     if policy is not None:
         loader.autoscale_batch_size(SAMPLES)
     for _ in er.remaining_epochs_until(EPOCHS):
@@ -81,6 +83,7 @@ class _State:
         return lambda *_: None
 
 
+@pytest.mark.thorough
 @given(
     samples=st.integers(1, 500),
     first=st.integers(1, 60),

@@ -94,6 +94,7 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
     return {"failed": failed, "steps": steps, "state": [p.detach().tolist() for p in wrapped.parameters()]}
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_gradients_of_several_threads_are_reduced_one_after_the_other(ranks: Ranks, order: str) -> None:
     for found in ranks.run(two_threads, *order, world=2):

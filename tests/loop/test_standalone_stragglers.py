@@ -60,6 +60,7 @@ def measures(response: str | None) -> bool:
     return current_session().registry.monitoring.meter.on
 
 
+@pytest.mark.thorough
 def test_shares_follow_a_slow_rank_and_rank_0_logs_it(ranks: Ranks) -> None:
     results: list[Seen] = ranks.run(trained, "share", world=3)
     for epoch in range(EPOCHS):
@@ -73,6 +74,7 @@ def test_shares_follow_a_slow_rank_and_rank_0_logs_it(ranks: Ranks) -> None:
     assert not any("worker 1" in each for _, _, said in results[1:] for each in said)
 
 
+@pytest.mark.thorough
 def test_told_of_only_and_not_looked_for_unless_asked(ranks: Ranks) -> None:
     results: list[Seen] = ranks.run(trained, "tell", world=2)
     assert [sum("as long as the others" in each for each in said) for _, _, said in results] == [1, 0]

@@ -69,6 +69,7 @@ def agreed_beside_a_standing_announcement() -> Any:
         return {key: value.tolist() for key, value in sorted((found or {}).items())}
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("world", (2, 3))
 def test_ranks_that_hold_different_things_tell_their_names_beside_it(ranks: Ranks, world: int) -> None:
     results = ranks.run(agreed_beside_a_standing_announcement, world=world, timeout_s=60.0)

@@ -65,6 +65,7 @@ def measured(maker: str, micro: int, steps: int) -> list[tuple[NoiseScale | None
     return found[:steps]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("maker", list(MAKERS))
 def test_replicas_and_micro_steps_measure_the_same_noise(ranks: Ranks, maker: str) -> None:
     steps = 11
@@ -174,6 +175,7 @@ def rates(rule: str, grows_at: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("rule", list(RULES))
 def test_rates_follow_the_rule_inside_step_and_only_there(ranks: Ranks, rule: str) -> None:
     results = ranks.run(rates, rule, 4, world=2)

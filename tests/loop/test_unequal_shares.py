@@ -64,6 +64,7 @@ def trained(weights: list[float], optimizer_name: str, accumulate: bool) -> dict
     }
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("optimizer", ("sgd", "adam"))
 @pytest.mark.parametrize("weights", ([1.0, 0.3], [0.5, 1.0, 0.2]))
 @pytest.mark.parametrize("accumulate", (False, True))

@@ -79,6 +79,7 @@ def trained(
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), noise and noise.var
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("world", [None, 2, 3])
 @pytest.mark.parametrize("bounds", [None, (1, 2)])
 def test_the_step_is_that_of_the_mean_over_all_tokens(

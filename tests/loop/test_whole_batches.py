@@ -65,6 +65,8 @@ def ranked(batches: int, nested: bool, sampler: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampler", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(("world", "batches"), [(None, 5), (2, 5), (3, 4), (3, 1)])
@@ -104,6 +106,7 @@ def iterates_within(_: int) -> None:
             list(inner)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("function", "words"), [(trains_on_whole_batches, "is for evaluation"), (iterates_within, "would miss that loop")]
 )

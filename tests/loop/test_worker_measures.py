@@ -88,6 +88,8 @@ def check(results: list[list[Seen]]) -> list[StepMeasures]:
     return [measures for _, _, measures in results[0]]
 
 
+@pytest.mark.matrix(every=4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [None, 2, 3])
 @pytest.mark.parametrize(
     "loop",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -92,6 +94,51 @@ def test_workers_see_what_the_epoch_s_code_has_drawn(ranks: Ranks, world: int | 
         assert len(started) <= 2 if persistent else len(started) > 2
     indices = [item[0] for result in ([results] if world is None else results) for seen, _ in result for item in seen]
     assert sorted(indices) == sorted(list(range(12)) * 3)
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Draws from each generator for each sample."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[int, float, float, float]:
+        return index, torch.rand(1).item(), float(np.random.rand()), random.random()  # noqa: NPY002
+
+
+def augmented(workers: int, whole: bool = False) -> list[Any]:
+    """What two epochs draw, by sample."""
+    loader = er.AdaptiveDataLoader(Augmented(), batch_size=3, num_workers=workers, shuffle=True, whole_batches=whole)
+    return [
+        sorted(row for batch in loader for row in zip(*(each.tolist() for each in batch), strict=True))
+        for _ in er.remaining_epochs_until(2)
+    ]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_drawn_for_a_sample_does_not_depend_on_who_loads_it(ranks: Ranks, whole: bool) -> None:
+    """Nor on the number of workers: it follows from the seed, the epoch and the sample's position."""
+    alone = ranks.run(augmented, 1, whole)
+    shared = ranks.run(augmented, 2, whole, world=2)
+    assert [sorted(shared[0][epoch] + shared[1][epoch]) for epoch in range(2)] == alone
+    assert len({draw for epoch in alone for _, *draws in epoch for draw in draws}) == 2 * 12 * 3, "never the same twice"
+
+
+def test_worker_processes_end_with_their_run(ranks: Ranks) -> None:
+    assert ranks.run(kept_loader) == (2, 0)
+
+
+def kept_loader() -> tuple[int, int]:
+    """Worker processes of a loader that somebody still holds, before and after the end of its run."""
+    loader = er.AdaptiveDataLoader(Augmented(), batch_size=3, num_workers=2, persistent_workers=True)
+    before = set(multiprocessing.active_children())
+    for _ in er.remaining_epochs_until(1):
+        for _batch in loader:
+            pass
+    started = set(multiprocessing.active_children()) - before
+    current_session().registry.loaders.close()
+    assert len(loader) == 4
+    return len(started), len(started & set(multiprocessing.active_children()))
 
 
 class Growing(torch.utils.data.Dataset[Any]):

@@ -196,6 +196,7 @@ def test_a_group_out_of_use_says_so() -> None:
             group.all_reduce(torch.ones(3))
 
 
+@pytest.mark.thorough
 def test_a_broken_group_is_kept_until_its_last_operation_has_timed_out() -> None:
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         mine, theirs = pool.map(lambda rank: member(controller, rank, 2, timeout_s=1.0), range(2))

@@ -9,8 +9,8 @@ import pytest
 from elastic_ray.events import EventKind
 from elastic_ray.membership.instructions import Announce, Note, Release, Reserve, Withdraw
 from elastic_ray.membership.roster import WorkerPhase
-from elastic_ray.membership.signals import PrepareFailed
-from tests.membership.driver import CONFIG, kinds, members_of, only, plan_in, running
+from elastic_ray.membership.signals import Lost, PrepareFailed
+from tests.membership.driver import CONFIG, Driver, kinds, members_of, only, plan_in, running
 
 # -- growing and shrinking -----------------------------------------------------------------------------------------
 
@@ -316,3 +316,48 @@ def test_one_that_is_leaving_does_not_stand_for_another_that_is_too_many() -> No
     driver.switched(2, "w1", "w2")
     assert driver.asked == {"w1", "w2", "w3"}, "w3 has not left yet"
     assert members_of(plan_in(driver.target(n1=1))) == ["w1"]
+
+
+def test_a_newcomer_is_one_that_has_joined_others_who_train() -> None:
+    driver = Driver(CONFIG)
+    driver.target(n1=2)
+    driver.join("w1", "w2")
+    assert not any(map(driver.machine.is_newcomer, ("w1", "w2", "w9"))), "nothing trains yet"
+    driver.switched(1, "w1", "w2")
+    driver.target(n1=3)
+    assert not driver.machine.is_newcomer("w3"), "it is not there"
+    driver.reserved("w3")
+    assert driver.machine.is_newcomer("w3")
+    driver.ready("w3")
+    assert driver.machine.is_newcomer("w3")
+    driver.switched(2, "w1", "w2", "w3")
+    assert [driver.machine.is_newcomer(worker) for worker in ("w1", "w2", "w3")] == [False, False, True]
+    driver.target(n1=1)
+    driver.lost("w1")
+    driver.lost("w2")
+    assert not driver.machine.is_newcomer("w3"), "it is all there is"
+
+
+def test_newcomers_that_fail_are_asked_for_more_and_more_rarely() -> None:
+    driver, number = running(1), 1
+    driver.target(n1=2)
+    rests = []
+    for rounds in range(5):
+        number += 1
+        driver.reserved(f"w{number}")
+        if rounds % 2:
+            driver.ready(f"w{number}")
+        out = driver.tell(Lost(worker=f"w{number}", cause="it raised", newcomer=True))
+        assert not only(Reserve, out)
+        assert driver.names == ["w1"]
+        rest_s = 0.0
+        while not only(Reserve, driver.tick(after_s=0.5)):
+            rest_s += 0.5
+        rests.append(rest_s)
+    assert rests == pytest.approx([CONFIG.backoff_s * 2**k for k in range(5)], abs=0.6)
+    number += 1
+    driver.tick(after_s=CONFIG.remember_s)
+    driver.reserved(f"w{number}")
+    driver.tell(Lost(worker=f"w{number}", cause="it raised", newcomer=True))
+    assert not only(Reserve, driver.tick(after_s=CONFIG.backoff_s - 0.5))
+    assert only(Reserve, driver.tick(after_s=1.0)), "after a while it is the first again"

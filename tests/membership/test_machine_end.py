@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from elastic_ray.membership.instructions import Complete
+from elastic_ray.membership.messages import Returned
+from elastic_ray.membership.signals import Finished
 from tests.membership.driver import Driver, members_of, only, plan_in, running
 
 
@@ -27,6 +29,13 @@ def test_some_finish_and_the_rest_fail_its_last_vote() -> None:
     assert members_of(plan_in(driver.lost("w3"))) == ["w2"]
     driver.switched(2, "w2")
     assert driver.finished("w2") == [Complete()]
+
+
+def test_those_that_go_on_are_told_where_the_others_have_ended() -> None:
+    driver = running(3)
+    driver.tell(Finished(worker="w2", rank=1, steps=24))
+    spec = plan_in(driver.lost("w3"))
+    assert members_of(spec) == ["w1"] and spec.returned == (Returned(rank=1, steps=24),)
 
 
 def test_some_finish_and_the_rest_die() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -95,12 +96,14 @@ def settled(job: SimJob, target: dict[str, int]) -> bool:
     )
 
 
+@pytest.mark.thorough
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), mishaps=st.integers(0, 14), min_workers=st.integers(1, 3))
 def test_a_job_lives_through_any_mishaps(seed: int, mishaps: int, min_workers: int) -> None:
     live(seed, mishaps, min_workers=min_workers)
 
 
+@pytest.mark.thorough
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 32), mishaps=st.integers(1, 14), min_workers=st.integers(1, 3))
 def test_a_job_lives_through_the_loss_of_its_controller(seed: int, mishaps: int, min_workers: int) -> None:

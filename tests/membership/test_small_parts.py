@@ -231,8 +231,8 @@ def report_of(workers: int, shape: BatchChoice, generation: int = 1) -> StepRepo
 
 
 def open_planner(*, fixed: bool = False) -> BatchPlanner:
-    planner = BatchPlanner(fixed=fixed)
-    limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
+    planner = BatchPlanner()
+    limits = BatchLimits(init_batch_size=64, max_batch_size=None if fixed else 1024, local_bsz_bounds=(8, 256))
     planner.open(LoaderInfo(limits=limits, dataset_size=10_000))
     return planner
 
@@ -256,7 +256,7 @@ def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_betw
 
 
 def test_a_planner_that_knows_no_loader_leaves_the_choice_to_it() -> None:
-    assert BatchPlanner(fixed=False).choose(plan_of(2)) is None
+    assert BatchPlanner().choose(plan_of(2)) is None
 
 
 def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> None:

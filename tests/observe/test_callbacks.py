@@ -83,6 +83,7 @@ def test_callbacks_that_raise_and_hang_are_told_of_and_cost_nothing(ray_cluster:
     assert len([line for line in lines(told) if line["kind"] == "report"]) == 4
 
 
+@pytest.mark.thorough
 def test_a_train_functions_error_is_told_with_its_rank(ray_cluster: Any, tmp_path: Path) -> None:
     told, logged = tmp_path / "told", tmp_path / "logged"
     handle = start(tmp_path, [Listener(told), Logger(logged)], epochs=4, raise_at=10)

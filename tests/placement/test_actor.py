@@ -175,6 +175,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120.
     raise AssertionError(f"not within {timeout_s} s: {what}; {snapshot()}")
 
 
+@pytest.mark.thorough
 def test_a_policy_loads_its_solver_when_the_allocator_starts_and_the_usual_one_needs_none() -> None:
     """Importing it would hold the event loop, and with it all jobs; with SciPy and pandas it has twice the memory."""
     modules = ("scipy", "pandas", "torch")
@@ -232,6 +233,7 @@ def test_an_allocator_that_is_gone_for_good_is_made_again(jobs: Jobs) -> None:
     assert jobs.held() == {"a": 8}
 
 
+@pytest.mark.thorough
 def test_other_users_of_the_cluster_are_left_alone(jobs: Jobs) -> None:
     class Other:
         pass
@@ -246,6 +248,7 @@ def test_other_users_of_the_cluster_are_left_alone(jobs: Jobs) -> None:
     wait_until(lambda: jobs.held() == {"a": 8}, "the job grows when they go")
 
 
+@pytest.mark.thorough
 def test_a_dead_controller_is_noticed(jobs: Jobs) -> None:
     jobs.start("a")
     jobs.start("b")
@@ -254,12 +257,14 @@ def test_a_dead_controller_is_noticed(jobs: Jobs) -> None:
     wait_until(lambda: jobs.held() == {"b": 8}, "its workers are shared out")
 
 
+@pytest.mark.thorough
 def test_impossible_jobs_are_told(jobs: Jobs) -> None:
     jobs.start("a", bundle={"CPU": 64.0})
     wait_until(lambda: bool(ray.get(jobs.handles["a"].state.remote())[2]), "told that it cannot run")
     assert "one worker needs 64 CPU, but the largest node has 4" in ray.get(jobs.handles["a"].state.remote())[2]
 
 
+@pytest.mark.thorough
 def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_nodes: Any) -> None:
     third = ray_nodes.add_node(num_cpus=2)
     jobs.start("a", max_workers=16)
@@ -281,6 +286,7 @@ def ruled_by_one_each() -> Iterator[None]:
     get_or_create_allocator("goodput")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("ruled_by_one_each")
 def test_a_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) -> None:
     for job in "ab":
@@ -295,6 +301,7 @@ def test_a_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) 
     jobs.stop("c")
 
 
+@pytest.mark.thorough
 def test_one_policy_at_a_time(jobs: Jobs, ruled_by_one_each: None) -> None:
     """With jobs another one is refused; without, it takes over, and survives a restart of the allocator."""
     jobs.start("a")

@@ -77,6 +77,7 @@ def sized(draw: st.DrawFn, *, wishes: bool = False) -> list[JobView]:
     return jobs
 
 
+@pytest.mark.matrix(every=1)
 @every
 @settings(max_examples=25, deadline=None)
 @given(jobs=sized(), nodes=clusters, cluster_rules=rules, late=sized())

@@ -101,6 +101,7 @@ TIGHT = [
 ]
 
 
+@pytest.mark.matrix(every=1)
 @every
 @settings(max_examples=8)
 @example(views=MANY, firm=0, spot=0)  # without the nodes that are not used, another one is not either

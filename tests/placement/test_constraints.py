@@ -94,6 +94,7 @@ rules = st.builds(
 # ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(every=1)
 @every
 @settings(max_examples=25, deadline=None)
 @given(jobs=constrained_views(bundles=(1.0, 0.5, 2.0)), nodes=clusters, cluster_rules=rules, late=constrained_views())
@@ -124,6 +125,7 @@ def test_plans_keep_all_rules_and_equal_input_changes_nothing(
     assert make_plan(one, jobs, nodes, 0.0, cluster_rules).allocation == found.allocation
 
 
+@pytest.mark.matrix(every=1)
 @every
 @settings(max_examples=25, deadline=None)
 @given(jobs=constrained_views(resize_cost_s=0.0), nodes=clusters, cluster_rules=rules)

@@ -59,7 +59,7 @@ def test_fit_recovers_step_times(grad: bool, unit: float, gamma: float, local: f
 
 
 def test_slopes_are_the_derivatives_of_errors() -> None:
-    true = ThroughputModel(0.05, 0.002, 0.3, 0.05, 0.1, 0.01, 2.5)
+    true = ThroughputModel(0.05, 0.002, 0.3, 0.05, 0.1, 0.01, 2.5, 0.1)
     problem = fitting._Regression(observe(true, GRID, noise=0.5, grad=True), fixed_batch=False)
     for start in problem.starts():
         numeric = approx_fprime(start, problem.errors, 1e-7)
@@ -129,6 +129,19 @@ def test_time_of_the_gradient_separates_compute_from_synchronisation() -> None:
     unknown = fit([Observation(1, 2, 32, 0, 1.0)])
     assert unknown.step_time(1, 8, 32, 0) == pytest.approx(1.0, rel=0.01)
     assert unknown.grad_time(32) == pytest.approx(1.0, rel=0.02)  # hence more replicas look worth a try
+
+
+@pytest.mark.parametrize(
+    ("grad", "configs"), [(True, [(1, 1, 32, 1)]), (False, [(1, 1, 32, 0), (1, 1, 32, 3)]), (True, GRID)]
+)
+def test_what_a_step_takes_once_is_told_from_its_micro_steps(
+    grad: bool, configs: list[tuple[int, int, int, int]]
+) -> None:
+    true = ThroughputModel(0.05, 0.002, 0.4, 0.03, 0.2, 0.03, 1.0, 0.3)
+    model = fit(observe(true, configs, grad=grad))
+    assert model.alpha_s == pytest.approx(0.3, rel=0.05)
+    assert model.step_time(1, 1, 32, 9) == pytest.approx(true.step_time(1, 1, 32, 9), rel=0.02)
+    assert fit(observe(true, [(1, 1, 32, 0)])).alpha_s == 0
 
 
 def test_counts_weigh() -> None:

@@ -23,7 +23,7 @@ gammas = st.floats(1, 50)
 
 
 def throughput_models(values: st.SearchStrategy[float]) -> st.SearchStrategy[ThroughputModel]:
-    return st.builds(ThroughputModel, *[values] * 6, gammas)
+    return st.builds(ThroughputModel, *[values] * 6, gammas, values)
 
 
 @st.composite
@@ -57,6 +57,16 @@ def test_step_time_by_hand(config: tuple[int, int, int, int], seconds: float) ->
     efficiency = 4 / (3 / scale + 1) / scale
     assert MODEL.efficiency(samples) == pytest.approx(efficiency, rel=1e-12)
     assert MODEL.goodput(*config) == pytest.approx(samples / seconds * efficiency, rel=1e-12)
+
+
+def test_what_a_step_takes_once_is_shared_by_its_micro_steps() -> None:
+    model = dataclasses.replace(THROUGHPUT, alpha_s=3.0)
+    assert model.step_time(1, 1, 10, 0) == pytest.approx(0.2 + 3.0)
+    assert model.step_time(1, 4, 10, 2) == pytest.approx(0.4 + 0.2 + (0.4 + 2 * 0.1) + 3.0)
+    alone = GoodputModel(model, NoiseScale(sqr=1.0, var=100.0), 32)
+    more, atomic_bsz, accum_steps = alone.best(1, 1, max_batch_size=1024, atomic_bsz_range=(1, 32), accumulation=True)
+    assert (atomic_bsz, accum_steps > 0) == (32, True)
+    assert more > 2 * alone.goodput(1, 1, 32, 0)
 
 
 def test_overlap_is_a_power_mean() -> None:

@@ -18,8 +18,8 @@ NODES = np.maximum(1, -(-WORKERS // 4))
 @st.composite
 def asked(draw: st.DrawFn) -> BoundedModel:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    a = rng.lognormal(-3, 1, 6)
-    times = ThroughputModel(a[0], a[1] / 30, a[2], a[3] / 10, a[4] / 3, a[5] / 20, 1 + 2 * rng.random())
+    a = rng.lognormal(-3, 1, 7)
+    times = ThroughputModel(a[0], a[1] / 30, a[2], a[3] / 10, a[4] / 3, a[5] / 20, 1 + 2 * rng.random(), a[6] / 3)
     least = draw(st.integers(8, 32))
     initial = draw(st.integers(least, 256))
     limit = draw(st.none() | st.integers(initial, 200 * initial))

@@ -49,6 +49,7 @@ def carried_out(policy: Policy, views: list[JobView], nodes: Cluster) -> list[Jo
     return [dataclasses.replace(v, allocation=plan.allocation.get(v.job, {})) for v in views]
 
 
+@pytest.mark.matrix(every=1)
 @contract
 @settings(max_examples=60, deadline=None)
 @given(views=job_views(sizes=(1.0, 0.5, 2.0)), nodes=clusters)
@@ -61,6 +62,7 @@ def test_targets_keep_the_rules(name: str, views: list[JobView], nodes: Cluster)
             assert targets[v.job].workers <= v.held_at
 
 
+@pytest.mark.matrix(every=1)
 @contract
 @settings(max_examples=60, deadline=None)
 @given(views=job_views(), nodes=clusters, seed=st.randoms(use_true_random=False))
@@ -71,6 +73,7 @@ def test_the_order_of_the_jobs_does_not_matter(name: str, views: list[JobView], 
     assert policy.decide(views, nodes, 0.0) == policy.decide(shuffled, nodes, 0.0)
 
 
+@pytest.mark.matrix(every=1)
 @contract
 @settings(max_examples=80, deadline=None)
 @given(views=job_views(sizes=(1.0, 2.0)), nodes=clusters, newcomer=job_views())

@@ -19,6 +19,7 @@ from tests.local_cluster import disconnect
 pytestmark = pytest.mark.usefixtures("ray_nodes")
 
 
+@pytest.mark.thorough
 def test_groups_are_pinned_pend_and_can_be_withdrawn() -> None:
     node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
     first = [reserve({"CPU": 2.0, "GPU": 0.0}, node, group_name("g", str(i))) for i in range(2)]
@@ -88,6 +89,7 @@ def test_no_room_is_lost_where_many_ask_and_give_up() -> None:
     asyncio.run(becomes_free(Room(), node))
 
 
+@pytest.mark.thorough
 def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any) -> None:
     class Somewhere:
         def node(self) -> str:

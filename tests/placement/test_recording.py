@@ -170,6 +170,7 @@ def told(folder: Path, policy: Policy) -> TellingCore:
     return tell(trace, applications, "t4:2x4", policy, config, disturbances=failing)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "fair_share", "pollux", "fixed", "tiresias"])
 def test_a_replay_decides_the_same_to_the_letter(policy: str, tmp_path: Path) -> None:
     core = told(tmp_path, make_policy(policy))

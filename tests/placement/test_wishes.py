@@ -52,6 +52,7 @@ def without(jobs: Sequence[JobView]) -> list[JobView]:
     return [dataclasses.replace(each, wished=None) for each in jobs]
 
 
+@pytest.mark.matrix(every=1)
 @every
 @settings(max_examples=8, deadline=None)
 @given(jobs=wishing(), nodes=clusters, cluster_rules=rules, late=wishing())

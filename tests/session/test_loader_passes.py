@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError
+from elastic_ray.membership.messages import Returned
 from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
@@ -46,8 +48,13 @@ class Votes:
 
     def __init__(self, failing: int = 0) -> None:
         self.failing, self.intents, self.details = failing, list[Intent](), list[int]()
+        self.plans = list[Any]()
 
-    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False) -> list[Any]:
+    def agree_on(self, what: Announced, payload: Any = (), plan: Any = None) -> None:
+        self.vote(what, {}, plan=plan)
+
+    def vote(self, what: Announced, added: Any, *, some_are_idle: bool = False, plan: Any = None) -> list[Any]:
+        self.plans.append(plan)
         self.intents.append(what.intent)
         self.details.append(what.detail)
         if len(self.intents) <= self.failing:
@@ -59,7 +66,7 @@ class State:
     """Where the run stands, and nothing to undo."""
 
     def __init__(self) -> None:
-        self.progress = RunProgress()
+        self.progress, self.joined = RunProgress(), False
 
     def snapshot(self) -> None: ...
 
@@ -71,11 +78,12 @@ class State:
 class Parts:
     """A group, models and buffers."""
 
-    generation, buffer_layout = 3, 7
+    generation, buffer_layout, world_size = 3, 7, 2
     gradients_wait = False
     communicator: Any = "the group"
 
     def __init__(self) -> None:
+        self.returned: tuple[Returned, ...] = ()
         self.models, self.synchronised, self.strategy_key = self, list[Any](), ""
         self.drifts, self.breaks, self.averaged = False, False, list[str]()
 
@@ -341,3 +349,48 @@ def test_the_end_of_an_epoch_ends_its_passes_and_carries_out_what_was_put_off() 
     run.passes.end_epoch()
     assert left.done and run.passes.step is None
     assert run.states.progress.epoch == 1 and run.changes.between == [True]
+
+
+def test_what_decides_the_data_is_compared_once_in_each_group() -> None:
+    run, told = Run(), list[int]()
+
+    def facts() -> dict[str, int]:
+        told.append(1)
+        return {"seed": 3}
+
+    loader_pass = run.passes.enter()
+    assert all(run.passes.compare_plan(loader_pass, facts) for _ in range(3))
+    assert run.consensus.intents == [Intent.PLAN] and run.consensus.plans[0].facts == {"seed": 3}
+    run.group.generation = 4
+    assert run.passes.compare_plan(loader_pass, facts) and run.consensus.intents == [Intent.PLAN] * 2
+    run.group.generation, run.group.world_size = 5, 1
+    assert run.passes.compare_plan(loader_pass, facts) and len(told) == 2, "one rank has nobody to compare with"
+
+
+def test_a_step_is_cut_anew_where_the_group_breaks_while_its_data_is_compared() -> None:
+    run = Run(failing=1)
+    assert not run.passes.compare_plan(run.passes.enter(), dict)
+    assert run.changes.causes == ["broke"]
+
+
+def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
+    run = Run()
+    run.begin(run.passes.enter())
+    nested = run.passes.enter()
+    assert run.passes.compare_plan(nested, lambda: {"seed": 3}) and not run.consensus.intents
+    run.passes.end_pass(nested, 8)
+    assert run.consensus.intents == [Intent.END_OF_PASS] and run.consensus.plans[0].facts == {"seed": 3}
+
+
+def test_a_step_behind_which_another_rank_has_returned_is_a_disagreement() -> None:
+    run = Run()
+    run.group.communicator = SimpleNamespace(rank=0)
+    run.group.returned = (Returned(rank=1, steps=1),)
+    loader_pass = run.passes.enter()
+    assert run.passes.compare_plan(loader_pass, dict), (
+        "the other one was a step ahead: this step is the same as its last"
+    )
+    run.begin(loader_pass)
+    assert run.passes.edge(loader_pass)
+    with pytest.raises(RanksDisagreeError, match=r"rank 1 has returned from the train function after 1 steps; rank 0"):
+        run.passes.compare_plan(loader_pass, dict)

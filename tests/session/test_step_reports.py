@@ -33,3 +33,19 @@ def test_the_steps_of_a_group_that_is_left_are_not_told_of_the_one_that_follows(
     outcome = run_job(train, [Change(6, (2,))], first=(1, 2))
     assert [(report.replicas, report.steps) for report in last if report is not None] == [(1, 0)]
     assert 0 < outcome.results[2] <= 3, "of the last six steps, but for the first and two that warm up"
+
+
+def test_it_has_the_loss_that_the_loop_reported_last() -> None:
+    heard: list[tuple[int, float] | None] = []
+
+    def train() -> None:
+        loader = er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=8)
+        for epoch in er.remaining_epochs_until(4):
+            for _ in loader:
+                pass
+            er.report({"loss": 0.5 - epoch} if epoch % 2 else {"accuracy": 0.9, "loss": "unknown"})
+            report = current_session().step_report()
+            heard.append(report.loss if report is not None else None)
+
+    run_job(train)
+    assert heard == [None, (2, -0.5), (2, -0.5), (4, -2.5)]

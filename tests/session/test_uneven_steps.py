@@ -32,7 +32,7 @@ def test_the_clock_does_not_mix_them_with_others() -> None:
 
 @pytest.mark.parametrize("uneven", (False, True))
 def test_the_planner_learns_from_equal_shares_only(uneven: bool) -> None:
-    planner = BatchPlanner(fixed=False)
+    planner = BatchPlanner()
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=32), dataset_size=1000))
     spec = GenerationSpec(generation=1, members=tuple(Member(worker=f"w{k}", node="n") for k in range(4)))
     planner.choose(spec, "T4")
@@ -56,7 +56,7 @@ def test_the_planner_learns_from_equal_shares_only(uneven: bool) -> None:
 
 
 def test_more_than_an_equal_share_that_did_not_fit_makes_shares_equal_and_keeps_the_bound() -> None:
-    planner = BatchPlanner(fixed=False)
+    planner = BatchPlanner()
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=32), dataset_size=1000))
     spec = GenerationSpec(generation=1, members=tuple(Member(worker=f"w{k}", node="n") for k in range(4)))
     cut = planner.choose(spec)
@@ -65,6 +65,6 @@ def test_more_than_an_equal_share_that_did_not_fit_makes_shares_equal_and_keeps_
     assert "equal from now on" in planner.out_of_memory(10, more_than_equal=True)
     assert planner.equal_shares and planner.choose(spec) == cut
     assert "bound is now 4" in planner.out_of_memory(8), "an equal share that does not fit is cut as before"
-    successor = BatchPlanner(fixed=False)
+    successor = BatchPlanner()
     successor.take_over(dataclasses.replace(spec, equal_shares=True), "T4")
     assert successor.equal_shares

@@ -46,6 +46,7 @@ def test_a_worker_that_is_slow_from_the_beginning_is_found_within_twenty_steps()
     assert group.states == ["slow"] and group.told[0]["ratio"] == pytest.approx(3.0, rel=0.01)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("world", (2, 3, 4, 8))
 @pytest.mark.parametrize("spread", (0.05, 0.3, 0.6))
 def test_noise_alone_is_no_straggler(world: int, spread: float) -> None:

@@ -18,6 +18,7 @@ def train(name: str, micro: int | None, every: int) -> Any:
     return Loop(Strategy(average=AVERAGES[name]), sgd, micro=micro, every=every)()
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_micro_batches_give_the_model_of_whole_ones(ranks: Ranks, name: str) -> None:
     whole = ranks.run(train, name, None, 1, world=2)
@@ -27,6 +28,7 @@ def test_micro_batches_give_the_model_of_whole_ones(ranks: Ranks, name: str) -> 
     torch.testing.assert_close(found[0][0], whole[0][0], rtol=0, atol=1e-9)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("name", AVERAGES)
 def test_steps_that_are_added_up_by_hand_are_each_rank_s_own(ranks: Ranks, name: str) -> None:
     found = ranks.run(train, name, None, 2, world=2)
@@ -37,6 +39,7 @@ def test_steps_that_are_added_up_by_hand_are_each_rank_s_own(ranks: Ranks, name:
     assert any(not torch.equal(one.after, other.after) for one, other in zip(found[0][1], found[1][1], strict=True))
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(("micro", "every"), [(2, 1), (None, 2)])
 @pytest.mark.parametrize("name", ["local_sgd", "sma", "pair"])
 def test_a_group_changes_within(name: str, micro: int | None, every: int) -> None:

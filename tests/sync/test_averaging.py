@@ -26,6 +26,7 @@ def train(average: Average, make: Any) -> Any:
     return Loop(Strategy(average=average), make)()
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", AVERAGES)

@@ -36,6 +36,7 @@ def train(strategy: Any, make: Any) -> Any:
 # -- what they equal -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("world", [2, 3])
 def test_local_sgd_of_every_step_equals_all_reduce_with_plain_sgd(ranks: Ranks, world: int) -> None:
     ours = ranks.run(train, LocalSGD(period=1), plain, world=world)
@@ -339,6 +340,7 @@ def test_ranks_that_average_otherwise_learn_it_in_the_first_step(ranks: Ranks) -
         ranks.run(differing, world=2)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_strategy_that_one_rank_alone_asks_for_is_refused_on_all(moment: str) -> None:
     """Before the backward pass of a step, or behind its update."""

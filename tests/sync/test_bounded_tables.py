@@ -23,6 +23,7 @@ def build(trained: bool) -> None:
     er.AdaptiveDataParallel(model, tables.sgd(model))
 
 
+@pytest.mark.thorough
 def test_several_workers_refuse_them_by_name(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"ValueError: table has max_norm=1\.0.*drift apart \(2 workers"):
         ranks.run(build, True, world=2)

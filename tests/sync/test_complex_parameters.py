@@ -120,6 +120,7 @@ def test_complex_parameters_train_as_in_plain_pytorch(optimizer: str, workers: i
             assert noise is not None and all(value > 0 for value in noise)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("strategy", ["fully_shard", "int8", "powersgd", "local_sgd"])
 def test_other_strategies_take_complex_parameters(strategy: str) -> None:
     """Those that approximate end near the plain weights."""
@@ -151,6 +152,7 @@ def sixteen_bits() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("strategy", ["all_reduce", "int8", "zero1", "zero2", "fully_shard"])
 @pytest.mark.usefixtures("sixteen_bits")
 def test_a_default_dtype_of_16_bits_leaves_control_numbers_exact(strategy: str) -> None:

@@ -74,6 +74,7 @@ def training(way: Any) -> Any:
     return model.state_dict()
 
 
+@pytest.mark.matrix(every=3)
 @ways
 @pytest.mark.parametrize("script", [[], [Change(4, (2, 3, 4))]])
 def test_all_ranks_hold_one_model_and_one_set_of_statistics(way: Any, script: list[Change]) -> None:
@@ -111,6 +112,7 @@ class Several:
         return [owed_by(model) for model in wrapped]
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("script", [[], [Change(3, (2, 3, 4)), Change(7, (3, 4))]])
 @pytest.mark.parametrize("second", [*WAYS, "all_reduce", "ps"], ids=[*NAMES, "all_reduce", "ps"])
 @ways

@@ -105,15 +105,17 @@ def assert_all(results: Any, wanted: dict[str, Tensor], *, alone: bool = False) 
 CASES = [(Plain, adam), (UsedBySome, sgd), (Shared, adam), (Images, sgd), (mixed, sgd), (Plain, groups)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("build", "optimizer_of"), CASES, ids=[f"{b.__name__}-{o.__name__}" for b, o in CASES])
 @strategies
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=9)
 def test_unequal_shares_give_the_whole_batch_s_steps(
     ranks: Ranks, build: Any, optimizer_of: Any, strategy: Any
 ) -> None:
     assert_all(ranks.run(elastic, build, optimizer_of, strategy, world=3), reference(build, optimizer_of, world=3))
 
 
+@pytest.mark.matrix(every=4)
 @strategies
 @pytest.mark.parametrize("world", [None, 4])
 def test_one_rank_and_four(ranks: Ranks, world: int | None, strategy: Any) -> None:
@@ -121,12 +123,14 @@ def test_one_rank_and_four(ranks: Ranks, world: int | None, strategy: Any) -> No
     assert_all(ranks.run(elastic, Plain, sgd, strategy, world=world), wanted, alone=world is None)
 
 
+@pytest.mark.matrix(every=4)
 @strategies
 def test_accumulated_gradients_give_the_same_steps(ranks: Ranks, strategy: Any) -> None:
     wanted = reference(UsedBySome, sgd, batch=8, world=2)
     assert_all(ranks.run(elastic, UsedBySome, sgd, strategy, 2, world=2), wanted)
 
 
+@pytest.mark.matrix(every=4)
 @strategies
 def test_clipping_and_amp_s_scale_see_the_mean(ranks: Ranks, strategy: Any) -> None:
     wanted = clipped(Plain, sgd, 0.2)
@@ -184,6 +188,8 @@ def on_equal_shares(optimizer_of: Any, strategy: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer_of", [sgd, adam])
 def test_batch_norm_trains_as_under_ddp(ranks: Ranks, optimizer_of: Any) -> None:
     wanted = ranks.run(ddp, optimizer_of, world=2)[0]
@@ -214,6 +220,7 @@ def two_models(first: Any, second: Any) -> dict[str, Tensor]:
     return {f"{n}.{name}": p.detach().clone() for n, m in enumerate(models) for name, p in m.named_parameters()}
 
 
+@pytest.mark.thorough
 def test_each_of_several_models_has_its_own(ranks: Ranks) -> None:
     wanted = ranks.run(two_models, "all_reduce", "all_reduce")
     for ways in ((PS(), PartitionedAR(parts=2)), ("ps_balanced", "all_reduce"), ("random_axis_partition_ar", "ps")):
@@ -236,7 +243,7 @@ def test_each_of_several_models_has_its_own(ranks: Ranks) -> None:
     ],
     ids=["2-4-3-1", "backward", "first", "two", "optimizer_step", "after_step"],
 )
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=12)
 def test_changes_and_kills_leave_the_steps_as_they_are(strategy: Any, script: list[Any]) -> None:
     """Of an owner, too: what it owned is planned anew."""
     first = (1, 2) if isinstance(script[0], Change) else (1, 2, 3)

@@ -37,6 +37,7 @@ def test_a_choice_that_is_asked_for_before_the_first_epoch_begins_on_all_ranks()
     assert torch.equal(results[1][0], results[2][0]) and results[1][1] == results[2][1]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("at", [4, 5, 6])
 def test_a_choice_that_is_asked_for_around_a_change_of_group_is_the_group_s(at: int) -> None:
     results = run_job(asking(at, "auto"), [Change(5, (1, 2))], first=(1,)).results

@@ -199,6 +199,7 @@ def _check(
 PROGRAMS = [recycled, recycled_without_reentry, within, all_within, tied, at_times, later]
 
 
+@pytest.mark.matrix(every=6)
 @pytest.mark.parametrize(
     "strategy", ["all_reduce", EACH, "zero1", "zero2", "fully_shard"], ids=lambda each: str(each)[:11]
 )
@@ -216,6 +217,7 @@ def test_slices_refuse_passes_that_are_all_within_others() -> None:
         _check(all_within, strategy="zero2", workers=3)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("program", "backward"),
     [
@@ -227,6 +229,7 @@ def test_several_passes_over_one_graph(program: Program, backward: Backward) -> 
     _check(program, backward)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("backward", [plainly, in_parts])
 @pytest.mark.parametrize("program", [recycled, all_within, tied])
@@ -239,6 +242,7 @@ def test_micro_batches_of_a_worker_that_has_become_the_only_one() -> None:
     _check(recycled_without_reentry, micro=2, script=[Change(2, (2,))])
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("backward", [plainly, in_parts])
 def test_several_passes_of_a_sharded_model(backward: Backward, micro: int | None) -> None:

@@ -83,7 +83,7 @@ def report(number: int, strategy: str, step_time: float) -> StepReport:
     "after, known", [("auto/bf16-2", 0.5), ("bf16-2", 1.0)], ids=["chosen again", "by hand: others know the first"]
 )
 def test_others_are_told_of_the_strategy_that_the_job_began_with(after: str, known: float) -> None:
-    planner = BatchPlanner(fixed=False)
+    planner = BatchPlanner()
     planner.open(LoaderInfo(limits=LIMITS))
     members = tuple(Member(worker=str(i), node="here") for i in range(2))
     planner.choose(GenerationSpec(generation=1, members=members), "T4")

@@ -207,7 +207,7 @@ def assert_all_there(applied: Tensor, owed: Tensor, wanted: Tensor) -> None:
         ((1, 2), [Change(3, (2,)), Change(6, (2, 3))]),
     ],
 )
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix(every=6)
 def test_changes_of_group_keep_the_sum(way: Any, first: Sequence[int], script: Sequence[Change]) -> None:
     outcome, applied, owed = run(Loop(way), script, first)
     assert outcome.told == [] and len(outcome.groups) == len(script) + 1
@@ -225,9 +225,10 @@ def test_a_worker_that_is_left_alone_sends_what_was_owed(way: Any) -> None:
     assert float((applied - wanted.sum(0)).norm()) < 1e-6 * float(wanted.sum(0).norm())
 
 
+@pytest.mark.thorough
 @ways
 @pytest.mark.parametrize("moment", ["forward", "backward", "allreduce", "optimizer_step", "edge"])
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix(every=6)
 def test_a_killed_worker_loses_its_own_only_and_that_is_told(way: Any, moment: str) -> None:
     """It dies as the last to come so far: until its reductions are over the step is drawn again, then it counts."""
     loop = Loop(way)
@@ -245,7 +246,7 @@ def test_a_killed_worker_loses_its_own_only_and_that_is_told(way: Any, moment: s
 @ways
 @pytest.mark.parametrize("script", [[], [Change(5, (1, 2, 3))], [Change(5, (2, 3))]])
 @pytest.mark.parametrize(("every", "synced"), [(2, 1), (7, 1), (2, 2)])
-@pytest.mark.matrix(every=4)
+@pytest.mark.matrix(every=8)
 def test_what_is_owed_enters_gradients_that_are_added_up_by_hand_once(
     way: Any, every: int, synced: int, script: Sequence[Change]
 ) -> None:
@@ -316,7 +317,7 @@ def test_a_step_that_is_drawn_again_after_its_update_owes_no_more(way: Any) -> N
 
 @pytest.mark.parametrize("way", [*WAYS, "all_reduce", "ps", "bf16"], ids=[*NAMES, "all_reduce", "ps", "bf16"])
 @pytest.mark.parametrize("script", [[], [Kill(5, 3, "backward", last=True)], [Change(8, (1, 2, 3, 4))]])
-@pytest.mark.matrix(every=4)
+@pytest.mark.matrix(every=12)
 def test_what_is_owed_goes_on_under_the_next_strategy(way: Any, script: list[Any]) -> None:
     """Sent at once where that does not compress; a step that is lost there has sent nothing."""
 
@@ -334,6 +335,7 @@ def test_what_is_owed_goes_on_under_the_next_strategy(way: Any, script: list[Any
     assert float((applied + owed + lost - wanted).norm()) < (1e-6 if way != "bf16" else 1e-2) * float(wanted.norm())
 
 
+@pytest.mark.matrix(every=3)
 @ways
 @pytest.mark.parametrize(
     "script", [[Change(8, (1, 2))], [Change(4, (1, 2))], [Change(4, (1, 2, 4)), Change(7, (2, 4))]]
@@ -363,7 +365,7 @@ def switch_behind(at: int, way: Any) -> Callable[[int, Any], None]:
 @ways
 @pytest.mark.parametrize("then", ["all_reduce", "ps", "parallax", "bf16"])
 @pytest.mark.parametrize("script", [[Change(5, (1, 2))], [Change(5, (2, 3, 4))], [Change(5, (3,))]])
-@pytest.mark.matrix(every=5)
+@pytest.mark.matrix(every=15)
 def test_what_a_leaver_owes_stays_where_the_next_step_compresses_no_more(
     way: Any, then: str, script: list[Change]
 ) -> None:
@@ -373,6 +375,7 @@ def test_what_a_leaver_owes_stays_where_the_next_step_compresses_no_more(
     assert float((applied - wanted).norm()) < (1e-6 if then != "bf16" else 1e-2) * float(wanted.norm())
 
 
+@pytest.mark.matrix(every=3)
 @ways
 @pytest.mark.parametrize("script", [[], [Change(5, (2, 3, 4))], [Change(5, (3,))]])
 def test_what_a_table_owes_is_sent_where_its_rows_travel_next(way: Any, script: list[Change]) -> None:

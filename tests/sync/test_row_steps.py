@@ -61,6 +61,7 @@ def switched(first: Any, then: Any, *, nesterov: bool) -> Any:
     return train
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(
     ("first", "then"),

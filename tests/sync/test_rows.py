@@ -34,7 +34,7 @@ def exactness(case: Case) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("world", [None, 2, 3])
-@pytest.mark.matrix(every=5)
+@pytest.mark.matrix(every=30)
 def test_unequal_shares_give_the_whole_batch_s_steps(ranks: Ranks, case: Case, world: Any) -> None:
     wanted = by_torch(case, world=world or 1)
     results = ranks.run(elastic, case, world=world)

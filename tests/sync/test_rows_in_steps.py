@@ -98,6 +98,8 @@ def dropping(case: Case, batch: int) -> dict[str, Tensor]:
     return parameters(model)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [SPARSE, DENSE, Case(tables.OneTable, adagrad, True)], ids=lambda case: case.name)
 def test_equal_shares_give_ddp_s_parameters(ranks: Ranks, case: Case) -> None:
     theirs = ranks.run(ddp, case, 8, world=2)[0]
@@ -215,7 +217,7 @@ CHANGED = [
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("case", CHANGED, ids=lambda case: case.name)
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=9)
 def test_a_group_that_changes_gives_the_same_parameters(case: Case, script: str) -> None:
     wanted = run_job(job(Case(case.build, case.optimizer, False, "dense")), first=(1,)).results[1]
     outcome = run_job(job(case), SCRIPTS[script], first=(1, 2))

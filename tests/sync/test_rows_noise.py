@@ -40,7 +40,7 @@ def noise(case: Case, strategy: Any, micro: int | None = None) -> tuple[float, f
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("world", "micro"), [(None, None), (2, None), (None, 4), (2, 2)])
-@pytest.mark.matrix(every=4)
+@pytest.mark.matrix(every=16)
 def test_it_is_the_exact_one(ranks: Ranks, case: Case, world: Any, micro: int | None) -> None:
     wanted = ranks.run(noise, Case(case.build, case.optimizer, False), "all_reduce", micro, world=world)
     found = ranks.run(noise, case, case.strategy, micro, world=world)

@@ -42,6 +42,7 @@ def train(first: str, second: str, overflows: bool = True) -> Any:
     return scales, seen, weights(models[0])
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("second", ["all_reduce", "int8"])
 @pytest.mark.parametrize("first", ["local_sgd", "pair"])
 def test_gradients_that_are_added_up_are_scaled_alike(ranks: Ranks, first: str, second: str) -> None:

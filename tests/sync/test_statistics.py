@@ -70,6 +70,7 @@ def test_every_strategy_measures_the_same_noise(strategy: str, optimizer: str, m
     assert theirs == pytest.approx(gain, rel=1e-3 if optimizer == "sgd" else 0.02) and theirs > 1.0
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("strategy", ["int8", "powersgd"])
 def test_it_is_measured_across_changes(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ranks have shares of another size each, so that estimates differ from group to group."""

@@ -40,6 +40,8 @@ def plainly(sparse: bool, strategy: Any, epochs: int) -> Any:
     return trainee.parameters
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("sparse", [False, True])
 def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bool) -> None:
     ours, theirs = ranks.run(choosing, sparse, world=2)
@@ -80,6 +82,7 @@ def setting(given: list[Any]) -> Any:
     return trainee.parameters, trainee.used, trainee.wrapped.explain_strategy()
 
 
+@pytest.mark.thorough
 def test_a_strategy_is_set_between_two_steps(ranks: Ranks) -> None:
     given = [SMALL, "parallax", "all_reduce", "auto"]
     (ours, used, table), (theirs, _, _) = ranks.run(setting, given, world=2)
@@ -148,6 +151,7 @@ def differing(given: Any) -> Any:
     return None
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -180,6 +184,7 @@ def two_models() -> Any:
     return max(together), [t.wrapped.explain_strategy().reason for t in (first, second)], first.parameters
 
 
+@pytest.mark.thorough
 def test_models_choose_one_after_the_other(ranks: Ranks) -> None:
     (most, reasons, parameters), theirs = ranks.run(two_models, world=2)
     assert most == 1 and all(reasons) and reasons == theirs[1]
@@ -198,6 +203,7 @@ def _alike(outcome: Outcome) -> None:
         assert torch.equal(first[0], other[0]) and first[1] == other[1] and first[2].reason == other[2].reason
 
 
+@pytest.mark.thorough
 def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
     outcome = run_job(growing, [Change(110, (1, 2, 3)), Change(240, (1, 2))], first=(1, 2))
     assert set(outcome.results) == {1, 2}
@@ -207,9 +213,10 @@ def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
     assert told[0] == told[2], "what was found for two workers holds again"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["allreduce", "edge", "after_step"])
 @pytest.mark.parametrize("step", [34, 28, 4])
-@pytest.mark.matrix(every=5)
+@pytest.mark.matrix(every=10)
 def test_a_worker_that_dies_in_the_middle_of_measuring(moment: str, step: int) -> None:
     outcome = run_job(growing, [Kill(step, 3, moment), Change(step + 20, (1, 2, 4))], first=(1, 2, 3))
     assert set(outcome.results) == {1, 2, 4}

@@ -130,6 +130,7 @@ def test_the_programs_leave_parameters_out() -> None:
         )
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("strategy", ["all_reduce", "zero1", "zero2", "fully_shard", "shard_size"])
 @pytest.mark.parametrize("make", [Experts, LayerDrop, Phases])
 def test_what_a_step_does_not_use_is_left_alone(make: Callable[[], Net], strategy: str) -> None:
@@ -143,6 +144,7 @@ def test_one_micro_batch_that_uses_it_is_enough(strategy: str, workers: int) -> 
     _check(Experts, strategy, 2, workers)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("make", [Experts, LayerDrop])
 def test_so_it_is_while_workers_come_and_die(make: Callable[[], Net]) -> None:
     _check(make, "fully_shard", None, 2, [Change(1, (1, 2, 3)), Kill(3, 2, "vote")])

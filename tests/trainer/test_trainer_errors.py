@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import ray.cloudpickle
 import ray.train
+from ray.train.v2.api.exceptions import WorkerGroupError
 
 from elastic_ray.errors import (
     ImpossibleResourcesError,
@@ -113,3 +114,16 @@ def test_a_cause_that_cannot_travel_leaves_its_traceback(cause: Exception) -> No
 @pytest.mark.parametrize("cause", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
 def test_control_flow_does_not_leak_into_the_driver(cause: BaseException) -> None:
     assert not isinstance(round_trip(raised(cause)), SystemExit | KeyboardInterrupt | StopIteration)
+
+
+@pytest.mark.parametrize(("error", "kept"), [(ValueError("bad"), ValueError), (Locked(), TrainFunctionError)])
+def test_code_written_for_ray_train_finds_what_a_worker_has_raised(error: Exception, kept: type[Exception]) -> None:
+    for each in (raised(error), round_trip(raised(error))):
+        with pytest.raises(WorkerGroupError) as caught:
+            raise each
+        [(rank, failure)] = caught.value.worker_failures.items()
+        assert rank == 3
+        assert isinstance(failure, (type(error), kept))
+    lost = WorkersLostError("a", 3, 2, "node n1 died")
+    assert isinstance(lost, WorkerGroupError)
+    assert (lost.worker_failures, str(lost).startswith("job 'a' lost all")) == ({}, True)

@@ -116,6 +116,16 @@ def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
     assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
 
 
+def test_the_best_of_two_trials_is_found_and_nothing_is_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+    grid = fit(tmp_path, {"quality": tune.grid_search([0.5, 2.0]), "epochs": 2, "pause_s": 0.0})
+    assert not grid.errors
+    best = grid.get_best_result("score", "max")
+    assert best.config["quality"] == 2.0
+    assert [len(each.metrics_dataframe) for each in grid] == [2, 2]
+    assert not jobs()
+    assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
+
+
 def test_a_sweep_that_searches_num_workers_is_refused(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     with pytest.raises(Exception, match="'num_workers' cannot be searched: the allocator changes"):
         fit(tmp_path, {"num_workers": tune.grid_search([1, 2]), "epochs": 1})

@@ -17,6 +17,7 @@ from tests.local_cluster import LocalCluster
 from tuning.sweep_processes import SweepProcesses
 
 
+@pytest.mark.thorough
 def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shared_cluster: LocalCluster) -> None:
     pool, node = SweepProcesses("sweep"), ray.get_runtime_context().get_node_id()
     kind = spec(trial=TrialSpec(controller="", keep_s=30.0))

@@ -19,6 +19,7 @@ sweeps = st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=12).map
 )
 
 
+@pytest.mark.thorough
 @given(sweeps)
 def test_every_running_trial_has_a_weight_within_the_bounds_and_a_reason(records: list[TrialRecord]) -> None:
     found = weights(records, PROMISE)

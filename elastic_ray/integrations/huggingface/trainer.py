@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers.trainer import logger as _logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 import elastic_ray as er
@@ -145,7 +146,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.accelerator.free_memory()
         session_of_new_model()  # alone, a second training is a run of its own, whose loader begins anew
         loader = shared_loader(self.get_train_dataloader(), self._batch_options)
-        epochs, per_epoch, _, samples, _, _, max_steps = self.set_initial_training_values(args, loader)
+        epochs, per_epoch, examples, samples, _, _, max_steps = self.set_initial_training_values(args, loader)
         done, within = self._init_training_state(max_steps, per_epoch, epochs, resume_from_checkpoint, trial)
         model, loader = self._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         begin_s = time.time()
@@ -162,6 +163,8 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             self._resume(Path(resume_from_checkpoint), loader, done, within)
         job.join()
         self._take_rank()
+        planned = {"Num examples": examples, "Num Epochs": epochs, "Num update steps per epoch": per_epoch}
+        self._tell_of_begin(loader, {**planned, "Total optimization steps": max_steps})
         model.zero_grad()
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
@@ -173,6 +176,20 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             job.end_epoch()
         self._average_loss()
         return self._finalize_training(trial, samples, begin_s)
+
+    def _tell_of_begin(self, loader: er.AdaptiveDataLoader, planned: dict[str, int]) -> None:
+        """Log what theirs does, which people and tools look for, with the job's present batch."""
+        trainable = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+        said = {
+            **planned,
+            "Instantaneous batch size per device": loader.current_local_bsz,
+            "Total train batch size (w. parallel, distributed & accumulation)": loader.current_batch_size,
+            "Gradient Accumulation steps": loader.accumulation_steps + 1,
+            "Number of trainable parameters": trainable,
+        }
+        _logger.info("***** Running training *****")
+        for what, count in said.items():
+            _logger.info("  %s = %s", what, f"{count:,}")
 
     def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> None:
         """Go on where a checkpoint of theirs stands, unless the job has one of its own."""

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -79,6 +79,9 @@ class RayDataBatches:
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
 
+    def close(self) -> None:
+        """The run is over: the coordinator ends with the job."""
+
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; of the pass's samples those are told that are known to be there."""
         self._advance(position)
@@ -101,6 +104,10 @@ class RayDataBatches:
 
     def commit(self) -> None:
         """The step was used; the next one says so to the coordinator."""
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """The dataset's name: its rows and their order are the coordinator's, one for all ranks."""
+        return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""

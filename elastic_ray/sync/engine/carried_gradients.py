@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_ray.consensus.intents import gradients_note
 from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.operations.gradient_checks import refuse_own
@@ -44,6 +45,12 @@ class CarriedGradients:
         self._last: weakref.ref[torch.Tensor] | None = None  # the first gradient of the last update
         self._last_version = 0
         self._applied = False  # the optimizer has stepped in the step in progress
+        self._updated: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that the last update has left
+        self._beneath = False  # the present gradients were added to it
+        self._alike = False  # all ranks have come by an update in the present group
+        self._adding = False  # a pass within no_sync is in progress
+        self._passes = 0  # such passes since the last update
+        self._uneven = False  # in steps in which ranks have other numbers of samples
 
     @property
     def is_open(self) -> bool:
@@ -66,11 +73,37 @@ class CarriedGradients:
         self._local = self._local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
+    def add_local(self, step: StepView | None) -> None:
+        """A backward pass within ``no_sync`` adds to ``.grad``."""
+        if not self._adding:
+            self._adding = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_local)
+            self._passes += 1
+            self._uneven = self._uneven or step is None or len(set(map(sum, step.sizes))) > 1
+        self.add(step, local=True)
+
+    def _end_local(self) -> None:
+        self._adding = False
+
+    @property
+    def note(self) -> int:
+        """A number that the ranks must have in common when they reduce; see ``gradients_note``.
+
+        0 up to the first update in a group: a rank that has joined it lacks what the others have done since their last.
+        """
+        if not self._alike:
+            return 0
+        return gradients_note(0 if self._uneven else self._passes, beneath=self._beneath)
+
     def look(self, param: torch.Tensor) -> None:
         """The pass has added to the watched parameter: to what was left behind, unless that was thrown away."""
-        self.watched = None
+        if self._updated is None:
+            self.watched = None
+        grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
+        added = grad is not None and (self._beneath or grad._version == at + 1)
+        self._beneath = added and grad is updated()
         if self._left is not None and param.grad is not None:
-            left, version = self._left
+            (left, version), self._left = self._left, None
             thrown_away = param.grad is not left() or param.grad._version > version + 1
             if self._left_behind:
                 self._throws_away = thrown_away
@@ -80,6 +113,7 @@ class CarriedGradients:
 
     def mark_reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
+        self._passes, self._uneven = 0, False
         self._local = False
 
     def refuse_own(self) -> None:
@@ -111,11 +145,18 @@ class CarriedGradients:
         grad = next((p.grad for p in self._params() if p.grad is not None), None)
         self._last = weakref.ref(grad) if grad is not None else None
         self._last_version = grad._version if grad is not None else 0
+        self._alike, self._passes, self._uneven, self._beneath = True, 0, False, False
+        self._updated = (self._last, self._last_version) if self._last is not None else None
+        self._watch_update()
+
+    def _watch_update(self) -> None:
+        """See whether the next pass adds to the gradient that the last update has left."""
+        left = self._updated[0]() if self._updated is not None else None
+        self.watched = next((p for p in self._params() if p.grad is not None and p.grad is left), None)
 
     def remember(self) -> Any:
         """At the beginning of a step: what it needs to be undone; None where nothing is carried."""
         self._asked = self._applied = False
-        self.watched = None
         if not self._steps:
             return None
         self._left_behind = self._behind
@@ -154,6 +195,7 @@ class CarriedGradients:
 
     def enter_group(self) -> None:
         """A group was entered: what only some of its ranks hold counts no more."""
+        self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:
             self._take(0, {})
@@ -174,5 +216,6 @@ class CarriedGradients:
 
     def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
         self._steps, self._step, self._local = steps, None, False
+        self._passes, self._uneven, self._beneath = 0, False, False
         for i, p in enumerate(self._params()):
             p.grad = gradients[i].to(p.device) if i in gradients else None

@@ -92,10 +92,10 @@ class SyncConsensus(Protocol):
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """What all ranks have added."""
 
-    def step_tag(self) -> tuple[float, float]:
-        """What tells reductions of different steps apart."""
+    def step_tag(self, note: int = 0) -> tuple[float, float]:
+        """What tells reductions of different steps, and of other notes of gradients, apart."""
 
-    def check_same_step(self, tags: Sequence[float]) -> None:
+    def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
         """Whether all ranks have reduced the same step."""
 
 

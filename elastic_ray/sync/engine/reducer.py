@@ -151,6 +151,9 @@ class GradientReducer:
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
+        if self._step is not None and self._step.halved:  # the next step is whole: it has no use for the memory
+            for bucket in self._buckets:
+                bucket.drop_carried()
         self._carried.taken()
         self._reduction.asked()
 
@@ -161,7 +164,7 @@ class GradientReducer:
                 self._carried.look(param)
             if not self._running:
                 if not self._sync:
-                    self._carried.add(self._ledger.step, local=True)
+                    self._carried.add_local(self._ledger.step)
                     refuse_weights(self._ledger.step)
                     return
                 self._begin()
@@ -268,6 +271,8 @@ class GradientReducer:
         self._open, self._carries = True, False
         for bucket in self._buckets:
             bucket.begin_step()
+            if step.micro_steps == 1:
+                bucket.drop_carried()
         exact = self._reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
         self._statistics.begin_step(
@@ -332,7 +337,8 @@ class GradientReducer:
         """Write into the last bucket's tail what rides on the reduction."""
         rank = self._group.rank
         shared = self._statistics.shared_values() if rank == 0 else self._layout.nothing_to_share
-        head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *self._consensus.step_tag()]
+        tag = self._consensus.step_tag(self._carried.note)
+        head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *tag]
         if self._complete:
             flags = self._layout.all_used
         else:
@@ -388,7 +394,7 @@ class GradientReducer:
                 self._meet()
             self._reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
-            self._consensus.check_same_step(values[layout.step_tag])
+            self._consensus.check_same_step(values[layout.step_tag], self._carried.note)
             if self._measures:
                 self._statistics.measure_mean(self._buckets, first=first, add_up=self._reduction.add_up)
             if self._check_finite:

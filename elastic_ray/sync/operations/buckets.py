@@ -77,6 +77,10 @@ class Bucket:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
 
+    def drop_carried(self) -> None:
+        """What :meth:`carry` has kept is not needed any more."""
+        self.carried = None
+
     @property
     def sliced(self) -> bool:
         """Whether each rank receives a part of the mean."""

@@ -123,6 +123,9 @@ class GradientBucket(MeasuredGradient, Protocol):
     def carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left."""
 
+    def drop_carried(self) -> None:
+        """What :meth:`carry` has kept is not needed any more."""
+
     def share(self, factor: float) -> Any:
         """What it holds times ``factor``, for :meth:`add`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -52,10 +52,15 @@ class ShardedEmbedding(torch.nn.Module):
         dtype: of the rows, floating.
         device: of the rows; results are on the device of the ids.
 
+    Attributes:
+        travels_by_itself: its rows are a state of their own; to ask for its state dict takes all ranks.
+
     Raises:
         StrategyError: a size or ``copies`` is out of range.
         ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not served.
     """
+
+    travels_by_itself: ClassVar[bool] = True
 
     def __init__(
         self,

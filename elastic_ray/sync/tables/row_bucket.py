@@ -70,6 +70,10 @@ class RowBucket:
         """Another micro-step begins: keep what the ones before have left in the bucket."""
         self._carried = self._kept()
 
+    def drop_carried(self) -> None:
+        """What :meth:`carry` has kept is not needed any more."""
+        self._carried = None
+
     @property
     def sliced(self) -> bool:
         """Whether each rank receives a part of the mean."""

@@ -94,6 +94,7 @@ def test_a_job_is_seen_grows_and_leaves_no_workers_behind(ray_cluster: Any, tmp_
     _until(lambda: not value("metered", "elastic_job_workers"))
 
 
+@pytest.mark.thorough
 def test_hostile_names_arrive_and_hostile_values_do_not(ray_cluster: Any) -> None:
     writer, job = Writing.remote(), '<script>"\n\\'
     for number in (1.5, math.nan, math.inf):
@@ -112,6 +113,7 @@ def test_a_gauge_that_is_not_written_any_more_goes_and_may_come_back(ray_cluster
         _until(lambda seen=seen: value("back", "elastic_test_shown") == seen)  # type: ignore[misc]
 
 
+@pytest.mark.thorough
 def test_gauges_of_a_process_that_is_gone_go(ray_cluster: Any) -> None:
     writer = Writing.remote()
     ray.get(writer.write.remote(numbers("gone", 2.0)))

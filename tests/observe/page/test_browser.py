@@ -128,6 +128,7 @@ def test_hostile_names_are_shown_as_such_everywhere(started: Any) -> None:
         wrong.clear()  # the browser's own line about the answer 400
 
 
+@pytest.mark.thorough
 def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: Any) -> None:
     with served(StoredPage(page_of(3, bars=9), {"job-0001": detail("job-0001")})) as port, tab(started) as (page, _):
         page.goto(f"http://127.0.0.1:{port}/")
@@ -150,6 +151,7 @@ def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: An
         assert rungs == ["rung 4: 1 trial, 0 over", "rung 1: 1 trial, 0 over"]
 
 
+@pytest.mark.thorough
 def test_a_thousand_jobs_and_a_week_of_bars_do_not_stall_it(started: Any) -> None:
     with served(StoredPage(page_of(1000, bars=6000), {})) as port, tab(started) as (page, _):
         page.goto(f"http://127.0.0.1:{port}/")
@@ -176,6 +178,7 @@ def test_a_thousand_jobs_and_a_week_of_bars_do_not_stall_it(started: Any) -> Non
         assert longest_ms < 1000
 
 
+@pytest.mark.thorough
 def test_pointing_dragging_and_keys_work_on_the_timeline(started: Any) -> None:
     snapshot = page_of(2, bars=4, marks=())
     with (
@@ -215,6 +218,8 @@ def test_pointing_dragging_and_keys_work_on_the_timeline(started: Any) -> None:
         assert page.evaluate("document.activeElement.id") == "find"
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("width, scheme", [(1280, "dark"), (390, "light")])
 def test_it_fits_the_screen_in_light_and_dark(started: Any, width: int, scheme: str) -> None:
     view = {"viewport": {"width": width, "height": 800}, "color_scheme": scheme}
@@ -227,6 +232,7 @@ def test_it_fits_the_screen_in_light_and_dark(started: Any, width: int, scheme: 
         assert page.evaluate("document.documentElement.dataset.theme") != scheme
 
 
+@pytest.mark.thorough
 def test_a_page_that_others_can_reach_shows_nothing_without_its_token(started: Any) -> None:
     with served(StoredPage(page_of(3), {}), "the-token", host="0.0.0.0") as port, tab(started) as (page, wrong):
         page.goto(f"http://127.0.0.1:{port}/")
@@ -245,6 +251,7 @@ def test_a_page_that_others_can_reach_shows_nothing_without_its_token(started: A
         assert "the-token" not in page.url
 
 
+@pytest.mark.thorough
 def test_a_simulation_is_shown_from_its_report(started: Any, tmp_path: Path) -> None:
     report = simulated(tmp_path)
     begun = time.monotonic()

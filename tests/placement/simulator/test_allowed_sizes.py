@@ -12,6 +12,7 @@ from placement.simulator import simulate
 from tests.placement.simulator.worlds import profiles, trace
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "pollux", "sia", "fair_share"])
 def test_they_have_allowed_sizes_only_and_all_end(tmp_path: Path, policy: str) -> None:
     profiles(tmp_path / "profiles", ("toy", "other"), ("t4",), epochs=20)
@@ -22,6 +23,7 @@ def test_they_have_allowed_sizes_only_and_all_end(tmp_path: Path, policy: str) -
     assert {sum(dict(each.nodes).values()) for each in report.placed} <= {0, 2, 4, 8}
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "pollux", "fair_share"])
 def test_jobs_that_fit_from_three_workers_on_never_have_fewer_and_all_end(tmp_path: Path, policy: str) -> None:
     profiles(tmp_path / "profiles", ("toy", "other"), ("t4",), epochs=20)

@@ -106,6 +106,7 @@ def test_failures_and_slow_nodes_cost_time(folder: Path) -> None:
     assert any(record.trigger == "nodes" for record in loud.log)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("kind", [ThroughputEfficiencyPolicy, UtilityCostPolicy])
 def test_jobs_leave_a_slow_node_and_are_done_sooner(folder: Path, kind: type) -> None:
     wrong = Disturbances(slow_every_h=0.1, slow_for_s=600.0, slow_factor=5.0)

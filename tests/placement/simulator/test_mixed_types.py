@@ -56,6 +56,7 @@ def test_it_gives_the_other_type_back_when_another_job_comes(folder: Path) -> No
     assert [types(dict(each.nodes)) for each in placed if each.job == "b" and each.nodes][-1] == {"t4", "a100"}
 
 
+@pytest.mark.thorough
 def test_a_small_trace_is_done_no_later_than_without(folder: Path) -> None:
     plain, mixed = (play(folder, "eight", mixed=flag) for flag in (False, True))
     assert mixed.avg_jct_s < plain.avg_jct_s

@@ -10,6 +10,7 @@ from placement.simulator import simulate
 from tests.placement.simulator.worlds import data
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["tiresias", "optimus"])
 @pytest.mark.parametrize(

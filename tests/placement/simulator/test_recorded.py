@@ -101,6 +101,7 @@ def test_jobs_lengths_nodes_and_profiles_are_read_from_a_recording() -> None:
             assert found.times(counts, local)[0] == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "fair_share"])
 def test_the_simulator_predicts_the_average_from_what_the_jobs_had_measured(policy: str) -> None:
     """By the profiles of a run under ``goodput``, under either policy."""

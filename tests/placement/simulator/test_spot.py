@@ -81,6 +81,7 @@ def play(tmp_path: Path) -> object:
     return run
 
 
+@pytest.mark.thorough
 def test_comings_and_goings_are_the_same_for_the_same_seed(tmp_path: Path, play) -> None:  # type: ignore[no-untyped-def]
     spot = {"": read_spot(counts(tmp_path / "a.json", [3, 1, 2, 0, 3, 2], gap_s=60))}
     first, again, other = (

@@ -92,6 +92,7 @@ def test_down_to_one_and_up_again(case: Case) -> None:
     check(case, [Change(2, (3,)), Change(5, (3, 4))], (1, 2, 3))
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_step", "edge"])
 def test_a_worker_dies_at_any_moment(moment: str) -> None:
     check(Case("adagrad"), [Kill(3, 2, moment)], (1, 2, 3, 4))
@@ -103,6 +104,7 @@ def test_the_last_to_come_there_dies(moment: str) -> None:
     check(Case("adagrad"), [Kill(4, 3, moment, last=True)], (1, 2, 3, 4))
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("held", [(2, 3), (1, 3), (1,), (3,)])
 def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
     """Of the four, one applies the step and dies; those that are held do not know that it was decided."""

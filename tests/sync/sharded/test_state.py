@@ -96,11 +96,14 @@ def adam_in_both() -> tuple[Tensor, Tensor]:
     return table.state_dict()["weight"], theirs.weight.detach()
 
 
+@pytest.mark.thorough
 def test_adam_is_torch_s_sparse_adam(ranks: Ranks) -> None:
     found, wanted = ranks.run(adam_in_both)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [Case("adagrad"), Case(copies=1)], ids=["two owners", "one owner"])
 def test_a_checkpoint_goes_on_in_a_group_of_any_size(ranks: Ranks, case: Case) -> None:
     results = ranks.run(saved, case, world=3)

@@ -27,6 +27,7 @@ def many(*calls: tuple[Any, ...]) -> list[dict[str, Tensor]]:
     return [elastic(*call) for call in calls]
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("world", [None, 2, 3])
 def test_unequal_shares_and_accumulation(ranks: Ranks, world: int | None) -> None:
     micro, accumulated = {None: (3, 9), 2: (2, 8), 3: (2, 12)}[world]

@@ -102,6 +102,7 @@ def check(case: Case, script: Any, first: tuple[int, ...]) -> None:
         assert each.losses == pytest.approx(wanted.losses[-len(each.losses) :], rel=1e-3)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("case", "script", "first"),
     [
@@ -155,6 +156,7 @@ def one_by_one(average: list[Tensor], now: list[Tensor]) -> None:
 COPIES = keeping(lambda model: [p.detach().clone() for p in model.parameters()], follow)
 
 
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize(
     ("script", "first"),
     [
@@ -173,6 +175,7 @@ def test_copies_of_another_group_are_refused_with_the_way_that_works(
         run_job(lambda: loop(made), script, first=first)
 
 
+@pytest.mark.thorough
 def test_copies_serve_as_long_as_the_group_does() -> None:
     run_job(lambda: loop(COPIES), first=(1, 2))
 

@@ -229,6 +229,7 @@ class _Branching(Net):
         return self.last(x) * self.scale
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("block", "everywhere"),
     [(0, False), (1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (1, False)))],
@@ -269,6 +270,7 @@ def _on_one(do: Any) -> Any:
     return between
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("do", "error", "text"),
     [

@@ -11,10 +11,12 @@ from tests.loop.changing import Change, Hold, Kill
 from tests.sync.sharded_parameters.sharded import STEPS, Case, Net, Run, check, run
 
 
+@pytest.mark.thorough
 def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4)), Change(11, (3,))], (1, 2))
 
 
+@pytest.mark.thorough
 def test_the_first_update_frees_what_is_no_more_held() -> None:
     """Of two workers, that held everything, two hold more than others until then."""
     found = check(Case(), [Change(3, (1, 2, 3, 4))], (1, 2))
@@ -24,6 +26,7 @@ def test_the_first_update_frees_what_is_no_more_held() -> None:
         assert own.rank > 1 or max(own.held) >= moments
 
 
+@pytest.mark.thorough
 def test_micro_batches_that_do_not_divide_the_batch_weigh_by_their_samples_in_every_group() -> None:
     """Unclipped: clipping would hide gradients that are all too large or too small."""
     check(Case(micro=2, clip=False, optimizer="sgd"), [Change(3, (1, 2, 3, 4)), Change(8, (3, 4))], (1, 2))
@@ -35,6 +38,7 @@ MOMENTS = ["forward", "backward", "allreduce", "vote", "optimizer_step", "after_
 IN_EVERY_RUN = {("backward", False), ("vote", True), ("edge", False)}
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     ("moment", "last"),
     [
@@ -47,11 +51,13 @@ def test_a_lost_worker_takes_nothing_with_it(moment: str, last: bool) -> None:
     check(Case(), [Kill(5, 2, moment, last=last)], (1, 2, 3))
 
 
+@pytest.mark.thorough
 def test_what_one_has_heard_decided_those_make_that_have_not() -> None:
     """Worker 1 hears the vote's end and is lost before it says so; 3 has voted and waits."""
     check(Case(), [Hold(5, 3, "vote"), Kill(5, 1, "edge")], (1, 2, 3))
 
 
+@pytest.mark.thorough
 def test_loss_after_loss_and_a_worker_in_the_place_of_each() -> None:
     script = [Kill(3, 2, "backward", joins=(5,)), Kill(6, 1, "vote", joins=(6,)), Kill(9, 5, "after_step")]
     check(Case(optimizer="sgd"), script, (1, 2, 3, 4))
@@ -62,6 +68,8 @@ def test_a_loss_while_rows_move_is_made_good() -> None:
     check(Case(), [Change(4, (1, 2, 3, 4)), Kill(5, 3, "receiving")], (1, 2))
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "worker", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
@@ -72,6 +80,7 @@ def test_a_loss_before_second_copies_are_where_they_are_to_be_is_made_good(worke
     assert found.groups == [(1, 2), (1, 2, 3, 4), tuple(sorted({1, 2, 3, 4, 5} - {worker}))]
 
 
+@pytest.mark.thorough
 def test_workers_leave_before_second_copies_are_where_they_are_to_be() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Change(5, (3, 4, 5))], (1, 2))
 
@@ -82,6 +91,8 @@ def _save_after_change(run: Run, step: int) -> None:
         run.optimizer.state_dict()
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [(1, 2), (1, 2, 3)])
 def test_the_whole_is_asked_for_before_second_copies_are_where_they_are_to_be(first: tuple[int, ...]) -> None:
     """Some ranks follow several others then, some none; and rows of a lone worker lie anywhere in its memory."""
@@ -99,6 +110,8 @@ def _spoil(model: nn.Module, _: object, output: Tensor) -> None:
         output.register_hook(lambda grad: grad * float("nan"))
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "script", [[Change(6, (1, 2, 3, 4))], [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Kill(5, 4, "restore")]]
 )
@@ -107,6 +120,7 @@ def test_a_group_that_makes_no_update_ends_its_pass_or_is_left(script: list[Chan
     check(Case(between=_without_gradients, nonfinite="skip"), script, (1, 2))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lost", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_loss_while_another_leaves_is_made_good(lost: int) -> None:
     """The leaver, and the one that follows it or that it follows."""

@@ -47,6 +47,8 @@ def test_all_ranks_rows_are_the_whole_of_one_step(tmp_path: Path) -> None:
             torch.testing.assert_close(states[index][key], value, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("workers", "meta"), [((1, 2), False), ((1,), False), ((1, 2), True)])
 def test_a_job_goes_on_from_them_at_another_size(tmp_path: Path, workers: tuple[int, ...], meta: bool) -> None:
     saving = job(tmp_path / "run", at=(3,), meta=meta)
@@ -67,6 +69,8 @@ def check(folder: Path, results: dict[int, Any]) -> None:
             torch.testing.assert_close(whole.state["state"][index][key], value, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("meta", [False, True])
 @pytest.mark.parametrize(
     ("workers", "least_bytes"), [((1,), 0), ((1, 2, 3, 4), 0), ((1, 2, 3, 4), 100), ((1, 2, 3, 4), 1 << 20)]
@@ -81,6 +85,8 @@ def test_each_worker_reads_its_rows(tmp_path: Path, workers: tuple[int, ...], le
     check(tmp_path, job(tmp_path / "second", states=states, meta=meta).run(workers).results)
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("behind", [None, 1])
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_worker_with_another_checkpoint_gets_rows_from_those_that_read_them(
@@ -99,6 +105,8 @@ def test_a_worker_with_another_checkpoint_gets_rows_from_those_that_read_them(
     check(tmp_path, job(tmp_path / "second", states=states, meta=meta).run((1, 2, 3)).results)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_worker_that_is_lost_while_rows_are_read_costs_nothing(tmp_path: Path, meta: bool) -> None:
     saving = job(tmp_path / "run", at=(3,), meta=meta)
@@ -129,6 +137,7 @@ def test_a_part_that_changes_between_the_check_and_the_reading_is_an_error_that_
         tensor.rows(6, 7)
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_preempted_saves_its_rows(tmp_path: Path) -> None:
     saving = job(tmp_path / "run", at=(2,))
     saving.preempt_at(7)
@@ -138,6 +147,8 @@ def test_a_job_that_is_preempted_saves_its_rows(tmp_path: Path) -> None:
     assert (newest.parts, newest.steps) == (3, 8)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("meta", [False, True])
 def test_workers_of_shard_groups_read_the_rows_of_their_place(tmp_path: Path, meta: bool) -> None:
     make = functools.partial(meta_net if meta else sharded_net, shard_size=2)
@@ -148,6 +159,7 @@ def test_workers_of_shard_groups_read_the_rows_of_their_place(tmp_path: Path, me
     check(tmp_path, job(tmp_path / "second", states=saving.open(), make=make).run((1, 2, 3, 4)).results)
 
 
+@pytest.mark.thorough
 def test_where_a_node_has_a_disk_of_its_own_rank_0_gathers_a_model_from_meta_and_saves_it(tmp_path: Path) -> None:
     saving = job(tmp_path / "run", at=(3, 6), meta=True, elsewhere={"w3": tmp_path / "other"}, timeout_s=1.0)
     found = saving.run((1, 2, 3))

@@ -65,6 +65,8 @@ def weights_of(make: Callable[[], Net]) -> dict[str, torch.Tensor] | None:
     return model.state_dict() if er.get_context().get_world_rank() == 0 else None
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dynamic", [None, True], ids=["by default", "any batch size"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compiled", [blocks_first, whole_model])

@@ -24,7 +24,8 @@ def kept() -> nn.Module:
     return sharded_net(reshard_after_forward=False)
 
 
-@pytest.mark.matrix(every=5)
+@pytest.mark.thorough
+@pytest.mark.matrix(every=10)
 @pytest.mark.parametrize("options", [{}, {"nested": "before"}, {"nested": "after"}, {"grad": True}], ids=str)
 @pytest.mark.parametrize("model", [sharded_net, in_groups, kept])
 def test_a_job_grows_beyond_the_samples_of_an_evaluation(
@@ -39,10 +40,13 @@ def test_an_evaluation_before_anything_is_trained() -> None:
     check(run([], FOUR, sharded_net, before=True), before=True)
 
 
+@pytest.mark.thorough
 def test_a_stream_of_fewer_samples_than_workers() -> None:
     check(run(GROWS, (1, 2), sharded_net, lambda: er.AdaptiveDataLoader(Stream(), batch_size=2)))
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kill", KILLS[:2], ids=str)
 @pytest.mark.parametrize("model", [sharded_net, in_groups])
 def test_a_worker_is_lost_in_it(model: Callable[[], nn.Module], kill: Kill) -> None:
@@ -51,6 +55,8 @@ def test_a_worker_is_lost_in_it(model: Callable[[], nn.Module], kill: Kill) -> N
     check(found)
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("worker", "moment"), [(2, "forward"), (4, "edge")])
 @pytest.mark.parametrize("first", [FOUR, (*FOUR, 5)])
 def test_a_worker_is_lost_in_it_within_a_step_of_training(worker: int, moment: str, first: tuple[int, ...]) -> None:

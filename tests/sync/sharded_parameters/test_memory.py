@@ -55,6 +55,8 @@ def _trained() -> int:
     return live.peak
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("first", "script", "least"),
     [
@@ -106,6 +108,7 @@ def _resumed(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any
     return max(run_job(train, first=(1, 2, 3, 4)).results.values())
 
 
+@pytest.mark.thorough
 def test_a_worker_that_goes_on_from_a_checkpoint_holds_its_rows_and_a_layer_more(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = _model("cpu")

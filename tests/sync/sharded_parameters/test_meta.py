@@ -28,6 +28,7 @@ def test_a_model_without_memory_is_trained_as_one_in_memory_from_2_to_4_to_3_wor
     check(Case(meta=True), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4))], (1, 2))
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("joins", [(), (5,)])
 def test_a_first_group_that_breaks_while_rows_move_begins_again(joins: tuple[int, ...]) -> None:
     """Each has made rows by then, which lie with no second worker."""
@@ -150,6 +151,7 @@ def _peaks(device: str, workers: int) -> tuple[float, float]:
     return max(run_job(trained, first=tuple(range(1, workers + 1))).results.values())
 
 
+@pytest.mark.thorough
 def test_no_worker_ever_holds_the_whole_model() -> None:
     begun, stepped = _peaks("meta", 8)
     assert begun < 0.6, "two shards, each twice while it moves, and one layer"
@@ -189,6 +191,7 @@ def _two_passes(meta: bool, behind: Look, *, first: Look = lambda model, optimiz
     return train
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("meta", [False, True])
 def test_rank_0_has_the_whole_behind_a_pass_unless_all_must_ask(meta: bool) -> None:
     def behind(model: Net, optimizer: Any, rank: int) -> tuple[bool, bool, int]:
@@ -202,6 +205,7 @@ def test_rank_0_has_the_whole_behind_a_pass_unless_all_must_ask(meta: bool) -> N
     assert found == {1: (not meta, True, whole), 2: others, 3: others}
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ["model", "optimizer"])
 def test_one_rank_that_asks_alone_behind_a_pass_is_an_error_on_all(rank: int, what: str) -> None:
@@ -234,6 +238,7 @@ def test_one_rank_that_asks_alone_behind_a_pass_is_an_error_on_all(rank: int, wh
         assert f"rank {rank} asks for the whole state (call state_dict() on all ranks" in text
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("meta", [False, True])
 def test_a_joiner_goes_by_the_place_where_all_have_asked(meta: bool) -> None:
     """It enters in the second pass, with the code between the passes still before it."""

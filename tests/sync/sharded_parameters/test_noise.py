@@ -99,7 +99,7 @@ def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], *,
         assert sqr == pytest.approx(exact_sqr, rel=rel, abs=1e-4 * exact_var)
 
 
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=9)
 @pytest.mark.parametrize("optimizer", list(MAKERS))
 @pytest.mark.parametrize(
     ("workers", "options"),
@@ -133,6 +133,8 @@ def test_it_is_that_of_replicas(optimizer: str, workers: int, options: dict[str,
         assert found.variance.groups == pytest.approx(wanted.variance.groups, rel=2e-3)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("rule", ["adascale", "adamscale"])
 def test_an_adaptive_batch_is_followed_live_as_with_replicas(rule: str) -> None:
     case = Case("sgd", rule=rule, wish=8, epochs=4)
@@ -148,6 +150,8 @@ def test_an_adaptive_batch_is_followed_live_as_with_replicas(rule: str) -> None:
         torch.testing.assert_close(found.results[1].parameters[name], value, rtol=0, atol=10 * CLOSE)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["vote", "backward"])
 def test_a_loss_loses_no_statistics_and_joiners_have_them(moment: str) -> None:
     case = Case()

@@ -125,7 +125,7 @@ def check(
     return found
 
 
-@pytest.mark.matrix(every=3)
+@pytest.mark.matrix(every=9)
 @pytest.mark.parametrize("optimizer", list(MAKERS))
 @pytest.mark.parametrize(
     ("workers", "options"),
@@ -154,6 +154,7 @@ def test_they_are_those_of_plain_torch(optimizer: str, workers: int, options: di
         assert before[0][1] == before[1][1] == 0 < after[0][1], "a frozen group has no norms"
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("options", [{}, {"shard_size": 2}, {"micro": 2}], ids=["", "shard groups", "accumulated"])
 def test_through_changes_of_the_group_nothing_is_mixed(options: dict[str, Any]) -> None:
     """What was measured right before is left out; rank 0 tells what it knew."""
@@ -162,6 +163,8 @@ def test_through_changes_of_the_group_nothing_is_mixed(options: dict[str, Any]) 
     assert found.groups == [(1, 2), four, (1, 3), tuple(sorted({*four}))]
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("moment", "late", "unsure"), [("backward", (5,), ()), ("vote", (), (5, 6))])
 def test_a_lost_worker_takes_no_part_of_a_sum_with_it(
     moment: str, late: tuple[int, ...], unsure: tuple[int, ...]

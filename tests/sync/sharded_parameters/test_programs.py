@@ -75,6 +75,7 @@ def _trained(loss: Program, sharded: bool) -> tuple[int, dict[str, Tensor]]:
     return er.get_context().get_world_rank(), {name: value.clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "loss",
     [

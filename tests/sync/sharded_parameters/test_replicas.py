@@ -27,6 +27,7 @@ def warnings(found: Outcome) -> list[str]:
     return [text for kind, text, _ in found.told if kind == "warning" and "shard_size" in text]
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_groups_of_two_train_as_a_whole_model(optimizer: str) -> None:
     found = check(case(optimizer), [], FOUR)
@@ -36,6 +37,7 @@ def test_two_groups_of_two_train_as_a_whole_model(optimizer: str) -> None:
     assert not warnings(found)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "other",
     [
@@ -49,10 +51,12 @@ def test_other_loops_are_as_with_a_whole_model(other: Case) -> None:
     check(other, [Kill(9, 2, "backward")], FOUR)
 
 
+@pytest.mark.thorough
 def test_three_groups_add_up_what_two_do() -> None:
     check(case("sgd"), [], (1, 2, 3, 4, 5, 6))
 
 
+@pytest.mark.thorough
 def test_groups_follow_the_workers_from_2_to_4_to_3_to_4_to_6() -> None:
     script = [Change(3, FOUR), Change(6, (1, 2, 4)), Change(8, (1, 2, 4, 5)), Change(11, (1, 2, 4, 5, 6, 7))]
     found = check(case(), script, (1, 2))
@@ -60,12 +64,15 @@ def test_groups_follow_the_workers_from_2_to_4_to_3_to_4_to_6() -> None:
     assert "2 workers are not two or more groups of 2" in text and "multiple_of=2" in text
 
 
+@pytest.mark.matrix(every=4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["forward", "backward", "vote"])
 @pytest.mark.parametrize("worker", [2, 3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))])
 def test_a_lost_worker_takes_nothing_with_it(worker: int, moment: str) -> None:
     check(case(), [Kill(5, worker, moment)], FOUR)
 
 
+@pytest.mark.thorough
 def test_another_in_the_place_of_a_lost_one() -> None:
     check(case("sgd"), [Kill(4, 3, "backward", joins=(5,)), Kill(8, 1, "vote", joins=(6,))], FOUR)
 
@@ -108,6 +115,7 @@ def test_workers_that_shard_with_different_sizes_are_told() -> None:
         run_job(trained, [], first=(1, 2))
 
 
+@pytest.mark.thorough
 def test_each_row_is_in_a_checkpoint_once_and_each_owner_writes_a_share(tmp_path: Path) -> None:
     def job(folder: Path, **options: object) -> Job:
         make = lambda: sharded_net(shard_size=2)  # noqa: E731

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import elastic_ray as er
@@ -20,6 +21,7 @@ def _train() -> Any:
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.thorough
 def test_ranks_of_torchrun_train_as_one_process(ranks: Ranks) -> None:
     first, second = ranks.run(_train, world=2)
     alone = ranks.run(_train)

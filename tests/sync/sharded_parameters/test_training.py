@@ -45,6 +45,8 @@ def test_training_is_that_of_a_whole_model(workers: int) -> None:
         assert max(own.held) <= 2 * elements * 2 / workers * 1.35, "two shards of two moments"
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [
@@ -61,6 +63,8 @@ def test_other_loops_are_as_with_a_whole_model(case: Case) -> None:
     check(case, [Change(4, (1, 2, 3)), Kill(9, 2, "backward")], (1, 2))
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
 def test_four_ranks_accumulate_as_one(sharded: bool) -> None:
     """12 samples are 3 for each of 4 ranks, 2 and then 1: no batch is larger than the largest that is allowed."""
@@ -86,6 +90,7 @@ def test_a_worker_alone_accumulates_as_with_a_whole_model() -> None:
     check(Case(optimizer="sgd", micro=3, clip=False), [], (1,))
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("order", [math.inf, -math.inf, 1.0, 2.0, 3.0])
 def test_norms_of_any_order_are_those_of_the_whole(order: float, foreach: bool | None) -> None:
@@ -129,6 +134,7 @@ def _clips_in_a_hook(run: Run, step: int) -> None:
         run.optimizer.register_step_pre_hook(clip)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(
     "script",
     [[], [Change(5, (1, 2)), Kill(9, 2, "vote"), Change(14, (1, 3, 4))], [Kill(4, 3, "hook"), Kill(6, 1, "hook")]],
@@ -341,6 +347,7 @@ def test_layers_that_are_unfrozen_later_are_trained_from_then_on(added: bool) ->
         torch.testing.assert_close(found[name], value, rtol=0, atol=CLOSE)
 
 
+@pytest.mark.thorough
 def test_nothing_keeps_a_model_whose_run_is_over() -> None:
     """Torch remembers meshes for as long as a thread lives, and a worker's process may run several times."""
 
@@ -388,6 +395,7 @@ def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
     assert [each.device.type for each in handed] == ["meta", "meta"]
 
 
+@pytest.mark.thorough
 def test_numbers_that_user_code_computes_of_rows_are_those_of_the_whole() -> None:
     """Clipping by hand, as code does that was written for whole gradients: all ranks find the same norm."""
 

@@ -18,12 +18,15 @@ GROWS_AND_SHRINKS = [
 ]
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
     check(Case(optimizer), GROWS_AND_SHRINKS, (1, 2))
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop", "adafactor", "fused adamw", "foreach sgd"])
 def test_other_optimizers(optimizer: str) -> None:
     check(
@@ -33,6 +36,7 @@ def test_other_optimizers(optimizer: str) -> None:
     )
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("strategy", ["partitioned_ps", "uneven_partitioned_ps", Owner(unit="tile", copies=3)])
 def test_other_tiles(strategy: Any) -> None:
     check(
@@ -46,7 +50,8 @@ def test_other_tiles(strategy: Any) -> None:
 AS_REPLICATED = {"forward": "forward", "backward": "backward", "optimizer_step": "backward", "publish": "after_step"}
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
+@pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", [*AS_REPLICATED, "after_step", "edge"])
 def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     found, wanted = (
@@ -56,11 +61,14 @@ def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     check(Case(), found, (1, 2, 3, 4), as_replicated=wanted)
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("moment", ["allreduce", "vote"])
 def test_a_worker_dies_when_it_is_open_whether_the_step_counts(moment: str) -> None:
     check(Case("sgd"), [Kill(4, 2, moment), Kill(6, 1, moment), Change(9, (3, 4, 5))], (1, 2, 3, 4), exact=False)
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("held", [(2, 3), (1, 3), (1,), (3,)])
 def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
     """Of the four, one makes the update and dies; those that are held do not know that it was decided."""
@@ -69,17 +77,20 @@ def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: 
     check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step", last=True)])
 
 
+@pytest.mark.thorough
 def test_such_an_update_is_made_at_the_learning_rate_that_the_others_have_scaled() -> None:
     script = [Kill(3, 4, "publish", after=(1,)), Hold(3, 2, "vote"), Hold(3, 3, "vote")]
     case = Case(rule="linear", batch=[(0.0, 6), (0.02, 12)])
     check(case, script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step", last=True)])
 
 
+@pytest.mark.thorough
 def test_an_update_that_no_survivor_has_made_is_made_anew() -> None:
     script = [Kill(3, 4, "publish"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))]
     check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "backward", last=True)])
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("next_one", [1, 2, 3])
 def test_decided_means_recoverable_also_when_the_next_one_dies_in_the_recovery(next_one: int) -> None:
     """Two have heard the decision, one of the others has not; then another dies before states are exchanged."""
@@ -87,6 +98,8 @@ def test_decided_means_recoverable_also_when_the_next_one_dies_in_the_recovery(n
     check(Case(strategy=Owner(unit="tile", copies=3)), script, (1, 2, 3, 4), exact=False)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("worker", [2, 3], ids=["member", "joiner"])
 def test_a_worker_dies_while_tiles_are_about_to_move(worker: int) -> None:
     check(Case("sgd"), [Change(2, (1, 2, 3, 4)), Kill(3, worker, "receiving")], (1, 2), exact=False)
@@ -103,6 +116,7 @@ def test_with_one_owner_planned_changes_lose_nothing() -> None:
     )
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("strategy", ["zero1", Owner(unit="tile", copies=1)])
 def test_no_worker_holds_more_than_its_share(strategy: Any) -> None:
     copies = 2 if strategy == "zero1" else 1

@@ -31,6 +31,7 @@ def states_of(trees: dict[str, Any]) -> dict[str, Any]:
     return dict(trees["optimizer/0"]["state"])
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     ("optimizer", "script"),
     [("sgd", []), ("adamw", [Change(2, (1, 2, 3))]), ("adafactor", [])],
@@ -53,6 +54,7 @@ def test_all_ranks_parts_are_the_state_of_one_step(tmp_path: Path, optimizer: st
         assert list(states_of(trees)[index]) == list(kept), "also their order"
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(("strategy", "workers"), [("zero1", 3), ("all_reduce", 3), ("zero1", 1)])
 def test_a_job_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path, strategy: str, workers: int) -> None:
     job = Job(tmp_path / "run", at=(3,))
@@ -94,9 +96,9 @@ def test_a_checkpoint_asks_no_rank_in_a_collective_of_its_own(tmp_path: Path, mo
     asked: list[Intent] = []
     agree_on = RankConsensus.agree_on
 
-    def noted(self: RankConsensus, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+    def noted(self: RankConsensus, what: Announced, payload: Sequence[float] = (), plan: Any = None) -> list[float]:
         asked.append(what.intent)
-        return agree_on(self, what, payload)
+        return agree_on(self, what, payload, plan)
 
     monkeypatch.setattr(RankConsensus, "agree_on", noted)
     seen: dict[int, set[float]] = {}
@@ -124,6 +126,7 @@ def test_a_checkpoint_is_saved_by_all_ranks_in_an_evaluation(tmp_path: Path) -> 
     assert job.read()["run"]["ticks"] > 8
 
 
+@pytest.mark.thorough
 def test_torchs_own_readers_read_it_in_a_plain_process(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", at=(3,))
     job.run(FOUR)
@@ -166,6 +169,7 @@ def test_a_worker_that_is_killed_while_the_others_write_leaves_the_checkpoint_be
     assert len(left) == 2 and names[1] not in left, "what nobody has completed is cleaned up"
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("marked", [False, True], ids=["no directory", "a directory of another run"])
 def test_where_a_node_has_a_disk_of_its_own_rank_0_writes_all_and_says_why(tmp_path: Path, marked: bool) -> None:
     other = tmp_path / "other disk"

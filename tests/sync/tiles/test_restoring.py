@@ -95,6 +95,7 @@ def sent_in_pauses(strategy: Any, script: list[Any], first: tuple[int, ...]) -> 
     ]
 
 
+@pytest.mark.thorough
 def test_what_a_pause_moves() -> None:
     """A joiner gets the parameters, and of twice their size in moments what it is to update first."""
     script = [Change(3, (1, 2, 3)), Change(7, (1, 2, 3, 4)), Kill(10, 2, "after_step", last=True)]
@@ -118,6 +119,8 @@ def one_tile_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestSlowly:
     """While tiles are still on their way."""
 
+    @pytest.mark.matrix(every=2)
+    @pytest.mark.thorough
     @pytest.mark.parametrize("strategy", ["zero1", Owner(unit="tile", copies=1)])
     def test_growing_and_shrinking_is_bit_by_bit_as_replicated(self, strategy: Any) -> None:
         kept = strategy == "zero1"
@@ -144,6 +147,7 @@ class TestSlowly:
         assert before == 2 * tiles > after >= tiles, "the lost worker's are single"
         assert counts[max(counts)][0] == 2 * tiles
 
+    @pytest.mark.matrix(every=1)
     @pytest.mark.parametrize("worker", [1, 3])
     def test_a_joiner_or_its_source_dies_meanwhile(self, worker: int) -> None:
         """Tiles that have not moved yet have two owners."""

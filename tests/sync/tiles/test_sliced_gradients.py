@@ -40,6 +40,8 @@ def parameters(outcome: Any) -> Any:
     return dataclasses.replace(outcome, results=results)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
     case = Case(optimizer, strategy="zero2")
@@ -49,6 +51,8 @@ def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
     same(parameters(found), parameters(wanted))
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("copies", [1, 3])
 def test_other_numbers_of_owners(copies: int) -> None:
     strategy = Owner(unit="tile", gradients="sliced", copies=copies, cut="uneven")
@@ -101,6 +105,8 @@ def test_slices_need_tiles() -> None:
 RARER = ("forward", "optimizer_step", "after_step")
 
 
+@pytest.mark.matrix(every=3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "moment",
     ["backward", "allreduce", "vote", "publish", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)],
@@ -121,6 +127,7 @@ def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: 
             assert all(map(torch.equal, own.steps[step], first.steps[step])), step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"micro": 2}, {"scaler": True}, {"unfreeze": True}, {"spoiled": 5}])
 def test_loops_of_other_kinds_are_as_replicated(options: dict[str, Any]) -> None:
     found = run_job(_Loop("zero2", **options), SCRIPT, first=(1, 2, 3))
@@ -130,6 +137,7 @@ def test_loops_of_other_kinds_are_as_replicated(options: dict[str, Any]) -> None
     same(found, wanted, 2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1, variance_every=2)
@@ -144,12 +152,14 @@ def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: s
         assert noise.sqr == pytest.approx(other[1].sqr, rel=0.02) and noise.var == pytest.approx(other[1].var, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_an_adaptive_batch_scales_the_learning_rate_alike_on_all_ranks() -> None:
     found = run_job(_Loop("zero2", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
     (first, *_), *others = found.results.values()
     assert all(all(map(torch.equal, first, parameters)) for parameters, *_ in others)
 
 
+@pytest.mark.thorough
 def test_strategies_are_switched_while_training() -> None:
     def switch(trainee: Run, step: int) -> None:
         if asked := {4: "zero2", 8: "zero1", 12: "zero2", 16: "all_reduce", 20: "zero2"}.get(step):
@@ -162,6 +172,7 @@ def test_strategies_are_switched_while_training() -> None:
     same(parameters(found), parameters(wanted))
 
 
+@pytest.mark.thorough
 def test_rules_by_name_slice_some_gradients_only() -> None:
     rules = (Rule(pattern="norm.*", sync=Owner(unit="tile")), Rule(pattern="last.*", sync=Reduce()))
     strategy = Strategy(rules=rules, default=Owner(unit="tile", gradients="sliced"))
@@ -219,6 +230,7 @@ def both(between: Between, **options: Any) -> tuple[Any, Any]:
     return found.results[1][:-1], wanted.results[1][:-1]
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(
     "between",
     [

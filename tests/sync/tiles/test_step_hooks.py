@@ -66,17 +66,20 @@ def check(strategy: str, script: Sequence[Change | Kill | Hold], first: tuple[in
     return found
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_they_see_whole_parameters(strategy: str) -> None:
     found = check(strategy, [], (1, 2, 3))
     assert all(own.before == own.after == STEPS for own in found.results.values())
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_the_group_changes(strategy: str) -> None:
     check(strategy, [Change(3, (1, 2, 3, 4)), Kill(9, 2, "after_step", last=True), Change(15, (3, 4, 5))], (1, 2, 3))
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("joins", [(), (5,)])
 @pytest.mark.parametrize("heard", [(), (1,), (1, 2)])
 def test_a_loss_while_parameters_are_on_their_way(heard: tuple[int, ...], joins: tuple[int, ...]) -> None:
@@ -85,6 +88,7 @@ def test_a_loss_while_parameters_are_on_their_way(heard: tuple[int, ...], joins:
     check("zero1", script, (1, 2, 3, 4))
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("held", [(2,), (1, 2), (1, 2, 3)])
 def test_a_loss_before_all_know_that_the_update_is_decided(held: tuple[int, ...]) -> None:
     check("zero1", [Kill(3, 4, "publish"), *(Hold(3, worker, "vote") for worker in held)], (1, 2, 3, 4))

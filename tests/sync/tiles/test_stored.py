@@ -104,7 +104,7 @@ def unread(states: dict[str, Any]) -> list[UnreadTensor]:
     return [value for state in kept for value in state.values() if isinstance(value, UnreadTensor)]
 
 
-@pytest.mark.matrix(every=2)
+@pytest.mark.matrix(every=8)
 @pytest.mark.parametrize(
     ("optimizer", "written", "strategy", "workers", "least_bytes"),
     [
@@ -166,6 +166,7 @@ class Counted:
         return value.elements(start, stop)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(("strategy", "copies", "workers"), [("zero1", 2, 4), ("zero1", 2, 3), (ALONE, 1, 4)])
 def test_a_worker_reads_the_tiles_that_it_is_to_hold_and_rank_0_no_others(
     tmp_path: Path, strategy: Any, copies: int, workers: int
@@ -197,6 +198,8 @@ def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Pa
     assert sum(counted.read.values()) == pytest.approx(3 * counted.elements, rel=0.05)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("behind", [None, 1])
 def test_a_worker_with_another_checkpoint_gets_tiles_from_those_that_read_them(
     tmp_path: Path, behind: int | None
@@ -223,6 +226,7 @@ def test_a_worker_with_another_checkpoint_gets_tiles_from_those_that_read_them(
         assert_same_state({"param_groups": 0, "state": resumed.at_first["state"]}, kept)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("worker", [1, 2])
 @pytest.mark.parametrize("moment", ["forward", "vote", "publish"])
 def test_a_worker_that_is_lost_before_the_first_update_or_in_it_costs_nothing(
@@ -234,6 +238,8 @@ def test_a_worker_that_is_lost_before_the_first_update_or_in_it_costs_nothing(
     check(outcome, replicated(job), exact=False)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [(1, 2, 3), (1, 2)])
 def test_the_group_changes_soon_afterwards(tmp_path: Path, workers: tuple[int, ...]) -> None:
     job = saved(tmp_path)
@@ -243,6 +249,7 @@ def test_the_group_changes_soon_afterwards(tmp_path: Path, workers: tuple[int, .
     check(Resumed(job.open()).run(workers, script), wanted)
 
 
+@pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("strategies", [("zero1", "all_reduce"), ("all_reduce", "zero1"), ("zero1", "partitioned_ps")])
 def test_the_strategy_is_switched_before_the_first_update(tmp_path: Path, strategies: tuple[str, str]) -> None:
     job = saved(tmp_path)
@@ -273,6 +280,7 @@ def test_a_state_that_user_code_loads_takes_the_place_of_the_checkpoints(tmp_pat
     assert_same_state({"param_groups": 0, "state": resumed.at_first["state"]}, {"param_groups": 0, "state": given})
 
 
+@pytest.mark.thorough
 def test_a_preempted_job_goes_on_by_tiles(tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
     job.preempt_at(5)
@@ -361,6 +369,7 @@ def _peak(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any]])
     return float(max(run_job(train, first=FOUR).results.values()))
 
 
+@pytest.mark.thorough
 def test_a_worker_holds_its_tiles_and_never_the_whole_state(tmp_path: Path) -> None:
     def dataset() -> TensorDataset:
         return TensorDataset(

@@ -23,6 +23,7 @@ from tests.sync.tiles.trained import OPTIMIZERS, Case, Net, Run, assert_same_sta
 FOUR = (1, 2, 3, 4)
 
 
+@pytest.mark.thorough
 def test_every_rank_may_ask_for_the_state_at_any_step_and_the_first_one_gets_it() -> None:
     kept: dict[str, dict[int, Any]] = {"zero1": {}, "all_reduce": {}}
 
@@ -69,6 +70,7 @@ def _ask_alone() -> None:
     Run(Case(between=ask))
 
 
+@pytest.mark.thorough
 def test_rank_0_alone_within_a_loop_is_told_what_the_others_do(ranks: Ranks) -> None:
     said = r"RanksDisagreeError: .*rank 0 calls optimizer.state_dict\(\) of model 0, .* on all of them"
     with pytest.raises(RankFailedError, match=said):
@@ -88,6 +90,8 @@ def _drop_a_gradient(strategy: str) -> None:
             optimizer.step()
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_a_rank_that_has_dropped_a_gradient_is_told(ranks: Ranks, strategy: str) -> None:
     said = (
@@ -113,6 +117,7 @@ def test_a_state_may_be_loaded_meanwhile() -> None:
     check(Case(between=between), [Change(11, (2, 3, 4))], FOUR)
 
 
+@pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     "script",
@@ -133,6 +138,7 @@ def test_strategies_are_switched_while_training(optimizer: str, script: Any) -> 
             assert_same_state(own.saved, wanted.results[worker].saved)
 
 
+@pytest.mark.thorough
 def test_rules_by_name_leave_other_parameters_whole() -> None:
     strategy = Strategy(rules=(Rule(pattern="last.*", sync=Reduce()),), default=Owner(unit="tile"))
     found = check(Case(strategy=strategy), [Kill(5, 2, "after_step", last=True), Change(9, (1, 3, 4, 5))], FOUR)
@@ -207,6 +213,7 @@ class _Loop:
 SCRIPT = [Change(6, (1, 2, 3, 4, 5)), Kill(10, 2, "after_step", last=True), Change(20, (3, 4))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,6 +236,7 @@ def test_loops_of_other_kinds_are_bit_by_bit_as_replicated(options: dict[str, An
         assert all(map(torch.equal, parameters, wanted.results[worker][0])), worker
 
 
+@pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad", "rmsprop"])
 def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1)
@@ -248,6 +256,8 @@ def test_a_learning_rate_by_noise_is_the_same_on_all_ranks() -> None:
     assert all(all(map(torch.equal, first, parameters)) for parameters, *_ in others)
 
 
+@pytest.mark.matrix(every=2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("saving", "going_on"), [("zero1", "zero1"), ("zero1", None), (None, "zero1")])
 def test_a_checkpoint_is_of_no_size_of_group_and_no_strategy(saving: Any, going_on: Any) -> None:
     def trainee(strategy: Any, epochs: int, states: Any) -> Any:

@@ -1,0 +1,1 @@
+"""What can be told of a dataset without loading a sample."""

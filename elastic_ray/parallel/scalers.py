@@ -1,0 +1,38 @@
+"""AMP's ``GradScaler`` that was not handed over: found by who has called ``optimizer.step`` (torch)."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from elastic_ray.parallel.run_view import ModelRun
+
+_NEAR = 16  # frames
+
+_NOT_GIVEN = (
+    "a GradScaler steps the optimizer of a model that was wrapped without it: its scale reaches no worker that joins, "
+    "whose gradients would be added up with another one, nor the job's checkpoints, and gradient statistics are too "
+    "large by it. Pass it as AdaptiveDataParallel(model, optimizer, grad_scaler=scaler)"
+)
+
+
+def check_scaler(run: ModelRun) -> None:
+    """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
+
+    Raises:
+        RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_NEAR):
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            if not scaler.is_enabled() or run.states.holds(scaler):
+                return  # user code has registered it, or passed it with another model
+            if run.elastic:
+                raise RuntimeError(_NOT_GIVEN)
+            run.tell("warning", _NOT_GIVEN)
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

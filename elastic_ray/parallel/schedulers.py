@@ -1,0 +1,93 @@
+"""A model's learning-rate schedulers: they travel, a lost step takes them back, and none may be left out (torch)."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from elastic_ray.parallel.patches import count_optimizer_steps
+from elastic_ray.parallel.run_view import ModelRun
+from elastic_ray.session.registry import HookPoint
+from elastic_ray.state.tree import DictState
+
+_PASS_IT = (
+    "make it before the model is wrapped, and pass it as AdaptiveDataParallel(model, optimizer, lr_scheduler=...), "
+    "accelerator.prepare(..., scheduler) or fabric.setup(model, optimizer, scheduler=...)"
+)
+
+
+class Schedulers:
+    """Schedulers of one model's optimizer; see the module's text.
+
+    Args:
+        run: the run.
+        optimizer: the model's.
+        index: number of the model.
+        given: what was passed as ``lr_scheduler``.
+        schedule: what those count that step with every batch.
+    """
+
+    def __init__(self, run: ModelRun, optimizer: torch.optim.Optimizer, index: int, given: Any, schedule: str) -> None:
+        self._run, self._optimizer = run, optimizer
+        schedulers = given if isinstance(given, (list, tuple)) else [given]
+        self._known = [scheduler for scheduler in schedulers if scheduler is not None]
+        for number, scheduler in enumerate(self._known):
+            count_optimizer_steps(scheduler, run.ledger, schedule)
+            name = f"lr_scheduler/{index}/{number}"
+            run.states.register(name, DictState(scheduler))
+            run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, name)
+        if self._known:
+            run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{index}")
+        run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
+
+    def _check(self) -> None:
+        """Refuse a scheduler that is not known.
+
+        Raises:
+            ValueError: there is one.
+        """
+        unknown = not self._known and any("initial_lr" in group for group in self._optimizer.param_groups)
+        known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
+        strangers, made = self._strangers(known)
+        if strangers:
+            gc.collect()  # one that was thrown away may be held by itself
+            strangers, made = self._strangers(known)
+        if strangers or (unknown and not made):
+            which = f" ({', '.join(strangers)})" if strangers else ""
+            raise ValueError(
+                f"the optimizer has a learning-rate scheduler{which} that AdaptiveDataParallel does not know, so "
+                f"workers who join later would miss its state: {_PASS_IT}"
+            )
+
+    def _strangers(self, known: Sequence[int]) -> tuple[list[str], bool]:
+        """Names of schedulers that no state of the run holds, and whether any was made; in a job alone."""
+        made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
+        strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
+        return [type(each).__name__ for each in strange], bool(made)
+
+    def _rates(self) -> list[dict[str, Any]]:
+        return [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]
+
+    def _set_rates(self, rates: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, rates, strict=True):
+            group.update(values)
+
+
+def _with_inner(scheduler: Any) -> list[Any]:
+    """A scheduler, and those that it holds: ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others."""
+    found: list[Any] = []
+    waiting = [scheduler]
+    while waiting:
+        each = waiting.pop()
+        if any(each is known for known in found):
+            continue
+        found.append(each)
+        for value in vars(each).values() if hasattr(each, "__dict__") else ():
+            held = [*value.values()] if isinstance(value, dict) else value
+            several = held if isinstance(held, (list, tuple)) else [held]
+            waiting.extend(inner for inner in several if isinstance(inner, LRScheduler))
+    return found

@@ -1,0 +1,1 @@
+"""What ranks compare, and how they tell each other apart."""
