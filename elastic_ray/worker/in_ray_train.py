@@ -52,9 +52,10 @@ def _delete_stored(checkpoint: Any) -> None:
     """
     import pyarrow.fs
 
-    from elastic_ray.loop.api import current_session
+    from elastic_ray.session.current import session_of_thread
 
-    stored = getattr(current_session().controller, "stored", None)
+    session = session_of_thread()
+    stored = getattr(session.controller, "stored", None) if session is not None else None
     if stored and stored != checkpoint.path and isinstance(checkpoint.filesystem, pyarrow.fs.LocalFileSystem):
         shutil.rmtree(checkpoint.path, ignore_errors=True)
 
