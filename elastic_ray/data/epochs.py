@@ -99,7 +99,7 @@ def _leave_others_alone() -> None:
     """
     from torch.utils.data import dataloader
 
-    dataloader._MultiProcessingDataLoaderIter.__del__ = lambda self: None  # type: ignore[method-assign]
+    setattr(dataloader._MultiProcessingDataLoaderIter, "__del__", lambda self: None)  # noqa: B010
 
 
 class WorkerInit:

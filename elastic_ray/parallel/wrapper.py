@@ -359,7 +359,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """BatchNorm in training mode raises for one value per channel, as one sample without extent has."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
-            self._run.registry.least_share = LEAST_HALF
+            self._run.registry.ask_for_shares(LEAST_HALF)
 
     def _check_batch(self) -> None:
         """Whether what an adaptive batch needs is measured."""

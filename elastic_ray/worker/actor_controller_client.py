@@ -86,6 +86,10 @@ class ActorControllerClient:
         self.gone = ""
         self.stored: str | None = None
 
+    def leave_controller(self, why: str) -> None:
+        """Wait for the controller no more: it will never answer again, for this reason."""
+        self.gone = why
+
     def start_from(self, resumed: str) -> None:
         """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
         self._resumed = resumed

@@ -181,7 +181,8 @@ class Worker:
         link, membership = self._link, self._membership
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
-        self.saves_alone, link.gone = True, why
+        self.saves_alone = True
+        link.leave_controller(why)
         membership.post(Stop(save=True))
         with self._ended:
             self._ended.wait_for(lambda: self._result is not None, timeout=self._setup.elastic.storage_timeout_s)
