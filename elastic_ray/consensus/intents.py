@@ -32,7 +32,6 @@ class Intent(enum.IntEnum):
     SHARDS = 10
     IDLE = 11
     GATHER = 12
-    PLAN = 13
 
 
 _SAME_CALLS = (
@@ -114,8 +113,6 @@ class Announced:
             case Intent.COLLECTIVE:
                 which = f"number {self.index} between steps" if self.index else "within the step"
                 return f"makes a collective of its own, {which} ({self.strategy or 'which'}: {self.detail:010x})"
-            case Intent.PLAN:
-                return "begins, or continues in a new group, a pass over a loader"
             case Intent.FINISH:
                 return "has returned from the train function"
 

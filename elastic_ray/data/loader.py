@@ -347,20 +347,18 @@ class AdaptiveDataLoader(ResumableLoader):
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
         session, facts = self._session, functools.partial(self._plan.of, epoch, self._limits)
-        while True:
-            session.passes.check_group(loader_pass)
-            shape, cut = self._present_cut()
-            read, changes = self._reading or (None, 0)
-            # Also after a pass over this very loader that was nested in the last step.
-            if read is not loader_pass or changes != session.shape_changes:
-                cut.begin(loader_pass.position, session.progress.steps)
-                self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
-                self._reading = loader_pass, session.shape_changes
-            step = self._source.step(epoch, loader_pass.position, cut)
-            if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
-                return None
-            if session.passes.compare_plan(loader_pass, facts):
-                break
+        session.passes.check_group(loader_pass)
+        shape, cut = self._present_cut()
+        read, changes = self._reading or (None, 0)
+        # Also after a pass over this very loader that was nested in the last step.
+        if read is not loader_pass or changes != session.shape_changes:
+            cut.begin(loader_pass.position, session.progress.steps)
+            self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
+            self._reading = loader_pass, session.shape_changes
+        step = self._source.step(epoch, loader_pass.position, cut)
+        if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
+            return None
+        session.passes.compare_plan(loader_pass, facts)
         session.passes.begin_step(
             LoaderStep(
                 loader_pass=loader_pass,

@@ -38,8 +38,8 @@ class PassesView(Protocol):
     def check_group(self, loader_pass: PassProgress) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one, as it is."""
 
-    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
-        """Compare what decides a pass's data before its first step in a group; False if another group was entered."""
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Have what decides a pass's data compared at the end of its first step in a group."""
 
     def begin_step(self, step: LoaderStep) -> None:
         """The first micro-batch of a step is about to be handed out."""

@@ -49,6 +49,7 @@ class LoaderPasses:
         self._ended_early: PassProgress | None = None
         # By depth: a pass, the group in which it was described, and its description.
         self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
+        self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
 
     @property
     def _progress(self) -> RunProgress:
@@ -75,20 +76,17 @@ class LoaderPasses:
             loader_pass.end()
             self._progress.follow_passes(self._changes.furthest_passes)
 
-    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
-        """Compare what decides the data of a pass, before its first step in each group.
+    def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Have what decides the data of a pass compared at the end of its first step in each group.
 
-        That of a pass within a step is compared at its end, with the announcement that is made there.
+        There all ranks are at one place: an announcement of its own at the step's beginning would meet those of ranks
+        that are still within the step before. That of a pass within a step is compared at its end.
 
         Args:
-            loader_pass: the pass, whose next step all ranks are about to begin.
+            loader_pass: the pass, whose next step this rank is about to begin.
             facts: tells what the ranks must have in common.
 
-        Returns:
-            False if the group broke meanwhile and another one was entered: the step must be cut anew.
-
         Raises:
-            ReplicasDifferError: the ranks would use other samples, or in another order; raised on every rank.
             RanksDisagreeError: another rank has returned from the train function, after as many steps or fewer.
         """
         parts = self._parts
@@ -97,17 +95,10 @@ class LoaderPasses:
             self._check_returned()
         known = self._plans.get(depth)
         if parts.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
-            return True
+            return
         plan = DataPlan(facts=facts(), joined=parts.states.joined)
         self._plans[depth] = loader_pass, generation, plan
-        if depth:
-            return True
-        try:
-            parts.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
-        except CommunicationFailedError as error:
-            self._changes.regroup(str(error))
-            return False
-        return True
+        self._due = (generation, plan) if not depth else self._due
 
     def _check_returned(self) -> None:
         """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
@@ -211,9 +202,11 @@ class LoaderPasses:
         try:
             if failure is not None:
                 raise CommunicationFailedError(failure)
-            if ledger.needs_vote or parts.sums.expected(self._progress.epoch):
+            plan = self._due[1] if not nested and self._due[0] == parts.group.generation else None
+            if ledger.needs_vote or plan is not None or parts.sums.expected(self._progress.epoch):
                 averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
-                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step)
+                self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
+                self._due = self._due if nested else (0, None)
         except CommunicationFailedError as error:
             if abandoned and not nested:
                 self._give_up(step, str(error))
@@ -326,7 +319,7 @@ class LoaderPasses:
             self._progress.add_sums(parts.consensus.vote(what, added, plan=plan))
             return
         join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
-        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join))
+        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""

@@ -358,26 +358,43 @@ def test_what_decides_the_data_is_compared_once_in_each_group() -> None:
         told.append(1)
         return {"seed": 3}
 
+    def step() -> None:
+        run.passes.compare_plan(loader_pass, facts)
+        run.begin(loader_pass)
+        run.passes.edge(loader_pass)
+
     loader_pass = run.passes.enter()
-    assert all(run.passes.compare_plan(loader_pass, facts) for _ in range(3))
-    assert run.consensus.intents == [Intent.PLAN] and run.consensus.plans[0].facts == {"seed": 3}
+    for _ in range(3):
+        step()
+    assert [plan.facts if plan is not None else None for plan in run.consensus.plans] == [{"seed": 3}, None, None]
     run.group.generation = 4
-    assert run.passes.compare_plan(loader_pass, facts) and run.consensus.intents == [Intent.PLAN] * 2
+    step()
+    assert run.consensus.plans[3] is not None
     run.group.generation, run.group.world_size = 5, 1
-    assert run.passes.compare_plan(loader_pass, facts) and len(told) == 2, "one rank has nobody to compare with"
+    step()
+    assert (run.consensus.plans[4], len(told)) == (None, 2), "one rank has nobody to compare with"
 
 
-def test_a_step_is_cut_anew_where_the_group_breaks_while_its_data_is_compared() -> None:
-    run = Run(failing=1)
-    assert not run.passes.compare_plan(run.passes.enter(), dict)
-    assert run.changes.causes == ["broke"]
+def test_a_step_without_a_vote_of_its_own_has_one_for_its_data() -> None:
+    run = Run()
+    run.begin(loader_pass := run.passes.enter())
+    run.ledger.mark_reduced()
+    run.passes.edge(loader_pass)
+    assert run.consensus.intents == []
+    run.group.generation = 4
+    run.passes.compare_plan(loader_pass, dict)
+    run.begin(loader_pass)
+    run.ledger.mark_reduced()
+    run.passes.edge(loader_pass)
+    assert run.consensus.intents == [Intent.EDGE]
 
 
 def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
     run = Run()
     run.begin(run.passes.enter())
     nested = run.passes.enter()
-    assert run.passes.compare_plan(nested, lambda: {"seed": 3}) and not run.consensus.intents
+    run.passes.compare_plan(nested, lambda: {"seed": 3})
+    assert not run.consensus.intents
     run.passes.end_pass(nested, 8)
     assert run.consensus.intents == [Intent.END_OF_PASS] and run.consensus.plans[0].facts == {"seed": 3}
 
@@ -387,9 +404,7 @@ def test_a_step_behind_which_another_rank_has_returned_is_a_disagreement() -> No
     run.group.communicator = SimpleNamespace(rank=0)
     run.group.returned = (Returned(rank=1, steps=1),)
     loader_pass = run.passes.enter()
-    assert run.passes.compare_plan(loader_pass, dict), (
-        "the other one was a step ahead: this step is the same as its last"
-    )
+    run.passes.compare_plan(loader_pass, dict)  # the other one was a step ahead: this step is the same as its last
     run.begin(loader_pass)
     assert run.passes.edge(loader_pass)
     with pytest.raises(RanksDisagreeError, match=r"rank 1 has returned from the train function after 1 steps; rank 0"):
