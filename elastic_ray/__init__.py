@@ -9,7 +9,7 @@ from placement.lazy_names import lazy_names
 if TYPE_CHECKING:
     from elastic_ray.access import AccessRefusedError
     from elastic_ray.batch.tuner import BatchDoesNotFitError
-    from elastic_ray.checkpoints.loading import load_model_state
+    from elastic_ray.checkpoints.sharded.model_loading import load_model_state
     from elastic_ray.communication.communicator import CommunicationFailedError
     from elastic_ray.config import ElasticConfig, SchedulingConfig
     from elastic_ray.consensus.intents import RanksDisagreeError
@@ -98,7 +98,7 @@ _HOMES = {
     "get_context": "elastic_ray.loop.api",
     "get_dataset_shard": "elastic_ray.integrations.ray_data",
     "get_tracker_dir": "elastic_ray.loop.api",
-    "load_model_state": "elastic_ray.checkpoints.loading",
+    "load_model_state": "elastic_ray.checkpoints.sharded.model_loading",
     "register_state": "elastic_ray.loop.api",
     "remaining_epochs_until": "elastic_ray.loop.epochs",
     "report": "elastic_ray.loop.api",

@@ -250,6 +250,7 @@ class ElasticTrainable(Trainable):
         )
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
+        """The result that ends a trial; raises what its job failed with."""
         job.raise_error()
         if stopped := job.status.phase is JobPhase.STOPPED:
             time.sleep(_HELD_S)
@@ -298,17 +299,14 @@ def _end_stopped_sweeps() -> None:
             self.request_stop_experiment()  # type: ignore[no-untyped-call]
         look(self)
 
-    look_and_end.__module__ = __name__
     TuneController._stop_experiment_if_needed = look_and_end  # type: ignore[method-assign]
 
 
 def _why_stopped(controller: TuneController) -> str:
     """Why the sweep of an experiment's trials was stopped; empty if it was not, or it is not time to look again."""
     watch: _Watch = vars(controller).setdefault("_elastic_watch", _Watch())
-    now_s = time.monotonic()
-    if now_s < watch.next_s:
+    if not watch.due():
         return ""
-    watch.next_s = now_s + _LOOK_S
     trials = controller.get_trials()  # type: ignore[no-untyped-call]
     trial = next((t for t in trials if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
     if trial is None:
@@ -320,7 +318,15 @@ class _Watch:
     """When an experiment looks again whether its sweep was stopped, and how."""
 
     def __init__(self) -> None:
-        self.next_s, self.stops = 0.0, StopWatch()
+        self._next_s, self.stops = 0.0, StopWatch()
+
+    def due(self) -> bool:
+        """Whether it is time to look again; it is not for a while, afterwards."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return False
+        self._next_s = now_s + _LOOK_S
+        return True
 
 
 def _check_space(config: Mapping[str, Any]) -> None:

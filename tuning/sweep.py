@@ -32,6 +32,7 @@ _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
 _OPEN_S = 120.0
 _STOP_S = 15.0  # for trials to end their steps
+_TOLD_S = 2.0  # within which all drivers of a sweep that was stopped have asked
 
 
 class SweepStoppedError(RuntimeError):
@@ -150,7 +151,7 @@ class Sweep:
         self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
         self._since_s = time.monotonic() + _FIRST_S
-        self._stop_reason, self._stopped_by_s, self._stopped = "", 0.0, False
+        self._stop_reason, self._stopped_by_s, self._stopped, self._told_s = "", 0.0, False, 0.0
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
     async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
@@ -226,6 +227,8 @@ class Sweep:
 
     async def stopped(self) -> str:
         """Why it was stopped, once no trial runs any more; empty before."""
+        if self._stopped:
+            self._told_s = self._told_s or time.monotonic()
         return self._stop_reason if self._stopped else ""
 
     async def _all_ended(self) -> bool:
@@ -292,6 +295,8 @@ class Sweep:
             if self._stop_reason and not self._stopped:
                 self._stopped = await self._all_ended()
             now_s = time.monotonic()
+            if self._told_s and now_s > self._told_s + _TOLD_S:  # another sweep of the name may begin
+                self._stop_reason, self._stopped, self._told_s = "", False, 0.0
             self._processes.expire(now_s)
             self._cached.expire(now_s)
             if self._busy:

@@ -31,7 +31,7 @@ class StepSplit:
         drop_last: leave out a last step smaller than the batch.
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
-        least: fewest samples of a rank's micro-batch; ranks for which there are not as many have none.
+        least: fewest samples of a rank's micro-batch, where the step has as many for each rank.
     """
 
     __slots__ = (

@@ -91,6 +91,17 @@ class FollowsEpochs:
             seed_sample(self._seed, batch.epoch, batch.first + number)
 
 
+def _leave_others_alone() -> None:
+    """Have worker processes of other loaders be let go in silence: they are their loader's, and no children of this.
+
+    Iterators over them came along with the memory of the process that this one was forked from. Python's collector
+    would have them end their workers, which raises "can only test a child process" for each.
+    """
+    from torch.utils.data import dataloader
+
+    setattr(dataloader._MultiProcessingDataLoaderIter, "__del__", lambda self: None)  # noqa: B010
+
+
 class WorkerInit:
     """A ``worker_init_fn`` that has errors told, and shows the user's dataset in ``get_worker_info().dataset``."""
 
@@ -102,6 +113,7 @@ class WorkerInit:
 
         info: Any = get_worker_info()
         tell_errors()
+        _leave_others_alone()
         if isinstance(info.dataset, FollowsEpochs):
             object.__setattr__(info, "dataset", info.dataset.dataset)
         if self._inner is not None:

@@ -398,18 +398,8 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._setting[1:]
 
     def _least_share(self) -> int:
-        """Fewest samples that the run's models can be trained with at once, where this loader leads."""
-        session, batch_size = self._session, self.current_batch_size
-        least = session.registry.least_share if self._leads and not self._given.whole_batches else 1
-        if batch_size < least * session.world_size:
-            having = max(1, batch_size // least)
-            session.tell(
-                "warning",
-                f"a step of {batch_size} samples on {session.world_size} workers is trained by {having} of them, for "
-                f"BatchNorm needs {least} samples at once: choose a batch_size of {least * session.world_size} or "
-                "more, or fewer workers",
-            )
-        return least
+        """Return the fewest samples that the run's models are to be trained with at once, where this loader leads."""
+        return self._session.registry.least_share if self._leads and not self._given.whole_batches else 1
 
     def _halving(self, shape: BatchChoice) -> Halving | None:
         """Return which steps of the loader that leads are halved; None where ranks or micro-batches tell the noise."""

@@ -99,9 +99,6 @@ class RegistryView(Protocol):
 class LoaderRun(ResumedRun, Protocol):
     """See the module's text."""
 
-    def tell(self, kind: str, text: str) -> None:
-        """Tell the job's user something, from rank 0."""
-
     @property
     def rank(self) -> int:
         """Rank of this worker."""

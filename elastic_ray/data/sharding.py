@@ -76,10 +76,12 @@ def step_size(
         batch_size: global batch size, >= world_size.
         world_size: ranks that share the step.
         drop_last: drop a tail shorter than `batch_size`.
-        least: fewest samples of a rank's share: one worker alone leaves itself as many for the last step.
+        least: fewest samples of a rank's share, 1 or 2. With 2 one worker alone leaves itself as many for the last
+            step, and a leftover that would leave some rank one is taken along, at most two samples more per rank.
 
     Returns:
-        0, or a size in world_size..batch_size + world_size - 1, or what is left where that is less than `world_size`.
+        0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
+        `world_size`.
 
     Raises:
         ValueError: bad input.
@@ -118,6 +120,8 @@ def _size_before_leftover(remaining: int, batch_size: int, world_size: int, leas
         return batch_size
     if world_size > 1 and remaining >= 4 * world_size:
         return remaining - 2 * world_size
+    if least > 1 and world_size > 1:
+        return remaining  # two steps would leave somebody one sample
     if leftover >= world_size:
         return batch_size
     shortened = remaining - world_size
@@ -158,8 +162,8 @@ def split(
         Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
         `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
         ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less
-        than `least` for each rank, as many of the first ranks as can have `least` share it, and the others have 0,
-        whatever the shares.
+        than `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least`
+        where `count` has as many for each rank.
 
     Raises:
         ValueError: bad input, or shares of another number of ranks.
@@ -168,17 +172,13 @@ def split(
     [[3, 3], [3, 2]]
     >>> split(3, world_size=4).tolist()
     [[1], [1], [1], [0]]
-    >>> split(5, world_size=4, least=2).tolist()
-    [[3], [2], [0], [0]]
+    >>> split(9, world_size=2, micro_steps=4, least=2).tolist()
+    [[3, 2], [2, 2]]
     """
     steps = micro_steps_for(count, world_size=world_size, micro_steps=micro_steps, least=least)
     if shares is not None and len(shares.weights) != world_size:
         raise ValueError(f"shares must have a weight for each of {world_size} ranks, but got {shares.weights}")
-    if count < least * world_size:
-        having = max(1, count // least)
-        counts = np.zeros(world_size, dtype=np.int64)
-        counts[:having] = _even(np.array([count], dtype=np.int64), having)[0]
-    elif shares is None:
+    if shares is None or count < world_size:
         counts = _even(np.array([count], dtype=np.int64), world_size)[0]
     else:
         counts = np.array(by_weight(count, shares, steps), dtype=np.int64)

@@ -76,6 +76,7 @@ class GenerationChanges(Roster):
         self.trained = False
         self._short = 0  # workers of the announced generation, if that has fewer than the job's memory asks for
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
+        self._losses: tuple[int, tuple[str, ...]] = 0, ()  # a generation, and members that it has lost
         self._not_before_s = 0.0
         self._failed_joiners, self._joiner_failed_s = 0, 0.0
         self._retry_s = self._replace_after_s = 0.0
@@ -107,6 +108,7 @@ class GenerationChanges(Roster):
         """Go on without a worker that was not expected to go."""
         if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
+            self._note_loss(record, cause)
             self._force(f"lost worker {record.worker} on node {record.node[:8]}: {cause}", now_s)
         elif record.phase is WorkerPhase.FINISHED:
             if not self.in_phase(WorkerPhase.MEMBER) and not self.entering():
@@ -116,6 +118,17 @@ class GenerationChanges(Roster):
         else:
             self._not_before_s = max(self._not_before_s, now_s + self.config.backoff_s)
         self._check_state(record, cause)
+
+    def _note_loss(self, record: WorkerRecord, cause: str) -> None:
+        """Remember members that one generation has lost, in order."""
+        generation = self.current.generation if self.current is not None else 0
+        lost = self._losses[1] if self._losses[0] == generation else ()
+        self._losses = generation, (*lost, f"worker {record.worker} on node {record.node[:8]}: {cause}")
+
+    def _all_lost(self, cause: str) -> AllLost:
+        """No worker is left that holds the state; where several were lost together, all of them are named."""
+        lost = self._losses[1]
+        return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 
     def _check_state(self, gone: WorkerRecord, cause: str) -> None:
         """After all members were lost, those that started over in place were the last to hold the state."""
@@ -195,7 +208,7 @@ class GenerationChanges(Roster):
                 self._hope = _Deadline(now_s + self.config.notice_s, cause)
                 self._call_off(planned)
         else:
-            self._end(AllLost(reason=cause))
+            self._end(self._all_lost(cause))
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
         """Whether all of them only were about to take over a state that one which starts over in place holds now."""

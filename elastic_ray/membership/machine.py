@@ -241,7 +241,7 @@ class JobMembership(GenerationChanges):
         config = self.config
         if self._hope is not None and now_s >= self._hope.at_s:
             if not self.holders():
-                self._end(AllLost(reason=self._hope.cause))
+                self._end(self._all_lost(self._hope.cause))
                 return
             self._idle()
         if self._suspicion is not None and now_s >= self._suspicion.at_s:

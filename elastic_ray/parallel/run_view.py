@@ -94,8 +94,6 @@ class LeadingLoader(Protocol):
 class ModelParts(Protocol):
     """Where a model registers what belongs to it."""
 
-    least_share: int
-
     def keep_random(self) -> None:
         """Leave torch's generators as user code has seeded them."""
 
@@ -109,6 +107,9 @@ class ModelParts(Protocol):
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""
+
+    def ask_for_shares(self, least: int) -> None:
+        """Have no worker train with fewer samples at once, where that can be."""
 
     def call(self, point: HookPoint) -> None:
         """The run is at such a point."""

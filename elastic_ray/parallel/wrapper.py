@@ -66,6 +66,7 @@ from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from placement.goodput.model import NoiseScale
 
+_ONE_VALUE = "Expected more than 1 value per channel when training"
 _ADDED_UP = (
     "the loop began to add up gradients over several steps in a step that is cut in two to measure its noise: they "
     "count more than once. Later steps are not cut; let the loop add up gradients from its first step on"
@@ -232,7 +233,24 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._sync_batch_norm:
             check_process_group(self._run.group.world_size)
         refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except ValueError as error:
+            if not str(error).startswith(_ONE_VALUE):
+                raise
+            raise ValueError(self._too_few(str(error))) from error
+
+    def _too_few(self, torchs: str) -> str:
+        """BatchNorm has met one sample: which split has led to it, and the way out."""
+        run = self._run
+        step = run.ledger.outermost
+        samples = sum(map(sum, step.sizes)) if step is not None else 0
+        split = f"a step of {samples} samples on {run.group.world_size} workers" if samples else "a batch"
+        return (
+            f"{torchs}: BatchNorm needs two samples at once, but {split} has left this worker one. Every worker takes "
+            f"part in each step: choose a batch_size of at least twice the workers, or fewer workers; drop_last=True "
+            "where the last batch is too small; or local_bsz_bounds from 2 for an adaptive batch"
+        )
 
     def _look_for_carried(self, step: StepView) -> None:
         """Find out if gradients of an earlier step wait, which the halves of a batch would count twice."""
@@ -341,7 +359,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """BatchNorm in training mode raises for one value per channel, as one sample without extent has."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
-            self._run.registry.least_share = LEAST_HALF
+            self._run.registry.ask_for_shares(LEAST_HALF)
 
     def _check_batch(self) -> None:
         """Whether what an adaptive batch needs is measured."""

@@ -180,7 +180,6 @@ class Registry:
         loaders: the loaders.
         monitoring: as given.
         saving: what the ranks agree on of checkpoints that all of them write.
-        least_share: fewest samples that the models can be trained with at once.
         halving_changes: how often it has changed which steps are halved, but for changes of group and batch.
         folds_random: torch's generators become each rank's own with the first epoch.
     """
@@ -193,7 +192,7 @@ class Registry:
         self._buffers: list[Buffers] = []
         self._gradients: list[GroupDependent] = []
         self.saving = SaveAgreement()
-        self.least_share = 1
+        self._least_share = 1
         self.halving_changes = 0
         self._adds_up = False  # gradients over several steps
         self.folds_random = True
@@ -201,6 +200,15 @@ class Registry:
     def keep_random(self) -> None:
         """Leave torch's generators as user code has seeded them."""
         self.folds_random = False
+
+    @property
+    def least_share(self) -> int:
+        """Fewest samples that the models are to be trained with at once."""
+        return self._least_share
+
+    def ask_for_shares(self, least: int) -> None:
+        """Have no worker train with fewer samples at once, where that can be."""
+        self._least_share = max(self._least_share, least)
 
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.checkpoints.object_store import put_checkpoint
@@ -44,6 +44,7 @@ _SOONEST_S = 0.1  # between beats that are not to wait
 _MOST_UNHEARD = 500  # about a second of a controller's time
 _POLL_S = 0.1
 _PAUSE_S = 2e-3
+_ENDED = "its controller has ended"
 _MOST_REPORTED = 2000
 _UNWRITTEN_S = 20.0  # a controller writes reports every ten seconds at the latest
 
@@ -53,6 +54,7 @@ class ActorControllerClient:
     where too many are under way, or the controller is away.
 
     Attributes:
+        stored: path of the checkpoint of the last report; None if it had none, or storage has not taken it.
         gone: why the controller will never answer again, so that nothing waits for it; empty while it may.
     """
 
@@ -82,6 +84,11 @@ class ActorControllerClient:
         self.pause = Pause()
         self.starts_over = False
         self.gone = ""
+        self.stored: str | None = None
+
+    def leave_controller(self, why: str) -> None:
+        """Wait for the controller no more: it will never answer again, for this reason."""
+        self.gone = why
 
     def start_from(self, resumed: str) -> None:
         """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
@@ -93,9 +100,12 @@ class ActorControllerClient:
 
     def saved(self, message: StateSaved) -> float:
         """Tell of an automatic checkpoint, and wait for the answer: the mean time between losses of the job [s]."""
-        if self.gone:
-            return math.inf
-        return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
+        if not self.gone:
+            try:
+                return float(insist(lambda: self._controller.saved.remote(message), timeout_s=_ANSWER_S))
+            except ActorDiedError:
+                self.gone = _ENDED
+        return math.inf
 
     def push(self, message: WorkerMessage) -> Any:
         """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
@@ -174,6 +184,13 @@ class ActorControllerClient:
                 raise TimeoutError(f"the job's controller has not taken a report within {self._patience_s:g} s")
             time.sleep(_POLL_S)
 
+    def flush_if_there(self) -> None:
+        """As :meth:`flush`, from a run that another rank has stopped, which may know sooner that there is nobody."""
+        try:
+            self.flush()
+        except ActorDiedError:
+            self.gone = _ENDED
+
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         self.last_ready = WorkerReady(
             worker=self._worker, loader=loader, has_state=has_state, loaded=loaded, resumed=self._resumed
@@ -207,6 +224,7 @@ class ActorControllerClient:
             path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
             if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 reference = put_checkpoint(checkpoint)
+        self.stored = path
         message = WorkerReport(
             worker=self._worker,
             index=index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -44,12 +45,28 @@ def _prepared_loader(*args: Any) -> Any:
     return _prepared().loader(*args)
 
 
+def _delete_stored(checkpoint: Any) -> None:
+    """Delete the local files of the checkpoint that this process has reported last, if they are in the run's storage.
+
+    Rank 0's are. What storage has not taken stays, and so do files of other ranks, which may be the same directory.
+    """
+    import pyarrow.fs
+
+    from elastic_ray.session.current import session_of_thread
+
+    session = session_of_thread()
+    stored = getattr(session.controller, "stored", None) if session is not None else None
+    if stored and stored != checkpoint.path and isinstance(checkpoint.filesystem, pyarrow.fs.LocalFileSystem):
+        shutil.rmtree(checkpoint.path, ignore_errors=True)
+
+
 class _TrainFnUtils:
     """What ``ray.train``'s functions ask (its ``TrainFnUtils``)."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None, **options: Any) -> None:
         import elastic_ray
 
+        deletes = bool(options.pop("delete_local_checkpoint_after_upload", False))
         set_options = [name for name, value in options.items() if value and getattr(value, "value", "") != "SYNC"]
         if set_options:
             raise ValueError(
@@ -57,6 +74,8 @@ class _TrainFnUtils:
                 "checkpoint) copies rank 0's checkpoint to the run's storage under a name of its own and returns then"
             )
         elastic_ray.report(metrics, checkpoint)
+        if deletes and checkpoint is not None:
+            _delete_stored(checkpoint)
 
     def get_checkpoint(self) -> Any:
         import elastic_ray

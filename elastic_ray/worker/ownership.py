@@ -38,14 +38,11 @@ class Ownership:
 
     Args:
         owner: in whose name the process was started; None if it is for any job.
-
-    Attributes:
-        saves: whether a run saves itself, for which the process stays.
     """
 
     def __init__(self, owner: ProcessOwner | None) -> None:
         self._owner = owner
-        self.saves: Callable[[], bool] = lambda: False
+        self._saves: Callable[[], bool] = lambda: False
         self._wanted_s = time.monotonic()
         self._begun_s: float | None = None
         self._prepared = False
@@ -56,6 +53,10 @@ class Ownership:
         """A pool keeps it for later; whether it has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
+
+    def stay_while(self, saves: Callable[[], bool]) -> None:
+        """Stay after the owner's end while a run saves itself."""
+        self._saves = saves
 
     def prepared(self) -> None:
         """It has been told what its job is."""
@@ -87,7 +88,7 @@ class Ownership:
             if self._owner.actor is not None and _is_gone(self._owner.actor):
                 time.sleep(_FAREWELL_S)  # a run under way has a reservation to give back (``ControllerWatchdog``)
                 until_s = time.monotonic() + _SAVED_WITHIN_S
-                while self.saves() and time.monotonic() < until_s:
+                while self._saves() and time.monotonic() < until_s:
                     time.sleep(_FAREWELL_S)
                 os._exit(0)
 

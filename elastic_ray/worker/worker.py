@@ -181,7 +181,8 @@ class Worker:
         link, membership = self._link, self._membership
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return
-        self.saves_alone, link.gone = True, why
+        self.saves_alone = True
+        link.leave_controller(why)
         membership.post(Stop(save=True))
         with self._ended:
             self._ended.wait_for(lambda: self._result is not None, timeout=self._setup.elastic.storage_timeout_s)
@@ -378,7 +379,7 @@ def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver 
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)
         return _end(RunPreempted)
-    link.flush()
+    link.flush_if_there()
     problem = "automatic checkpoints are off" if saver is None else saver.save()
     if link.gone:
         _write_end(session, link, problem)

@@ -145,7 +145,8 @@ def _served(problem: Problem) -> list[JobView]:
     nodes = problem.cluster.nodes
     room = FreeResources(problem.cluster)
     reach = {view.job: sum(node.matches(view.selector) for node in nodes) for view in problem.views}
-    bound = any(count < len(nodes) for count in reach.values())
+    # Mixed jobs want nodes that their labels do not name (``planning.spot``): these stay as they come.
+    bound = any(count < len(nodes) for count in reach.values()) and all(v.spot != "mixed" for v in problem.views)
     served: list[JobView] = []
     for view in by_precedence(problem):
         if serve(view, room):

@@ -23,6 +23,7 @@ accelerate = pytest.importorskip("accelerate")
 from elastic_ray.integrations.huggingface import ElasticTrainerMixin, Trainer  # noqa: E402
 from elastic_ray.integrations.huggingface.data import counts_items  # noqa: E402
 from elastic_ray.integrations.huggingface.position import read_position  # noqa: E402
+from elastic_ray.integrations.huggingface.state import _set_state, _state_of  # noqa: E402
 
 TEXTS, BATCH, EPOCHS, VOCABULARY = 48, 8, 3, 32
 STEPS = TEXTS // BATCH
@@ -476,3 +477,36 @@ def test_a_damaged_position_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"elastic_ray_position.json is damaged.*delete the file"):
         read_position(tmp_path)
     assert read_position(tmp_path / "none") is None
+
+
+class OwnKeys(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[misc, name-defined]
+    """Exports keys of its own, which it reads by itself."""
+
+    def __init__(self) -> None:
+        self.best = 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> OwnKeys:
+        made = cls()
+        made.best = state["best"]
+        return made
+
+
+class NoAttributes(OwnKeys):
+    """Exports arguments alone, as the library reads them."""
+
+    from_state = transformers.trainer_callback.ExportableState.from_state
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}}
+
+
+def test_a_callbacks_state_of_keys_of_its_own_travels() -> None:
+    callback, other = OwnKeys(), OwnKeys()
+    callback.best = 3.0
+    _set_state(other, _state_of(callback))
+    assert other.best == 3.0
+    assert _state_of(NoAttributes()) == {}

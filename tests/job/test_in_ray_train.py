@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,20 @@ print(elastic_ray.loop.api.current_session().controller.metrics)
 def test_a_loop_that_imports_ray_train_itself_finds_ours() -> None:
     answer = subprocess.run([sys.executable, "-c", _FIRST_IMPORT], capture_output=True, text=True, timeout=180)
     assert answer.stdout.strip() == "{'lr': 0.5}", answer.stderr
+
+
+def test_files_that_storage_has_taken_are_deleted_where_the_loop_asks_for_it(tmp_path: Path) -> None:
+    def loop(config: dict[str, Any]) -> list[bool]:
+        found = []
+        for stored in (None, "s3/run/checkpoint_000001"):
+            (tmp_path / "mine").mkdir(exist_ok=True)
+            for _ in er.remaining_epochs_until(1):
+                for _batch in er.AdaptiveDataLoader(TensorDataset(torch.arange(4)), batch_size=2):
+                    pass
+            vars(current_session().controller)["stored"] = stored  # what a worker's has found out
+            checkpoint = ray.train.Checkpoint(str(tmp_path / "mine"))
+            ray.train.report({}, checkpoint=checkpoint, delete_local_checkpoint_after_upload=True)
+            found.append((tmp_path / "mine").exists())
+        return found
+
+    assert call(pack(loop, {})) == [True, False]

@@ -61,7 +61,10 @@ def test_all_lost() -> None:
     driver = running(2)
     driver.lost("w1")
     out = driver.lost("w2")
-    assert only(AllLost, out)
+    (lost,) = only(AllLost, out)
+    assert (
+        lost.reason.startswith("lost all 2 workers: worker w1 on node n1: ") and "; worker w2 on node " in lost.reason
+    )
     assert isinstance(out[-1], AllLost)  # what came after it would not be given back by the reset
     assert not driver.tick(after_s=10.0)
     assert not driver.target(n1=5)

@@ -21,6 +21,20 @@ from tests.sync.tiles import trained
 from tests.sync.tiles.saving import Job
 
 
+class Scaled(trained.Net):
+    """Has a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
 def ended(folder: Path, kind: str, ends: Any = lambda session: None) -> tuple[Job, torch.nn.Module]:
     """A job that has ended, and its model as its first rank holds it."""
     options: dict[str, Any] = {"strategy": None if kind in ("replicated", "sharded") else kind}
@@ -82,6 +96,15 @@ def test_a_checkpoint_a_copy_of_it_and_the_run_are_found(finished: Job, tmp_path
 def test_a_job_of_the_name_begins_anew(finished: Job) -> None:
     stored = find_stored(finished.storage, start_from=None, is_trial=False, with_states=True)
     assert stored.states == () and stored.result == finished.files()
+
+
+def test_extra_states_are_loaded_and_modes_stay(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", ends=lambda session: None, epochs=1, strategy=None, make=Scaled)
+    job.run((1, 2))
+    model = Scaled().eval()
+    model.scale = 1.0
+    er.load_model_state(tmp_path / "run", model)
+    assert model.scale == 2.0 and not model.training
 
 
 def test_errors_name_the_way_out(finished: Job, tmp_path: Path) -> None:

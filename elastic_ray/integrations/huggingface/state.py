@@ -72,7 +72,7 @@ def scalars(trainer: Any) -> dict[str, Any]:
     return {
         "state": {name: value for name, value in state.items() if name not in _OWN},
         "control": trainer.control.state()["args"],
-        "callbacks": {key: copy.deepcopy(each.state()["attributes"]) for key, each in _callbacks(trainer)},
+        "callbacks": {key: _state_of(each) for key, each in _callbacks(trainer)},
         "total_loss": trainer._total_loss_scalar,
         "last_logged": trainer._globalstep_last_logged,
         "initial_steps": trainer.initial_steps,
@@ -84,11 +84,29 @@ def set_scalars(trainer: Any, values: dict[str, Any]) -> None:
     vars(trainer.state).update(values["state"])
     vars(trainer.control).update(values["control"])
     for key, each in _callbacks(trainer):
-        vars(each).update(values["callbacks"].get(key, {}))
+        _set_state(each, values["callbacks"].get(key, {}))
     theirs = trainer
     theirs._total_loss_scalar = values["total_loss"]
     theirs._globalstep_last_logged = values["last_logged"]
     theirs.initial_steps = values["initial_steps"]
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    """What a callback exports: all of it, where its class makes one of that by itself, and else its attributes."""
+    state = callback.state()
+    return copy.deepcopy(dict(state) if _makes_its_own(callback) else dict(state.get("attributes", {})))
+
+
+def _set_state(callback: Any, state: dict[str, Any]) -> None:
+    """Return to what :func:`_state_of` gave."""
+    if state and _makes_its_own(callback):
+        state = vars(type(callback).from_state(copy.deepcopy(state)))
+    vars(callback).update(state)
+
+
+def _makes_its_own(callback: Any) -> bool:
+    """True if the class reads what it exports by itself, so that it may have keys of its own."""
+    return getattr(type(callback).from_state, "__func__", None) is not ExportableState.from_state.__func__
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:

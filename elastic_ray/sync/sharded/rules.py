@@ -79,6 +79,9 @@ class RowAdagrad(RowRule):
 class RowAdam(RowRule):
     """Adam on the rows that a step has touched, as ``torch.optim.SparseAdam``; moments of other rows stand still.
 
+    Bias correction counts the updates of the table, as ``SparseAdam``'s counts those of the parameter, and not the
+    updates of each row: the first ones of a row that is touched late are as large as if its moments were not small.
+
     Attributes:
         betas: decay of the first and of the second moment; from 0 to below 1.
         eps: added to the root; 0 or more.

@@ -13,6 +13,7 @@ import torch
 from elastic_ray.checkpoints.automatic import DIRECTORY, StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
+from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.unread import read_all
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 
@@ -64,6 +65,8 @@ def load_model_state(
     found |= {name: tree["whole"]["weight"] for name, tree in zip(names, rows.values(), strict=True)}
     if model is not None:
         _load(model, found, state.path)
+        if extras := trees.get(f"modules/{number}"):
+            ModuleExtras(model).restore({**read_all(extras), "training": {}})  # modes stay the caller's
     return found
 
 
