@@ -147,7 +147,7 @@ def test_what_accelerate_cannot_keep_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="shuffle=False"):
         accelerator.split_between_processes([1, 2])
     with pytest.raises(ValueError, match="reduction must be"):
-        accelerator.reduce(torch.ones(1), "max")
+        accelerator.reduce(torch.ones(1), "min")
 
 
 @pytest.mark.parametrize("order", ["loader model optimizer scheduler check", "scheduler check optimizer loader model"])
