@@ -20,6 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
+from placement.allocator.clock import SteadyClock
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
@@ -165,6 +166,7 @@ class Allocator:
         writer = cluster_writer((config or AllocatorConfig()).metrics)
         self._metrics = AllocatorMetrics(writer, scaling.node_types if scaling is not None else ())
         self._orphans = Orphans()
+        self._clock = SteadyClock()
         self._core: AllocatorCore | None = None
         file = LineFile(config.record) if config is not None and config.record is not None else None
         self._recorder = Recorder(file.append if file is not None else None)
@@ -304,7 +306,7 @@ class Allocator:
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
                 self._controllers.spawn(self._knowledge_sync.save())
-                self._controllers.spawn(self._orphans.look(self._known(), time.time()))
+                self._controllers.spawn(self._orphans.look(self._known(), time.monotonic()))
             except Exception:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
@@ -326,7 +328,7 @@ class Allocator:
         return {*self._core.jobs, *self._ended_s}
 
     def _take_nodes(self) -> None:
-        now_s = time.time()
+        now_s = time.monotonic()
         self._ended_s = {job: at_s for job, at_s in self._ended_s.items() if now_s - at_s < _FAREWELL_S}
         self._handle(self._nodes_changed(self._usable()))
         self._watchers.watch(self._history[-1])
@@ -351,12 +353,12 @@ class Allocator:
         """
         assert self._core is not None, "the loop starts after the core"
         if self._scaler is not None and self._core.settled:
-            now_s = time.time()
-            self._scaler.look(self._core.views(now_s), self._present(), now_s)
+            now_s, steady_s = self._clock.read()
+            self._scaler.look(self._core.views(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None) -> None:
         self._controllers.forget(job)
-        self._ended_s[job] = time.time()
+        self._ended_s[job] = time.monotonic()
         if self._scaler is not None:
             logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
         self._handle(JobEnded(job=job, view=view))
@@ -366,10 +368,10 @@ class Allocator:
     def _handle(self, event: Event) -> None:
         """Let the core decide, and carry out what it says."""
         assert self._core is not None, "events come after the start"
-        now_s = time.time()
+        now_s, steady_s = self._clock.read()
         self._recorder.told(event, now_s)
         before_s, begun_s = self._core.decided_s, time.thread_time()
-        instructions = self._core.handle(event, now_s)
+        instructions = self._core.handle(event, now_s, steady_s)
         if self._core.decided_s != before_s:
             self._decision_cpu_s = time.thread_time() - begun_s
             self._metrics.decided(self._core.decided_for, self._decision_cpu_s)

@@ -37,7 +37,7 @@ class Controllers:
     def heard(self, job: str, controller: ActorHandle[Any]) -> None:
         """A heartbeat of this controller."""
         self._handles[job] = controller
-        self._heard_s[job] = time.time()
+        self._heard_s[job] = time.monotonic()
 
     def forget(self, job: str) -> None:
         """The job is over."""
@@ -54,7 +54,7 @@ class Controllers:
 
     def ask_the_quiet(self) -> None:
         """A dead controller answers at once that it is dead: its share need not wait for ``silence_s``."""
-        now_s = time.time()
+        now_s = time.monotonic()
         for job, heard_s in self._heard_s.items():
             if now_s - heard_s > _QUIET_S and job in self._handles:
                 self.spawn(self._tell(job, lambda controller: controller.__ray_ready__.remote()))

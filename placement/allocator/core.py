@@ -58,8 +58,11 @@ class AllocatorCore:
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
         self._recorded = 0
         self._settling = settling
+        # Intervals by a clock that nobody sets, and the time of day of what is shown.
         self._settled_s: float | None = None
+        self._steady_s: float | None = None
         self._event_s: float | None = None
+        self._decided_at_s = float("-inf")
         self._decided_s = float("-inf")
         self._decided_for: Trigger | None = None
         self._changed_s = float("-inf")
@@ -112,7 +115,12 @@ class AllocatorCore:
             cluster=self._cluster,
             constraints=self._config.constraints,
             jobs={
-                name: JobState(view=job.view, target=dict(job.target), reason=job.reason, heard_s=job.heard_s)
+                name: JobState(
+                    view=job.view,
+                    target=dict(job.target),
+                    reason=job.reason,
+                    heard_s=(self._event_s or 0.0) - ((self._steady_s or 0.0) - job.heard_s),
+                )
                 for name, job in self._jobs.items()
             },
             log=tuple(itertools.islice(self._log, max(len(self._log) - new, 0), None)),
@@ -133,16 +141,19 @@ class AllocatorCore:
         plan = functools.partial(self._plan, now_s=now_s)
         return explain(view, known.reason, list(views.values()), plan, self._cluster)
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+    def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
         """Take in one event and answer with what is to be done, shrinking jobs first.
 
         Args:
             event: what happened.
-            now_s: present time [s since the epoch], never decreasing.
+            now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.
+            steady_s: time for intervals [s], never decreasing; None where ``now_s`` never does either.
         """
-        self._watch_the_clock(now_s)
+        steady_s = now_s if steady_s is None else steady_s
+        self._event_s = now_s
+        self._watch_the_clock(steady_s)
         if isinstance(event, JobHeartbeat):
-            self._hear(event.view, now_s)
+            self._hear(event.view, now_s, steady_s)
             if event.cluster is not None:
                 self._take_nodes(event.cluster)
         elif isinstance(event, JobEnded):
@@ -160,22 +171,22 @@ class AllocatorCore:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, TimePassed):
-            self._drop_silent(now_s)
+            self._drop_silent(now_s, steady_s)
         if self._settling:
             self._unjudged = True
             return []
-        self._judge(event, now_s)
-        told = self._tell_impossible(now_s)
-        trigger = self._due(now_s) if isinstance(event, TimePassed) or not self._config.rounds else None
-        changed: list[Instruction] = list(self._decide(trigger, now_s)) if trigger else []
+        self._judge(event, steady_s)
+        told = self._tell_impossible(steady_s)
+        trigger = self._due(steady_s) if isinstance(event, TimePassed) or not self._config.rounds else None
+        changed: list[Instruction] = list(self._decide(trigger, now_s, steady_s)) if trigger else []
         if isinstance(event, JobHeartbeat):
             changed += self._remind(event.view.job, changed)
         return [*told, *changed]
 
     def _watch_the_clock(self, now_s: float) -> None:
         """Settle anew after more than ``silence_s`` between events; a refresh is pending when settling is over."""
-        gap = now_s - self._event_s if self._event_s is not None else 0.0
-        self._event_s = now_s
+        gap = now_s - self._steady_s if self._steady_s is not None else 0.0
+        self._steady_s = now_s
         if gap > self._config.silence_s and self._jobs:
             # Not the jobs were silent: this process slept. Listen again before judging any of them.
             for job in self._jobs.values():
@@ -185,19 +196,19 @@ class AllocatorCore:
             self._settling, self._settled_s = False, None
             self._pending = self._pending or Trigger.REFRESH
 
-    def _hear(self, view: JobView, now_s: float) -> None:
+    def _hear(self, view: JobView, now_s: float, steady_s: float) -> None:
         """Take in a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
-            self._settled_s = now_s + self._config.settle_s
+            self._settled_s = steady_s + self._config.settle_s
         if self._knowledge is not None:
             self._knowledge.learn(view, now_s)
         job = self._jobs.get(view.job)
         if job is None:
-            self._jobs[view.job] = KnownJob.arrived(view, now_s)
+            self._jobs[view.job] = KnownJob.arrived(view, steady_s)
             self._urgent = Trigger.ARRIVAL
             return
-        job.hear(view, now_s)
+        job.hear(view, steady_s)
         if self._settling:  # nothing was decided yet: what it has is what it is to have
             job.give(dict(view.allocation))
         if self._config.rounds:
@@ -226,10 +237,10 @@ class AllocatorCore:
         else:
             self._pending = self._pending or Trigger.NODES
 
-    def _drop_silent(self, now_s: float) -> None:
-        for name in [n for n, job in self._jobs.items() if now_s - job.heard_s > self._config.silence_s]:
+    def _drop_silent(self, now_s: float, steady_s: float) -> None:
+        for name in [n for n, job in self._jobs.items() if steady_s - job.heard_s > self._config.silence_s]:
             job = self._jobs.pop(name)
-            silent_s = now_s - job.heard_s
+            silent_s = steady_s - job.heard_s
             reason = f"no heartbeat for {silent_s:.1f} s, above silence_s = {self._config.silence_s:g} s"
             self._record(now_s, Trigger.SILENCE, name, sum(job.target.values()), {}, reason)
             self._urgent = Trigger.END
@@ -241,16 +252,16 @@ class AllocatorCore:
             return None
         if self._urgent:
             return self._urgent
-        rested_s = now_s - max(self._changed_s, self._decided_s)
+        rested_s = now_s - max(self._changed_s, self._decided_at_s)
         if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
             return self._pending
-        rested = self._config.rounds or now_s - self._decided_s >= self._config.refresh_s
+        rested = self._config.rounds or now_s - self._decided_at_s >= self._config.refresh_s
         return Trigger.REFRESH if rested else None
 
-    def _decide(self, trigger: Trigger, now_s: float) -> list[Allocate]:
+    def _decide(self, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
         """Ask the policy, place the workers, and instruct where something changed."""
         self._urgent = self._pending = None
-        self._decided_s, self._decided_for = now_s, trigger
+        self._decided_s, self._decided_at_s, self._decided_for = now_s, steady_s, trigger
         views = self.views(now_s)
         for job in self._jobs.values():
             job.decided()
@@ -265,7 +276,7 @@ class AllocatorCore:
                 job.give(self._surviving(job.target))
             return []
         self._guaranteed, self._granted = plan.guaranteed, plan.granted
-        return self._carry_out(plan, trigger, now_s)
+        return self._carry_out(plan, trigger, now_s, steady_s)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
         return make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed, self._granted)
@@ -279,7 +290,7 @@ class AllocatorCore:
         ]
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
-    def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float) -> list[Allocate]:
+    def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
         """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
@@ -291,7 +302,7 @@ class AllocatorCore:
             job = self._jobs[change.job]
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
             job.give(change.after)
-            self._changed_s = now_s
+            self._changed_s = steady_s
             goes = self._draining_of(change.before)
             instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason, draining=goes))
         return instructions

@@ -17,7 +17,7 @@ class KnownJob:
         decided_on: the view that the last decision saw; news is what differs from it.
         target: workers by node id that it is to have.
         reason: why, a sentence.
-        heard_s: when it was last heard of [s since the epoch].
+        heard_s: when it was last heard of [s], by the clock for intervals, as all times here.
         impossible_since_s: since when no node could hold it [s]; None if some could.
         told_impossible: whether it was told so.
     """

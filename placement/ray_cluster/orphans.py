@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Collection, Mapping
 
 import ray
@@ -53,12 +54,11 @@ class Orphans:
 
     def __init__(self) -> None:
         self._since_s: dict[str, float] = {}
-        self._looked_s = 0.0
-        self._looked_for_notes_s = 0.0
+        self._looked_s = self._looked_for_notes_s = -math.inf
 
     async def release(self, job: str) -> None:
         """Release what a job has whose controller is known to be gone for good."""
-        self._looked_for_notes_s = 0.0
+        self._looked_for_notes_s = -math.inf
         try:
             await asyncio.to_thread(groups.release_all, job)
         except Exception as error:  # they are found again before long
@@ -69,7 +69,7 @@ class Orphans:
 
         Args:
             known: jobs that the allocator has heard of.
-            now_s: the time [s].
+            now_s: the time [s, monotonic].
         """
         if now_s - self._looked_s < _EVERY_S:
             return

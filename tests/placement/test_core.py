@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.allocator.clock import SteadyClock
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
@@ -357,3 +358,53 @@ def test_a_job_is_told_which_of_its_nodes_are_about_to_go() -> None:
     world.views["a"] = dataclasses.replace(world.views["a"], allocation=before)
     (again,) = world.beat("a")
     assert isinstance(again, Allocate) and again.repeated and again.draining == told.draining
+
+
+# --- clocks ---
+
+
+class SetClock:
+    """A time of day that is set now and then, and a clock that is not."""
+
+    def __init__(self) -> None:
+        self.wall_s, self.monotonic_s = 1.7e9, 50.0
+        self.clock = SteadyClock(lambda: self.wall_s, lambda: self.monotonic_s)
+
+    def passes(self, seconds: float, set_by_s: float = 0.0) -> tuple[float, float]:
+        self.monotonic_s += seconds
+        self.wall_s += seconds + set_by_s
+        return self.clock.read()
+
+
+def test_both_clocks_are_one_until_the_time_of_day_is_set() -> None:
+    set_clock = SetClock()
+    for seconds in (0.0, 0.3, 7.0, 3600.0):
+        wall_s, steady_s = set_clock.passes(seconds)
+        assert wall_s == steady_s == set_clock.wall_s
+    before_s = set_clock.passes(1.0)[1]
+    assert set_clock.passes(2.0, -3600.0) == (set_clock.wall_s, pytest.approx(before_s + 2.0))
+    assert set_clock.passes(2.0, 7200.0) == (set_clock.wall_s, pytest.approx(before_s + 4.0))
+    assert set_clock.passes(0.0, -0.1)[1] >= before_s + 4.0 - 1e-6, "it never decreases, also where time is slewed"
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(st.sampled_from((0.0, 0.0, -600.0, -3600.0, 5.0, 3600.0, 1e6)), min_size=5, max_size=40))
+def test_however_the_clock_is_set_news_are_decided_at_once_and_nobody_counts_as_silent(steps: list[float]) -> None:
+    """Each second the clock may be set; then a job says that it lives, and another one arrives or ends."""
+    set_clock, core = SetClock(), AllocatorCore(GoodputPolicy())
+    core.handle(NodesChanged(cluster=cluster(64)), *set_clock.passes(0.0))
+    steady = view("steady", max_workers=2)
+    core.handle(JobHeartbeat(view=steady), *set_clock.passes(0.1))
+    for number, step_s in enumerate(steps):
+        times = set_clock.passes(0.5, step_s)
+        core.handle(TimePassed(), *times)
+        core.handle(JobHeartbeat(view=steady), *times)
+        job = f"j{number // 2}"
+        told = JobEnded(job=job) if number % 2 else JobHeartbeat(view=view(job, max_workers=2))
+        core.handle(told, *set_clock.passes(0.5))
+        known = core.snapshot().jobs
+        assert "steady" in known and core.settled
+        assert (job in known) == (number % 2 == 0)
+        assert all(state.target for state in known.values()), "it was decided at once"
+        assert core.decided_s is not None and abs(core.decided_s - set_clock.wall_s) < 2.0
+        assert abs(known["steady"].heard_s - set_clock.wall_s) < 2.0, "as the time of day is now"
