@@ -9,6 +9,7 @@ import torch
 from elastic_ray.parallel.run_view import ModelRun
 
 _NEAR = 16  # frames
+_SCALER_FILE = torch.amp.GradScaler.step.__code__.co_filename
 
 _NOT_GIVEN = (
     "a GradScaler steps the optimizer of a model that was wrapped without it: its scale reaches no worker that joins, "
@@ -25,7 +26,8 @@ def check_scaler(run: ModelRun) -> None:
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):
-        scaler = frame.f_locals.get("self")
+        # Of no other frame: reading its locals keeps them alive, and an iterator of the user's must end in time.
+        scaler = frame.f_locals.get("self") if frame.f_code.co_filename == _SCALER_FILE else None
         if isinstance(scaler, torch.amp.GradScaler):
             if not scaler.is_enabled() or run.states.holds(scaler):
                 return  # user code has registered it, or passed it with another model
