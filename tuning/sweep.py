@@ -181,6 +181,7 @@ class Sweep:
         if not name:
             controller, name = self._start(spec), run
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
+        self._stop_late(controller)
         return controller, name, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> None:
@@ -189,6 +190,12 @@ class Sweep:
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
+        self._stop_late(controller)
+
+    def _stop_late(self, controller: Any) -> None:
+        """Stop a trial that was on its way when the sweep was stopped."""
+        if self._stop_reason:
+            controller.stop.remote(reason=f"the sweep was stopped: {self._stop_reason}")
 
     def _begun(self, run: str, begun: _TrialStart) -> None:
         self._busy[run] = begun

@@ -102,9 +102,10 @@ class GrowthWatch:
         if batch_size != self._batch_size:
             grows = 0 < self._batch_size < batch_size
             self._grown = (self._batch_size, max(self._sizes), signal.updates) if grows and self._sizes else None
-            self._bound = (
-                (self._batch_size, _bound(self._losses)) if grows and len(self._losses) >= LEAST_LOSSES else None
-            )
+            if not grows:
+                self._bound = None
+            elif len(self._losses) >= LEAST_LOSSES and all(map(math.isfinite, self._losses)):
+                self._bound = self._batch_size, _bound(self._losses)
             self._batch_size, self._quiet_since = batch_size, None
             self._sizes.clear()
             self._losses.clear()
@@ -176,8 +177,6 @@ class GrowthWatch:
 
 
 def _bound(losses: Collection[float]) -> float:
-    """Return the loss above which one is out of the range of these; infinity where one of them is not finite."""
-    if not all(map(math.isfinite, losses)):
-        return math.inf
+    """Return the loss above which one is out of the range of these, which are finite."""
     highest = max(losses)
     return highest + max(highest - min(losses), _LEAST_SPREAD * abs(highest))

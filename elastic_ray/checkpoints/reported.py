@@ -60,7 +60,7 @@ class ReportedCheckpoints:
         Raises:
             WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
         """
-        until_s = time.monotonic() + (0.0 if self._alone else min(self._timeout_s, _WITHOUT_S))
+        begun_s = time.monotonic()
         while True:
             call = self._calls.start_long(
                 f"adding to the checkpoint of report {index}",
@@ -70,12 +70,17 @@ class ReportedCheckpoints:
                 if not self._calls.wait(call, timeout_s=self._timeout_s, until=is_stopping):
                     raise WorkerDismissed(stopped=True)
                 if call.answer.result() is not None:
+                    self._alone = False
                     return ""
+                storing = self._calls.call(
+                    "looking for a checkpoint", lambda: self._storage.is_storing(index), timeout_s=self._timeout_s
+                )
             except SourceError:
                 raise
             except OSError as error:
                 return f"files of another rank than 0 for the checkpoint of report {index} were given up: {error}"
-            if time.monotonic() >= until_s:
+            without_s = 0.0 if self._alone else min(self._timeout_s, _WITHOUT_S)
+            if time.monotonic() - begun_s >= (self._timeout_s if storing else without_s):
                 self._alone = True
                 return (
                     f"another rank than 0 has reported a checkpoint with report {index}, and rank 0 has not: it is not "

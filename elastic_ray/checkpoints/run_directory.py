@@ -270,6 +270,14 @@ class RunStorage:
             return None
         return add_files(origin, origin_path, self.filesystem, target, private=self.private, go_on=go_on)
 
+    def is_storing(self, index: int) -> bool:
+        """Whether rank 0 has begun to store the checkpoint of this number, as far as that can be seen."""
+        target = f"checkpoint_{index:06d}"
+        if not self.local:
+            return self._exists(posixpath.join(self.path, target))
+        infos = self.filesystem.get_file_info(pyarrow.fs.FileSelector(self.path))
+        return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
+
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
         """Where a checkpoint stands; None if it does not say so, or is not one that a job of ours wrote.
 

@@ -184,7 +184,7 @@ class RankConsensus:
         if what.index == 0 and what.intent is Intent.END_OF_PASS:
             self._replicas.end_pass()
         if what.index == 0 and (saves or what.intent is Intent.END_OF_PASS):
-            always = saves or self._changes.saves or self._changes.comparison or self._is_last_epoch()
+            always = saves or self._changes.comparison or self._is_last_epoch()
             return self._replicas.due(steps, at_end=True, always=always)
         return what.intent is Intent.GRADIENTS and self._replicas.due(steps, always=self._changes.comparison)
 

@@ -242,6 +242,7 @@ class MapBatches:
         self._make = functools.partial(_data_loader, dataset, self._indices, fetching, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
         self._epoch: tuple[int, Indices] | None = None
+        self._digest: tuple[Indices, int] | None = None
         self._batches: Iterator[Any] | None = None
 
     def indices(self, epoch: int) -> Indices:
@@ -296,7 +297,9 @@ class MapBatches:
     def facts(self, epoch: int) -> Mapping[str, Any]:
         """The length of the dataset, the epoch's order, and what can be told of the items."""
         order = self.indices(epoch)
-        begins = [*order[:_SHOWN].tolist(), f"{digest(order):016x}"]
+        if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
+            self._digest = order, digest(order)
+        begins = [*order[:_SHOWN].tolist(), f"{self._digest[1]:016x}"]
         return {
             "len(dataset)": len(self._dataset),
             **item_facts(self._dataset),

@@ -67,7 +67,7 @@ class FollowsEpochs:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, batch: EpochBatch) -> list[Any]:
+    def __getitems__(self, batch: EpochBatch) -> Any:
         """The batch's samples; torch's fetcher asks for them together."""
         dataset = self.dataset
         if batch.epoch != self._epoch:
@@ -78,7 +78,7 @@ class FollowsEpochs:
                 self._hook(dataset, batch.epoch)
         if getattr(dataset, "__getitems__", None):
             self._begin(batch, 0)
-            return list(dataset.__getitems__(list(batch)))
+            return dataset.__getitems__(list(batch))  # as torch's fetcher: whatever collate_fn takes
         found = []
         for number, index in enumerate(batch):
             self._begin(batch, number)

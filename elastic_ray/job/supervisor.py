@@ -262,6 +262,11 @@ class JobSupervisor:
 
     def complete(self) -> None:
         """All have left the train function."""
+        last, latest = self.record.last_state, self._planner.latest
+        keeps = self._spec.states_kept and self._spec.elastic.keep_last_state
+        if keeps and latest is not None and (last is None or last.steps < latest.total_steps):
+            which = f"the last automatic checkpoint is that of step {last.steps}" if last else "there is none"
+            self.events.storage(f"what the run has ended with is not saved: {which}")
         self.finish(JobPhase.FINISHED)
 
     def released(self) -> None:
@@ -280,7 +285,11 @@ class JobSupervisor:
 
     def suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
-        if not self._preemption.active or self._starter.looking or self.record.phase.ended:
+        if self._starter.looking or self.record.phase.ended:
+            return
+        if not self._preemption.active:  # a worker took this controller for gone
+            how = f"not saved: {why_not_saved}" if why_not_saved else "saved"
+            self._starter.start_again(f"workers had not heard of this controller for too long and ended; {how}")
             return
         reason = self._preemption.reason
         if self._stopping_since is not None:

@@ -169,8 +169,10 @@ class WorkerMessages:
                 self._job.finish(JobPhase.STOPPED)
             case RunPreempted():
                 pass  # rank 0 saves the job
-            case RunSaved(problem=problem):
+            case RunSaved(problem=problem) if worker in self._group.machine.workers:
                 self._job.suspend(problem)
+            case RunSaved():
+                pass  # of workers that the job has given back since
             case GroupLost(cause=cause):
                 self._group.take(Lost(worker=worker, cause=cause))
             case RunOutOfMemory(cause=cause) if trains:  # the others go on without it

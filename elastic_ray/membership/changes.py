@@ -27,8 +27,8 @@ class MembershipConfig:
         patience_s: how long a change waits for further joiners that are starting.
         notice_s: how long a failed collective waits for news of who died before a generation of all is tried.
         backoff_s: pause before resources are asked for again after a reservation or a joiner failed; twice as long with
-            each joiner that fails within ``remember_s`` of the one before, up to ``remember_s``.
-        remember_s: after so long without a failure of a joiner, the next one is the first again.
+            each joiner that fails within ``remember_s`` of the pause before, up to ``remember_s``.
+        remember_s: so long after such a pause, the next joiner that fails is the first again.
         replace_again_s: pause before a member is replaced again after no other worker was to be had.
     """
 
@@ -78,7 +78,7 @@ class GenerationChanges(Roster):
         self._bereft = False  # a member was lost since the target was set: who joins now replaces it
         self._losses: tuple[int, tuple[str, ...]] = 0, ()  # a generation, and members that it has lost
         self._not_before_s = 0.0
-        self._failed_joiners, self._joiner_failed_s = 0, 0.0
+        self._failed_joiners, self._joiner_rested_s = 0, 0.0
         self._retry_s = self._replace_after_s = 0.0
         self._suspicion: _Deadline | None = None
         self._hope: _Deadline | None = None
@@ -98,11 +98,11 @@ class GenerationChanges(Roster):
 
     def _rest_after_joiner(self, now_s: float) -> None:
         """A joiner was of no use: the next one waits, the longer the more of them there were."""
-        recent = now_s - self._joiner_failed_s <= self.config.remember_s
+        recent = now_s - self._joiner_rested_s <= self.config.remember_s
         self._failed_joiners = self._failed_joiners + 1 if recent else 1
-        self._joiner_failed_s = now_s
         rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)
-        self._not_before_s = max(self._not_before_s, now_s + rest_s)
+        self._joiner_rested_s = now_s + rest_s
+        self._not_before_s = max(self._not_before_s, self._joiner_rested_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
         """Go on without a worker that was not expected to go."""

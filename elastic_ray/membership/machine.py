@@ -248,7 +248,7 @@ class JobMembership(GenerationChanges):
             self._force(f"a collective failed: {self._suspicion.cause}", now_s)
         for record in self.in_phase(WorkerPhase.RESERVING):
             if now_s - record.since_s > config.reserve_timeout_s:
-                self._not_before_s = now_s + config.backoff_s
+                self._not_before_s = max(self._not_before_s, now_s + config.backoff_s)
                 self._keep_replaced(now_s)
                 self._give_up(record, f"node {record.node[:8]} did not free its resources in time")
         for record in self.in_phase(WorkerPhase.LEAVING):
@@ -257,7 +257,7 @@ class JobMembership(GenerationChanges):
         limit_s = config.join_timeout_s * self._patience
         late = [record for record in self.in_phase(WorkerPhase.STARTING) if now_s - record.since_s > limit_s]
         for record in late:
-            self._not_before_s = now_s + config.backoff_s
+            self._not_before_s = max(self._not_before_s, now_s + config.backoff_s)
             self._keep_replaced(now_s)
             times = f" x {self._patience:g}" if self._patience > 1 else ""
             self._give_up(record, f"it was not ready within join_timeout_s={config.join_timeout_s:.0f}{times}")

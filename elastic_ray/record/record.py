@@ -79,7 +79,9 @@ class JobRecord:
         for checkpoint in stored.checkpoints:
             surplus += self._retention.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
             self._resume = checkpoint.resume_point
-        found = stored.result if self.phase is JobPhase.FINISHED else stored.states
+        found = stored.states
+        if self.phase is JobPhase.FINISHED:  # the controller before may have died before it wrote which is the last
+            found = tuple(sorted((*stored.result, *stored.states), key=lambda each: -each.steps))
         self._states = found if self._states_kept else ()
         return tuple(surplus)
 

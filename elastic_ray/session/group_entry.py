@@ -35,6 +35,13 @@ class GroupParts(DriftingReplicas, Protocol):
     def buffer_layout(self) -> int:
         """What the ranks must have in common to synchronise buffers."""
 
+    @property
+    def least_share(self) -> int:
+        """Fewest samples that a rank may have of a step."""
+
+    def ask_for_shares(self, least: int) -> None:
+        """No rank is to have fewer samples of a step."""
+
     def enter_group(self) -> None:
         """A group was entered."""
 
@@ -100,6 +107,8 @@ class GroupEntry:
         self._consensus.enter_group()
         if communicator.world_size > 1:
             self._consensus.agree_on(Announced(Intent.BUFFERS, 0, self._parts.buffer_layout))
+            # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
+            self._parts.ask_for_shares(max(least for (least,) in communicator.gather_ints([self._parts.least_share])))
         self._parts.sync_buffers(communicator)
         self._catch_up(communicator)
         pause = self._begin()

@@ -90,7 +90,7 @@ class OptimizerWatch:
                 "each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is one "
                 "LambdaLR over all steps"
             )
-        self._schedulers.setdefault(optimizer, []).append(weakref.ref(scheduler))
+        self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
 
     def schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         """Schedulers of an optimizer that were made in this run and are still there."""

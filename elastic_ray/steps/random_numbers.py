@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 import torch
 
 _BYTES = 7
+
+_alike: np.ndarray[Any, Any] | None = None  # NumPy's state as seed_alike has left it
 
 
 def seed_alike(job: str) -> None:
@@ -17,13 +20,22 @@ def seed_alike(job: str) -> None:
     one dataset for all of them. A program that seeds its generators does so after this.
     """
     digest = hashlib.blake2b(job.encode(), digest_size=_BYTES).digest()
+    global _alike
     seed = int.from_bytes(digest, "big")
     torch.manual_seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002
+    np.random.random_sample()  # noqa: NPY002  the words are made with the first draw
+    _alike = _numpy_state()
+
+
+def _numpy_state() -> np.ndarray[Any, Any]:
+    """Return the words that NumPy's generator draws from; they stay the same for 624 draws."""
+    words: np.ndarray[Any, Any] = np.random.get_state(legacy=False)["state"]["key"]  # noqa: NPY002
+    return words.copy()
 
 
 def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> None:
-    """Have torch's generators go on with numbers of this rank's own.
+    """Have torch's generators go on with numbers of this rank's own, and NumPy's where the program has not seeded it.
 
     Ranks are seeded alike, so that they build the same model. From their first group on each draws for other samples.
     The first rank of a run that begins goes on as it is: alone, a program draws what it does without elastic-ray.
@@ -38,3 +50,5 @@ def fold_generators(rank: int, generation: int, steps: int, *, joined: bool) -> 
         text = f"{torch.initial_seed()} {generation} {rank} {steps}"
         digest = hashlib.blake2b(text.encode(), digest_size=_BYTES).digest()
         torch.manual_seed(int.from_bytes(digest, "big"))
+        if _alike is not None and np.array_equal(_numpy_state(), _alike):
+            np.random.seed(int.from_bytes(digest[:4], "big"))  # noqa: NPY002

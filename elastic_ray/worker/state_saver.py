@@ -167,7 +167,7 @@ class StateSaver:
         Args:
             until: asked meanwhile; once it says yes, the job does not wait any longer.
         """
-        problem = self._calls.waiting() or self.save(until)
+        problem = self.save(until)
         if problem:
             logger.warning("job %s: the end of the run was not saved: %s", self._session.job, problem)
             self._session.tell("storage", f"the end of the run was not saved: {problem}")

@@ -184,8 +184,10 @@ class Worker:
         self.saves_alone = True
         link.leave_controller(why)
         membership.post(Stop(save=True))
-        with self._ended:
-            self._ended.wait_for(lambda: self._result is not None, timeout=self._setup.elastic.storage_timeout_s)
+        limit_s, since_s = self._setup.elastic.storage_timeout_s, time.monotonic()
+        with self._ended:  # as long as storage takes pieces, the state is on its way
+            while self._result is None and time.monotonic() - max(since_s, link.calls.heard_s) < limit_s:
+                self._ended.wait(0.2)
         self.saves_alone = False
 
     def _give_back(self) -> None:

@@ -244,7 +244,11 @@ def kept_without_idle_spot(problem: Problem, configured: Mapping[str, Tenant]) -
     left = tuple(node for node in nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(nodes):
         return frozenset()
-    _, floors = share_out(dataclasses.replace(problem, cluster=Cluster(nodes=left)), tenants)
+    without = dataclasses.replace(problem, cluster=Cluster(nodes=left))
+    if len(tenants) <= 1 and not any(each.quota for each in tenants.values()):
+        floors: Collection[str] = minimums(without)  # as jobs of one tenant are served
+    else:
+        _, floors = share_out(without, tenants)
     return frozenset(view.job for view in problem.views if view.workers and view.job in floors)
 
 

@@ -137,6 +137,12 @@ class StorageCalls:
         """How long storage has been silent in a call, as a sentence."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
+    @property
+    def heard_s(self) -> float:
+        """When storage was last heard of in a call that runs [s, monotonic]; 0 where none does."""
+        with self._news:
+            return max((call.heard_s for call in self._running), default=0.0)
+
     def waiting(self) -> str:
         """The call that storage has not answered for longest, as a sentence; empty where it answers."""
         with self._news:

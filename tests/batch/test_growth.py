@@ -102,6 +102,7 @@ def reported(before: list[float], after: list[float]) -> list[StepBack]:
         ([-3.0, -3.2, -3.1], [-2.0, -2.0], 1),
         ([2.0, 1.5, 1.2], [math.nan, math.nan, math.nan], 1),
         ([2.0, math.inf, 1.2], [9.0, 9.0], 0),
+        ([math.nan, math.nan, math.nan], [math.nan, math.nan], 0),  # as ever
         ([2.0, 1.5], [9.0, 9.0], 0),  # two are no range
         ([2.0, 1.5, 1.2], [1.0] * 8 + [9.0, 9.0], 0),  # another cause
     ],

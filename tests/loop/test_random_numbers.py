@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -76,3 +78,20 @@ def test_workers_of_a_job_begin_alike() -> None:
         finally:
             np.random.set_state(before)  # noqa: NPY002
     assert found[0] == found[1] != found[2]
+
+
+def own_numbers(seeds: bool) -> list[float]:
+    """What NumPy draws before training and within it, in a worker that draws and one that has seeded."""
+    seed_alike("a job")
+    if seeds:
+        np.random.seed(3)  # noqa: NPY002
+    found = [float(np.random.rand())]  # noqa: NPY002
+    fold_generators(int(os.environ["RANK"]), 1, 0, joined=False)
+    return [*found, float(np.random.rand())]  # noqa: NPY002
+
+
+def test_numpy_s_generator_becomes_each_rank_s_own_unless_the_program_has_seeded_it(ranks: Ranks) -> None:
+    (a, b), (c, d) = ranks.run(own_numbers, False, world=2)
+    assert a == c and b != d
+    (a, b), (c, d) = ranks.run(own_numbers, True, world=2)
+    assert a == c and b == d

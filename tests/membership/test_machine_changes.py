@@ -342,7 +342,7 @@ def test_newcomers_that_fail_are_asked_for_more_and_more_rarely() -> None:
     driver, number = running(1), 1
     driver.target(n1=2)
     rests = []
-    for rounds in range(5):
+    for rounds in range(10):
         number += 1
         driver.reserved(f"w{number}")
         if rounds % 2:
@@ -354,7 +354,7 @@ def test_newcomers_that_fail_are_asked_for_more_and_more_rarely() -> None:
         while not only(Reserve, driver.tick(after_s=0.5)):
             rest_s += 0.5
         rests.append(rest_s)
-    assert rests == pytest.approx([CONFIG.backoff_s * 2**k for k in range(5)], abs=0.6)
+    assert rests == pytest.approx([min(CONFIG.backoff_s * 2**k, CONFIG.remember_s) for k in range(10)], abs=0.6)
     number += 1
     driver.tick(after_s=CONFIG.remember_s)
     driver.reserved(f"w{number}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import pyarrow.fs
 import torch
 
-from elastic_ray.checkpoints.automatic import DIRECTORY, StateFile, state_files
+from elastic_ray.checkpoints.automatic import DIRECTORY, CorruptStateError, StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.state.registered import ModuleExtras
@@ -59,7 +59,12 @@ def load_model_state(
     if key not in trees:
         models = sum(each.startswith("model/") for each in trees)
         raise KeyError(f"number must be that of one of the {models} models in {state.path}, from 0, but got {number}")
-    found = _flat(read_all(trees[key]))
+    tree = read_all(trees[key])
+    if not isinstance(tree, Mapping):
+        raise CorruptStateError(f"{key} in {state.path} must be a tree of tensors, but is a {type(tree).__name__}")
+    found = _flat(tree)
+    if strange := next((name for name, each in found.items() if not isinstance(each, torch.Tensor)), None):
+        raise CorruptStateError(f"{key}: {strange} in {state.path} must be a tensor, but is no tensor")
     rows = {name: read_all(tree) for name, tree in trees.items() if name.startswith(f"rows/{number}/")}
     names = _table_names(model, list(rows), state.path)
     found |= {name: tree["whole"]["weight"] for name, tree in zip(names, rows.values(), strict=True)}

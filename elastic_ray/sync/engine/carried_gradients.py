@@ -113,7 +113,7 @@ class CarriedGradients:
 
     def mark_reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
-        self._passes, self._uneven = 0, False
+        self._passes, self._uneven, self._adding = 0, False, False  # a pass that raised has ended nothing
         self._local = False
 
     def refuse_own(self) -> None:

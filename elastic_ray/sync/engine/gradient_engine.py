@@ -346,6 +346,10 @@ class GradientEngine:
         self._sharded.enter_group()
         self._divided.enter_group()
 
+    def drop_halves(self) -> None:
+        """A step begins: what the first half of the one before has left is of no use any more."""
+        self._reducer.drop_halves()
+
     def remember(self) -> Any:
         """What a step needs to be undone."""
         self._reducer.reduction.end_step()

@@ -146,14 +146,17 @@ class GradientReducer:
         """With the present buckets."""
         return self._reduction
 
+    def drop_halves(self) -> None:
+        """A step begins: what the first half of the one before has left is of no use any more."""
+        if self._step is not None and self._step.halved:
+            for bucket in self._buckets:
+                bucket.drop_carried()
+
     def close(self, *, refuses_own: bool) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
         if refuses_own and (self._step is None or self._step is not self._ledger.step):
             self._carried.refuse_own()
         self._open = False
-        if self._step is not None and self._step.halved:  # the next step is whole: it has no use for the memory
-            for bucket in self._buckets:
-                bucket.drop_carried()
         self._carried.taken()
         self._reduction.asked()
 
