@@ -80,8 +80,10 @@ class JobRecord:
             surplus += self._retention.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
             self._resume = checkpoint.resume_point
         found = stored.states
-        if self.phase is JobPhase.FINISHED:  # the controller before may have died before it wrote which is the last
-            found = tuple(sorted((*stored.result, *stored.states), key=lambda each: -each.steps))
+        if (
+            self.phase is JobPhase.FINISHED
+        ):  # none is left but where a controller died before it wrote which is the last
+            found = stored.states or stored.result
         self._states = found if self._states_kept else ()
         return tuple(surplus)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray.train  # now, for storing imports it: a busy machine takes longer for that than storage is waited for
 
+from elastic_ray.checkpoints import reported as reported_module
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
 from elastic_ray.checkpoints.run_directory import RunStorage
@@ -184,3 +185,29 @@ def test_what_another_rank_reports_alone_is_told(
 def test_a_rank_that_waits_for_the_first_ends_with_the_job(storage: RunStorage, source: Path) -> None:
     with pytest.raises(WorkerDismissed):
         reported(storage).add(ray.train.Checkpoint.from_directory(source), 1, lambda: True)
+
+
+def test_another_rank_waits_as_long_as_rank_0_stores(
+    storage: RunStorage, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's files take longer than a rank waits for a checkpoint that rank 0 may not have reported."""
+    monkeypatch.setattr(reported_module, "_WITHOUT_S", 0.5)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "shard-1.pt").write_bytes(b"y")
+    checkpoints = ReportedCheckpoints(storage, StorageCalls(storage.where), timeout_s=60.0)
+    part = Path(storage.path) / ".part_000001_abcdef01"
+    part.mkdir()
+
+    def finish() -> None:
+        time.sleep(1.0)
+        store(checkpoints, source)
+
+    rank_0 = threading.Thread(target=finish)
+    rank_0.start()
+    assert checkpoints.add(ray.train.Checkpoint.from_directory(other), 1, lambda: False) == ""
+    rank_0.join(30.0)
+    assert (Path(storage.path) / "checkpoint_000001" / "shard-1.pt").exists()
+    begin_s = time.monotonic()
+    assert "rank 0 has not" in checkpoints.add(ray.train.Checkpoint.from_directory(other), 2, lambda: False)
+    assert time.monotonic() - begin_s >= 0.5

@@ -305,6 +305,21 @@ def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_
     assert record.restart_point == (None, None)
 
 
+def test_a_controller_that_dies_at_the_end_leaves_the_last_state_to_the_next_one() -> None:
+    """The job had finished, and what tells its last state from others was not written yet."""
+
+    def state(steps: int) -> StateFile:
+        return StateFile(path=f"automatic/step_{steps}", size=1, sha256="", resume_point=at(steps))
+
+    for finished in ((), (state(90),)):  # of an earlier job of this name
+        record = JobRecord(spec())
+        record.phase = JobPhase.FINISHED
+        record.found(StoredRun(states=(state(40), state(20)), result=finished))
+        assert record.last_state == state(40)
+    record.found(StoredRun(result=(state(40),)))
+    assert record.last_state == state(40)
+
+
 @pytest.mark.parametrize("how", ["answers", "hang", "fail"])
 def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, journal: Journal, how: str) -> None:
     """Rank 0 has written a state at 40 and was lost before its controller heard of it."""

@@ -148,3 +148,35 @@ def test_a_parquet_file_through_the_loader(ranks: Ranks, world: int | None, tmp_
     pq.write_table(pa.table({"x": list(range(50))}), tmp_path / "rows.parquet", row_group_size=10)
     results = each(ranks, world, from_parquet, str(tmp_path / "rows.parquet"))
     assert sorted(value for seen in results for value in seen) == list(range(50))
+
+
+class Ready(torch.utils.data.Dataset[Any]):
+    """Its samples come together, as ``collate_fn`` is to have them."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("samples are asked for together")
+
+    def __getitems__(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor(indices), "twice": 2 * torch.tensor(indices)}
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def ready_batches(workers: int) -> list[int]:
+    loader = er.AdaptiveDataLoader(Ready(), batch_size=4, num_workers=workers, collate_fn=as_it_is)
+    found = []
+    for _ in er.remaining_epochs_until(1):
+        for batch in loader:
+            assert batch["twice"].tolist() == (2 * batch["x"]).tolist()
+            found += batch["x"].tolist()
+    return sorted(found)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_may_give_whole_batches(ranks: Ranks, workers: int) -> None:
+    assert ranks.run(ready_batches, workers) == list(range(12))
