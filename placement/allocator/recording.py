@@ -108,8 +108,8 @@ def decision_line(record: DecisionRecord) -> str:
 class Recorder:
     """Says what happens to a core, in lines.
 
-    Events have the time of day. While that was set, intervals went by another clock, which is not recorded: a replay may
-    decide otherwise there.
+    Events have the time of day. Where that was set, intervals went by another clock, which is not recorded: a replay
+    may decide otherwise there.
 
     Args:
         write: takes the lines; None records nothing.

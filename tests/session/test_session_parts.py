@@ -33,6 +33,10 @@ class Peers:
 
     rank, world_size = 0, 1
 
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Each further rank has one more."""
+        return [[value + rank for value in values] for rank in range(self.world_size)]
+
 
 class Worker:
     """A worker's side of the membership protocol, with the groups that it is going to find; None: none comes."""
@@ -130,7 +134,7 @@ def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_
 class Parts:
     """What a group's entry goes through, in order."""
 
-    buffer_layout, marker, samples, shape = 7, 0, 48, BatchChoice(atomic_bsz=4)
+    buffer_layout, marker, samples, shape, least_share = 7, 0, 48, BatchChoice(atomic_bsz=4), 1
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -147,6 +151,9 @@ class Parts:
 
     def agree_on(self, what: Announced) -> None:
         self.done.append(what.intent)
+
+    def ask_for_shares(self, least: int) -> None:
+        self.done.append(("shares", least))
 
     def sync_buffers(self, communicator: Any) -> None:
         self.done.append("buffers")
@@ -167,7 +174,7 @@ def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) ->
         moment=lambda name: None,
     )
     assert entry(SPEC, peers) == 3  # type: ignore[arg-type]
-    announced = [Intent.BUFFERS] if world_size > 1 else []
+    announced = [Intent.BUFFERS, ("shares", 2)] if world_size > 1 else []  # another rank has BatchNorm in training
     assert parts.done == ["exchange", "enter", "enter", *announced, "buffers", "collectives", Parts.shape, (2, 1.5)]
 
 
