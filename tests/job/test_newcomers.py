@@ -59,7 +59,11 @@ def train(config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     "fails",
-    ["data", "first batch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "states"))],
+    [
+        "data",
+        pytest.param("first batch", marks=pytest.mark.thorough),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("model", "states")),
+    ],
 )
 def test_a_newcomer_that_fails_ends_no_job_that_trains(ray_cluster: Any, tmp_path: Path, fails: str) -> None:
     job = er.ElasticTrainer(
@@ -86,6 +90,7 @@ def test_a_newcomer_that_fails_ends_no_job_that_trains(ray_cluster: Any, tmp_pat
     assert EventKind.RESTART not in [event.kind for event in job.events()]
 
 
+@pytest.mark.thorough
 def test_at_the_start_an_error_is_the_programs(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "process-0").touch()
     with pytest.raises(TrainFunctionError, match="shard-17"):
