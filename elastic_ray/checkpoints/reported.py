@@ -72,9 +72,10 @@ class ReportedCheckpoints:
                 if call.answer.result() is not None:
                     self._alone = False
                     return ""
-                storing = self._calls.call(
-                    "looking for a checkpoint", lambda: self._storage.is_storing(index), timeout_s=self._timeout_s
-                )
+                look = self._calls.start("looking for a checkpoint", lambda: self._storage.is_storing(index))
+                if not self._calls.wait(look, timeout_s=self._timeout_s, until=is_stopping):
+                    raise WorkerDismissed(stopped=True)
+                storing = look.answer.result()
             except SourceError:
                 raise
             except OSError as error:

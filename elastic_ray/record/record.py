@@ -79,11 +79,8 @@ class JobRecord:
         for checkpoint in stored.checkpoints:
             surplus += self._retention.add(checkpoint.path, known.get(checkpoint.path, checkpoint.metrics))
             self._resume = checkpoint.resume_point
-        found = stored.states
-        if (
-            self.phase is JobPhase.FINISHED
-        ):  # none is left but where a controller died before it wrote which is the last
-            found = stored.states or stored.result
+        # A finished job has left none of the former, unless a controller died before it wrote which is the last.
+        found = stored.states or (stored.result if self.phase is JobPhase.FINISHED else ())
         self._states = found if self._states_kept else ()
         return tuple(surplus)
 
