@@ -24,6 +24,7 @@ class EventKind(str, enum.Enum):
     RESUMED = "resumed"
     CANCELLED = "cancelled"
     BATCH = "batch"
+    BATCH_KEPT = "batch_kept"
     STRATEGY = "strategy"
     STRAGGLER = "straggler"
     OUT_OF_MEMORY = "out_of_memory"

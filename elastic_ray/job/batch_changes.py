@@ -33,7 +33,7 @@ class BatchChanges:
     async def _fit(self, snapshot: TunerSnapshot) -> None:
         self._carry_out(self._planner.fitted(await asyncio.to_thread(fit_snapshot, snapshot)))
         if notice := self._planner.take_notice():
-            self._events.note(EventKind.BATCH, notice)
+            self._events.note(EventKind.BATCH_KEPT, notice)
 
     def advise(self, priors: Mapping[str, Prior]) -> None:
         """Hear what other jobs have measured, by GPU type."""

@@ -12,6 +12,7 @@ from typing import Any
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.config import SchedulingConfig
 from elastic_ray.events import EventKind
+from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.worker.actor_controller_client import HeartbeatThread
 from elastic_ray.worker.messages import WorkerHeartbeat, WorkerNotice
@@ -69,6 +70,22 @@ def test_the_event_of_a_batch_says_that_a_policy_has_set_it() -> None:
 
     hear(parts, beat(64, None, 20), beat(128, 128, 40), beat(256, None, 60))
     assert parts.seen == [(EventKind.BATCH, "batch 128: set by a policy"), (EventKind.BATCH, "for goodput")]
+
+
+def test_why_a_batch_stays_is_no_change_of_the_batch() -> None:
+    """Programs read both sizes of each ``batch`` event; a notice has none."""
+    seen: list[tuple[Any, str]] = []
+    planner = SimpleNamespace(fitted=lambda model: None, take_notice=lambda: "batch 32 stays: no signal")
+    events = SimpleNamespace(note=lambda kind, text: seen.append((kind, text)))
+    parts: Any = SimpleNamespace(
+        planner=planner,
+        group=SimpleNamespace(machine=SimpleNamespace(current=None)),
+        record=None,
+        background=None,
+        events=events,
+    )
+    asyncio.run(BatchChanges(parts)._fit(planner_on()[0].tuner.snapshot()))
+    assert seen == [(EventKind.BATCH_KEPT, "batch 32 stays: no signal")]
 
 
 def test_the_allocator_hears_at_once_of_a_wish_that_changes() -> None:

@@ -108,8 +108,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
     end = next((event for event in reversed(run.events) if event.kind is EventKind.FINISHED), None)
     ended = end is not None and last is end
     workers = last.to_workers if last is not None else 0
-    told = [e.detail.get("to_batch_size") for e in run.events if e.kind is EventKind.BATCH]
-    batches = [batch for batch in told if batch is not None]  # some say why it stays
+    batches = [e.detail.get("to_batch_size") for e in run.events if e.kind is EventKind.BATCH]
     return PageJob(
         job=run.job,
         phase=_phase(end) if ended else "unfinished",

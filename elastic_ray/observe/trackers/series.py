@@ -24,6 +24,7 @@ _MARKS = frozenset(
         EventKind.PREEMPTED,
         EventKind.RESUMED,
         EventKind.BATCH,
+        EventKind.BATCH_KEPT,
         EventKind.STRATEGY,
         EventKind.STRAGGLER,
         EventKind.OUT_OF_MEMORY,
