@@ -14,6 +14,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.expected_skips import unexpected
 from tests.local_cluster import LocalCluster, clean_up  # sets Ray's environment: before anything imports Ray
 
 SETTLE_S = 5.0
@@ -26,6 +27,8 @@ GROUPS = {
     "shards": r"tests\.sync\.sharded_parameters",
     "ranks": r"\branks\b|tests\.loop",
 }
+
+_unexpected_skips: list[str] = []
 
 # A shared machine stalls now and then; pytest's own timeout finds what hangs. Every run draws the same examples, so
 # that a test passes or fails for what was changed. With HYPOTHESIS_NEW_EXAMPLES=1 a run draws new ones, as .ci/run's
@@ -89,6 +92,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases[name] += 1
 
 
-def pytest_sessionfinish(exitstatus: int) -> None:
-    """Ray's logs stay after a failure."""
+def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    reason = report.longrepr[2] if report.skipped and isinstance(report.longrepr, tuple) else ""
+    if reason and not hasattr(report, "wasxfail") and unexpected(reason):
+        _unexpected_skips.append(f"{report.nodeid}: {reason}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect skips that nobody expects."""
+    _note_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Collect skips of whole modules that nobody expects."""
+    _note_skip(report)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the skips that fail the run."""
+    for each in _unexpected_skips:
+        terminalreporter.write_line(f"skipped, which tests/expected_skips.py does not list: {each}", red=True)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail a run with unexpected skips; Ray's logs stay after a failure."""
+    if _unexpected_skips:
+        session.exitstatus = exitstatus = pytest.ExitCode.TESTS_FAILED
     clean_up(failed=exitstatus != 0)
