@@ -63,8 +63,8 @@ def ray_cluster(shared_cluster: LocalCluster) -> Iterator[LocalCluster]:
 def own_run() -> Iterator[None]:
     """No test goes on in the run of this process that another one has left."""
     yield
-    if "elastic_ray.session.current" in sys.modules:
-        sys.modules["elastic_ray.session.current"].set_worker_session(None)
+    if "elastic_ray.run.current" in sys.modules:
+        sys.modules["elastic_ray.run.current"].set_worker_session(None)
 
 
 @functools.lru_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -12,6 +12,9 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE
 from elastic_ray.consensus.ballot import agreed_generations_ahead, names_agree, names_ballot
+
+if TYPE_CHECKING:
+    from elastic_ray.membership.worker_side import WorkerMembership
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
 # preemption, how often rank 0 has reported, and its wishes that all ranks hold the same model (1) and compare it (2).
@@ -30,30 +33,6 @@ UNRECORDED = (
 Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
-class Wishes(Protocol):
-    """What the controller has told one rank, which takes effect when all ranks agree on the step."""
-
-    @property
-    def generation(self) -> int:
-        """Number of the present generation."""
-
-    @property
-    def prepared_ahead(self) -> int:
-        """How many generations ahead of it the prepared group is; 0 when none is prepared."""
-
-    @property
-    def wanted_batch(self) -> BatchChoice | None:
-        """The batch shape to change to, None to go on as it is."""
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the job is to end."""
-
-    @property
-    def preempting(self) -> bool:
-        """Whether it is to end, and to go on another time."""
-
-
 class AgreedChanges:
     """What the ranks of the present group have agreed on and not yet carried out.
 
@@ -69,7 +48,7 @@ class AgreedChanges:
         wishes: what the controller wants of this rank.
     """
 
-    def __init__(self, wishes: Wishes) -> None:
+    def __init__(self, wishes: WorkerMembership) -> None:
         self._wishes = wishes
         self.generation = 0
         self.stop = False

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE, Announcer
 from elastic_ray.consensus.changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.intents import Announced, Intent
+
+if TYPE_CHECKING:
+    from elastic_ray.run.group import Group
+    from elastic_ray.state.layout import DataPlan
+    from elastic_ray.state.replicas import Replicas
+    from elastic_ray.steps.ledger import StepLedger
 
 logger = logging.getLogger(__name__)
 
@@ -19,52 +24,6 @@ _READS_DIFFER = (
     "(set_epoch), not by the clock or the process (webdataset: detshuffle in place of shuffle). If only an "
     "augmentation draws other random numbers, all is well"
 )
-
-
-class Position(Protocol):
-    """How far this rank is."""
-
-    @property
-    def steps(self) -> int:
-        """Committed optimizer steps."""
-
-    @property
-    def loader_steps(self) -> int:
-        """Committed steps of any loader."""
-
-    @property
-    def sample_tag(self) -> int:
-        """Of what all ranks read alike for the step in progress; 0 where there is no such thing."""
-
-
-class ReplicaCheck(Protocol):
-    """Compares the ranks' parameters now and then."""
-
-    def begin(self) -> None:
-        """A group was entered: what was checked in another does not count."""
-
-    def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
-        """Whether they are to be compared after so many steps."""
-
-    def end_pass(self) -> None:
-        """A pass ends: no code of the user's has come behind its last step."""
-
-    def fingerprint(self, steps: int) -> int:
-        """Of this rank's parameters."""
-
-    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Whether all ranks announced the same."""
-
-
-class Compared(Protocol):
-    """What the ranks compare once, by fingerprints that ride on an announcement."""
-
-    @property
-    def fingerprint(self) -> int:
-        """That of this rank."""
-
-    def compare(self, communicator: Communicator, fingerprints: Sequence[int]) -> None:
-        """Compare with what the other ranks have announced; raises ``ReplicasDifferError`` where it differs."""
 
 
 class ControlPart(Protocol):
@@ -91,8 +50,7 @@ class RankConsensus:
     """See the module's text.
 
     Args:
-        communicator: gives that of the present group.
-        world_size: gives its size, 1 before the first group.
+        group: the present group.
         changes: what is agreed on and not carried out.
         replicas: compares parameters.
         position: how far this rank is.
@@ -103,30 +61,32 @@ class RankConsensus:
 
     def __init__(
         self,
-        communicator: Callable[[], Communicator],
-        world_size: Callable[[], int],
+        group: Group,
         changes: AgreedChanges,
-        replicas: ReplicaCheck,
-        position: Position,
+        replicas: Replicas,
+        position: StepLedger,
         parts: Sequence[ControlPart] = (),
         warn: Callable[[str], None] = logger.warning,
         is_last_epoch: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._communicator = communicator
-        self._world_size = world_size
-        self._parts = parts
+        self._group = group
+        self._parts = list(parts)
         self._warn, self._is_last_epoch = warn, is_last_epoch
         self._reads_differ = False
         self._changes = changes
         self._replicas = replicas
         self._position = position
         self._announcer: Announcer | None = None
-        self._plan: Compared | None = None
+        self._plan: DataPlan | None = None
+
+    def add(self, *parts: ControlPart) -> None:
+        """Have the numbers of these ride along as well; the same on all ranks, before the first group."""
+        self._parts.extend(parts)
 
     @property
     def announcer(self) -> Announcer:
         """What the ranks of the present generation tell each other before collectives."""
-        communicator = self._communicator()
+        communicator = self._group.communicator
         if self._announcer is None or self._announcer.communicator is not communicator:
             self._announcer = Announcer(communicator, room=PAYLOAD_SIZE + self._parts_size)
         return self._announcer
@@ -138,7 +98,7 @@ class RankConsensus:
         for part in self._parts:
             part.begin()
 
-    def announce(self, what: Announced, payload: Sequence[float] = (), plan: Compared | None = None) -> None:
+    def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
 
         Args:
@@ -198,10 +158,10 @@ class RankConsensus:
         """
         sums = self.announcer.agree()
         compared = self._replicas if self._plan is None else self._plan
-        compared.compare(self._communicator(), self.announcer.fingerprints)
+        compared.compare(self._group.communicator, self.announcer.fingerprints)
         return sums
 
-    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: Compared | None = None) -> list[float]:
+    def agree_on(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> list[float]:
         """Announce what comes next, and wait for the others; see :meth:`announce` and :meth:`agreed`."""
         self.announce(what, payload, plan)
         sums = self.agreed()
@@ -238,7 +198,7 @@ class RankConsensus:
 
     @property
     def _parts_size(self) -> int:
-        world_size = self._world_size()
+        world_size = self._group.world_size
         return sum(part.size(world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
@@ -246,7 +206,7 @@ class RankConsensus:
         return [*self._changes.values(rank), *self._part_values(rank)]
 
     def _part_values(self, rank: int) -> list[float]:
-        world_size = self._world_size()
+        world_size = self._group.world_size
         return [value for part in self._parts for value in part.values(rank, world_size)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -299,7 +259,7 @@ class RankConsensus:
         *,
         some_are_idle: bool = False,
         join: Callable[[Announced], None] | None = None,
-        plan: Compared | None = None,
+        plan: DataPlan | None = None,
     ) -> list[tuple[tuple[int, int], str, float]]:
         """Agree in a collective of its own, and add up what the ranks' accumulators were given.
 
@@ -318,7 +278,7 @@ class RankConsensus:
             RanksDisagreeError: the ranks are not at the same place.
             RuntimeError: the ranks have added to different names.
         """
-        communicator = self._communicator()
+        communicator = self._group.communicator
         if some_are_idle:
             if join is None:
                 self.agree_on(what)

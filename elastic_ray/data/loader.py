@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,14 +20,16 @@ from elastic_ray.data.batches import BringsBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
-from elastic_ray.data.run_view import LoaderRun
 from elastic_ray.data.shares import Shares
 from elastic_ray.data.sources import PlanFacts, make_source, order_of
 from elastic_ray.data.whole import batches_of
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import check_present, session_of_thread
+from elastic_ray.run.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
+
+if TYPE_CHECKING:
+    from elastic_ray.session.session import Session
 
 
 class AdaptiveDataLoader(ResumableLoader):
@@ -107,7 +109,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._given = given = taken_over(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
-        self._session: LoaderRun = current_session()
+        self._session: Session = current_session()
         self._is_late = False
         self._passes = 0
         self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
@@ -220,7 +222,7 @@ class AdaptiveDataLoader(ResumableLoader):
         """Whether this is the loader that speaks for the job, and that follows the batch it chooses."""
         return self._session.registry.loaders.leads(self)
 
-    def join(self, session: LoaderRun) -> None:
+    def join(self, session: Session) -> None:
         """Belong to another run of this process from now on."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0

@@ -4,57 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.steps.step import LoaderStep
+
+if TYPE_CHECKING:
+    from elastic_ray.session.session import Session
 
 logger = logging.getLogger(__name__)
-
-
-class ResumedStates(Protocol):
-    """The state that all ranks share."""
-
-    @property
-    def progress(self) -> RunProgress:
-        """Where the run stands."""
-
-    def start_from(self, progress: RunProgress) -> None:
-        """Begin there."""
-
-
-class ResumedPasses(Protocol):
-    """The passes of a run's loaders."""
-
-    @property
-    def step(self) -> LoaderStep | None:
-        """The innermost step in progress."""
-
-
-class ResumedRun(Protocol):
-    """The run that a loader feeds."""
-
-    @property
-    def synced(self) -> bool:
-        """Whether training has begun."""
-
-    @property
-    def states(self) -> ResumedStates:
-        """What all ranks share."""
-
-    @property
-    def passes(self) -> ResumedPasses:
-        """The passes of its loaders."""
-
-    def resume_point(self) -> ResumePoint:
-        """Where a checkpoint that is taken now stands."""
 
 
 class ResumableLoader:
     """The part of a loader that checkpoints of the user's own keep, and that tells where a pass stands."""
 
-    _session: ResumedRun
+    _session: Session
 
     @property
     def current_batch_size(self) -> int:
@@ -112,7 +76,7 @@ class ResumableLoader:
         resume_at(self._session, state)
 
 
-def resume_at(run: ResumedRun, state: Mapping[str, Any]) -> None:
+def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     """Have a run begin where ``state_dict`` of one of its loaders was called; they all have the same places.
 
     Raises:

@@ -40,7 +40,7 @@ from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
-from elastic_ray.session.current import in_worker
+from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
 from placement.allocator.actor import get_or_create_allocator
 from placement.allocator.packed_policy import pack_policy

@@ -18,7 +18,7 @@ import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.loop.api import get_context
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.session import Session
 
 logger = logging.getLogger(__name__)

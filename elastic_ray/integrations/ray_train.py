@@ -16,7 +16,7 @@ from elastic_ray.data.arguments import LoaderArguments, taken_over
 from elastic_ray.integrations.late_wrapping import LateWrapped, LoaderOnDevice
 from elastic_ray.integrations.pass_epochs import epochs_of
 from elastic_ray.loop.api import current_session, get_context
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 
 
 class _Sum(float):

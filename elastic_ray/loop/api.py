@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.session.current import check_thread, session_of_thread, set_session
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.current import check_thread, session_of_thread, set_session
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.plain_metrics import plain_metrics
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def session_of_new_model() -> Session:
     Outside a trainer, a model that is wrapped after the first epoch, or after an opening that failed, begins another
     run of the process: a notebook's cell that is run again, the next fold. Loaders made since, and the one that has fed
     the run before, go along. A loop of the earlier run that goes on nevertheless raises (see
-    ``session.current.check_present``).
+    ``run.current.check_present``).
     """
     earlier = current_session()
     if earlier.elastic or not (earlier.synced or earlier.opening_failed):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.steps.step import StepView
+
+if TYPE_CHECKING:
+    from elastic_ray.steps.step import LoaderStep
 
 
 class BufferSync:
@@ -55,9 +59,9 @@ class SavedBuffers:
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._step: StepView | None = None
+        self._step: LoaderStep | None = None
 
-    def save(self, step: StepView | None, *, goes_on: bool) -> None:
+    def save(self, step: LoaderStep | None, *, goes_on: bool) -> None:
         """A forward pass is about to begin; ``goes_on``: for an update that earlier steps have begun."""
         if self._saved and (goes_on or step is self._step):
             return

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_ray.batch.device_numbers import Number, added
 from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError, describe_gradients
-from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 
 class FiniteWatch:
@@ -26,7 +29,7 @@ class FiniteWatch:
         nonfinite: what to do, one of ``NONFINITE``.
     """
 
-    def __init__(self, context: SyncContext, module: torch.nn.Module, model: int, nonfinite: str) -> None:
+    def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
         self._context = context
         self._module = module
         self._model = model

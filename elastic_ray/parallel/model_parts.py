@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
@@ -20,6 +19,9 @@ from elastic_ray.sync.sharded.model_tables import ModelTables
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from elastic_ray.sync.statistics.update_norms import with_update_norms
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class ModelParts:
 
     def __init__(
         self,
-        run: ModelRun,
+        run: Run,
         module: torch.nn.Module,
         trainable: Trainable,
         optimizer: torch.optim.Optimizer,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from elastic_ray.parallel.run_view import UpdateLedger
+if TYPE_CHECKING:
+    from elastic_ray.steps.ledger import StepLedger
 
 
 class DividedOptimizer(Protocol):
@@ -82,7 +83,7 @@ def check_schedule(schedule: Any) -> None:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {schedule!r}")
 
 
-def count_optimizer_steps(scheduler: Any, ledger: UpdateLedger, schedule: str) -> None:
+def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> None:
     """Let a scheduler that steps with every batch count optimizer steps, not the micro-steps between them.
 
     By ``"progress"`` a step counts as often as steps of the initial batch take as many samples; a call with arguments
@@ -127,7 +128,7 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
         scaler.load_state_dict(kept)
 
 
-def keep_scale_while_accumulating(scaler: Any, ledger: UpdateLedger) -> None:
+def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
     """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
     original = type(scaler).update
 

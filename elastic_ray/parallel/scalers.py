@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.parallel.run_view import ModelRun
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _NEAR = 16  # frames
 _SCALER_FILE = torch.amp.GradScaler.step.__code__.co_filename
@@ -18,7 +20,7 @@ _NOT_GIVEN = (
 )
 
 
-def check_scaler(run: ModelRun) -> None:
+def check_scaler(run: Run) -> None:
     """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
 
     Raises:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ray.parallel.patches import count_optimizer_steps
-from elastic_ray.parallel.run_view import ModelRun
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import DictState
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _PASS_IT = (
     "make it before the model is wrapped, and pass it as AdaptiveDataParallel(model, optimizer, lr_scheduler=...), "
@@ -31,7 +33,7 @@ class Schedulers:
         schedule: what those count that step with every batch.
     """
 
-    def __init__(self, run: ModelRun, optimizer: torch.optim.Optimizer, index: int, given: Any, schedule: str) -> None:
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, index: int, given: Any, schedule: str) -> None:
         self._run, self._optimizer = run, optimizer
         schedulers = given if isinstance(given, (list, tuple)) else [given]
         self._known = [scheduler for scheduler in schedulers if scheduler is not None]

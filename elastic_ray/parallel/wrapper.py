@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,14 +45,12 @@ from elastic_ray.parallel.refusals import (
     refuse_wrapped,
     warn_of_no_effect,
 )
-from elastic_ray.parallel.run_view import ModelRun
 from elastic_ray.parallel.scalers import check_scaler
 from elastic_ray.parallel.schedulers import Schedulers
 from elastic_ray.parallel.signature import describe_model
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.trainable import Trainable
@@ -65,6 +63,9 @@ from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.statistics.noise import NoiseTracker
 from placement.goodput.model import NoiseScale
+
+if TYPE_CHECKING:
+    from elastic_ray.steps.step import LoaderStep
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
 _ADDED_UP = (
@@ -157,18 +158,19 @@ class AdaptiveDataParallel(torch.nn.Module):
         # Not attributes that nn.Module would walk: none of these is a module.
         self._called, self._scaler_checked = False, grad_scaler is not None
         self._forwarded: object = None  # step whose first forward pass has been looked at
-        self._run: ModelRun = session
+        self._run = run = session.run
         self._optimizer, self._scaler = optimizer, grad_scaler
+        adaptation = session.adaptation
         self._learning_rates = LearningRates(
             optimizer,
             scaling_rule,
             noise=lambda: self._tracker.by_group,
-            epochs_done=lambda: self._run.ledger.epochs_done,
-            rate_factor=lambda: self._run.adaptation.rate_factor,
+            epochs_done=lambda: run.ledger.epochs_done,
+            rate_factor=lambda: adaptation.rate_factor,
             held=lambda: self._tracker.held_factors,
         )
         if monitor is not None:
-            self._run.registry.monitoring.ask(monitor)
+            run.registry.monitoring.ask(monitor)
         if session.elastic:
             warn_of_no_effect(watched, lacking=session.stragglers.lacks(watched))
         else:
@@ -253,7 +255,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             "where the last batch is too small; or local_bsz_bounds from 2 for an adaptive batch"
         )
 
-    def _look_for_carried(self, step: StepView) -> None:
+    def _look_for_carried(self, step: LoaderStep) -> None:
         """Find out if gradients of an earlier step wait, which the halves of a batch would count twice."""
         if self._run.group.world_size > 1:
             return
@@ -375,7 +377,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
         self._sync.before_update()
-        self._run.trained(self.module)
+        self._run.replicas.trained(self.module)
         self._check_called()
         if not self._scaler_checked:
             self._scaler_checked = True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
 
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.adaptation.requests import (
@@ -20,167 +19,32 @@ from elastic_ray.adaptation.runner import PolicyRunner
 from elastic_ray.adaptation.shared_values import SharedValues
 from elastic_ray.adaptation.view import PolicyView
 from elastic_ray.batch.limits import BatchChoice, cut_within
-from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.session.controller_client import ControllerClient
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
+from elastic_ray.run.run import Run
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.state.tree import Stateful
+from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.step import LoaderStep
-from placement.goodput.model import NoiseScale
-
-
-class AdaptedGroup(Protocol):
-    """The present group."""
-
-    @property
-    def generation(self) -> int:
-        """Its number."""
-
-    @property
-    def world_size(self) -> int:
-        """Its ranks."""
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The node of each rank."""
-
-
-class AdaptedModels(Protocol):
-    """The wrapped models."""
-
-    def noise(self) -> NoiseScale | None:
-        """Of the first model; None before an estimate."""
-
-    @property
-    def learning_rates(self) -> tuple[float, ...]:
-        """Of the first model's parameter groups."""
-
-
-class AdaptedLoaders(Protocol):
-    """The loader that leads."""
-
-    @property
-    def info(self) -> LoaderInfo | None:
-        """What it tells the job, None before there is one."""
-
-
-class AdaptedParts(Protocol):
-    """What the train function has built."""
-
-    @property
-    def models(self) -> AdaptedModels:
-        """The wrapped models."""
-
-    @property
-    def loaders(self) -> AdaptedLoaders:
-        """The loaders."""
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """Names of the models' strategies."""
-
-    def set_strategy(self, model: int, strategy: object) -> None:
-        """Go on with another strategy; raises ValueError or TypeError where a model cannot have it."""
-
-    def has_hook(self, point: HookPoint) -> bool:
-        """Whether anything is called at such a point."""
-
-    def call(self, point: HookPoint) -> None:
-        """The run is at such a point."""
-
-
-class AdaptedState(Protocol):
-    """The state that all ranks share."""
-
-    @property
-    def progress(self) -> RunProgress:
-        """Where the run stands."""
-
-
-class AdaptedMeter(Protocol):
-    """What all ranks know of each other's steps."""
-
-    @property
-    def workers(self) -> tuple[WorkerMeasures, ...]:
-        """By rank."""
-
-    def ask(self) -> None:
-        """Measure from now on."""
-
-
-class AdaptedRun(Protocol):
-    """The parts of a run that policies look at, and change."""
-
-    @property
-    def group(self) -> AdaptedGroup:
-        """The present group."""
-
-    @property
-    def registry(self) -> AdaptedParts:
-        """What the train function has built."""
-
-    @property
-    def states(self) -> AdaptedState:
-        """What all ranks share."""
-
-    @property
-    def meter(self) -> AdaptedMeter:
-        """What all ranks know of each other's steps."""
-
-
-class RegisteredStates(Protocol):
-    """States that all ranks share."""
-
-    def register(self, key: str, state: Stateful) -> None:
-        """Make ``state`` part of what joiners receive."""
-
-    def register_rollback(self, capture: Callable[[], Any], restore: Callable[[Any], None], name: str = "") -> None:
-        """Undo for small state that user code moves on even when its step is lost."""
-
-
-class AdaptedSession(Protocol):
-    """The way out of a run."""
-
-    @property
-    def controller(self) -> ControllerClient:
-        """Whom it tells of itself."""
-
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Tell the job's user something, from rank 0; all ranks come by here."""
 
 
 class Adaptation:
     """See the module's text; one for each run.
 
     Args:
-        session: the way out of the run.
+        run: the run that policies look at, and change.
         sizes: fewest and most workers of the job; None where the group cannot change.
 
     Attributes:
         runner: the policies.
     """
 
-    def __init__(self, session: AdaptedSession, sizes: tuple[int, int] | None) -> None:
-        self.runner = PolicyRunner(self, session.tell, session.controller.tell)
-        self._report_soon = session.controller.report_soon
-        self._sizes = sizes
-        self._run: AdaptedRun | None = None
-        self._set_shape: Callable[[BatchChoice | None], None] = lambda shape: None
+    def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
+        self._run, self._sizes = run, sizes
+        self.runner = PolicyRunner(self, run.tell, run.controller.tell)
         self._step: LoaderStep | None = None
-
-    def bind(self, run: AdaptedRun, set_shape: Callable[[BatchChoice | None], None]) -> None:
-        """The run is made; ``set_shape`` takes another batch shape on this rank."""
-        self._run, self._set_shape = run, set_shape
-
-    @property
-    def _bound(self) -> AdaptedRun:
-        assert self._run is not None, "bind() comes first"
-        return self._run
 
     @property
     def _progress(self) -> RunProgress:
-        return self._bound.states.progress
+        return self._run.states.progress
 
     def add(self, policies: Iterable[Policy]) -> None:
         """Ask these policies as well.
@@ -190,9 +54,9 @@ class Adaptation:
         """
         self.runner.add(policies)
         if self.runner:
-            self._bound.meter.ask()
+            self._run.meter.ask()
 
-    def register(self, states: RegisteredStates) -> None:
+    def register(self, states: SharedState) -> None:
         """Have what policies keep travel, and be undone with a lost step.
 
         Raises:
@@ -234,10 +98,10 @@ class Adaptation:
 
     def held_shape(self) -> BatchChoice | None:
         """How the batch that they have set is cut in the present group; None where the job chooses."""
-        info, batch_size = self._bound.registry.loaders.info, self.held_batch
+        info, batch_size = self._run.registry.loaders.info, self.held_batch
         if info is None or batch_size is None:
             return None
-        return cut_within(info.limits, batch_size, self._bound.group.world_size)
+        return cut_within(info.limits, batch_size, self._run.group.world_size)
 
     def before_step(self, step: LoaderStep) -> None:
         """A step has begun; ``before_train`` and ``before_epoch`` come before the first of a run and an epoch."""
@@ -258,14 +122,14 @@ class Adaptation:
         """
         if not self.runner:
             return
-        values, watched, workers = self.runner.values, self.runner.watched, self._bound.meter.workers
+        values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:
             values.advance(workers[0].passed_s, len(workers), step.count)
         values.take_metrics(watched.latest, watched.reports)
         self._step, wish = step, self.wish
         self.runner.settle(self._progress.steps)
         if self.wish != wish:
-            self._report_soon()
+            self._run.controller.report_soon()
         self._call("after_step")
 
     def end_epoch(self) -> None:
@@ -285,7 +149,7 @@ class Adaptation:
 
     def _view(self) -> PolicyView:
         """The run as policies see it now."""
-        run, values, progress, step = self._bound, self.runner.values, self._progress, self._step
+        run, values, progress, step = self._run, self.runner.values, self._progress, self._step
         info, workers = run.registry.loaders.info, run.meter.workers
         limits = info.limits if info is not None else None
         initial = limits.init_batch_size if limits is not None else 0
@@ -335,14 +199,14 @@ class Adaptation:
             case Report():
                 pass  # its event is all there is to it
             case Checkpoint():
-                if not self._bound.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
+                if not self._run.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
                     return "this run makes no automatic checkpoints"
-                self._bound.registry.call(HookPoint.CHECKPOINT_ASKED)
+                self._run.registry.call(HookPoint.CHECKPOINT_ASKED)
         return ""
 
     def _set_batch(self, request: SetBatch, values: SharedValues) -> str:
         """Have steps of this many samples, in every group from now on."""
-        info = self._bound.registry.loaders.info
+        info = self._run.registry.loaders.info
         if info is None or info.limits.fixed or info.limits.max_batch_size is None:
             return "the batch is fixed: call loader.autoscale_batch_size(max_batch_size=...) to let it change"
         most, batch_size = info.limits.max_batch_size, request.batch_size
@@ -351,7 +215,7 @@ class Adaptation:
         values.hold_batch(batch_size)
         shape = self.held_shape()
         if shape is not None:
-            self._set_shape(shape)
+            self._run.set_shape(shape)
         return ""
 
     def _resize(self, request: Resize, values: SharedValues) -> str:
@@ -367,7 +231,7 @@ class Adaptation:
 
     def _set_strategy(self, request: SetStrategy) -> str:
         try:
-            self._bound.registry.set_strategy(request.model, request.strategy)
+            self._run.registry.set_strategy(request.model, request.strategy)
         except (ValueError, TypeError) as error:
             return str(error)
         return ""

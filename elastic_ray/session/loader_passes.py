@@ -8,7 +8,9 @@ from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
-from elastic_ray.session.pass_view import PassChanges, PassRun
+from elastic_ray.run.run import Run
+from elastic_ray.session.adaptation import Adaptation
+from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.step import LoaderStep
@@ -27,23 +29,13 @@ class LoaderPasses:
     """See the module's text.
 
     Args:
-        parts: of the run.
+        run: the run.
         changes: of group and batch.
-        moment: a named moment of the run, for scripted faults.
-        tell: tells the job's user something once, whichever ranks come by (kind, text, number of the occasion).
+        adaptation: policies of the user's, asked between steps.
     """
 
-    def __init__(
-        self,
-        parts: PassRun,
-        changes: PassChanges,
-        moment: Callable[[str], None],
-        tell: Callable[[str, str, int], None] = lambda kind, text, number: None,
-    ) -> None:
-        self._parts = parts
-        self._changes = changes
-        self._moment = moment
-        self._tell = tell
+    def __init__(self, run: Run, changes: GroupChanges, adaptation: Adaptation) -> None:
+        self._run, self._changes, self._adaptation = run, changes, adaptation
         self._deferred_change: Callable[[int], bool] | None = None
         self._asked_to_end: PassProgress | None = None
         self._ended_early: PassProgress | None = None
@@ -54,17 +46,17 @@ class LoaderPasses:
 
     @property
     def _progress(self) -> RunProgress:
-        return self._parts.states.progress
+        return self._run.states.progress
 
     @property
     def step(self) -> LoaderStep | None:
         """The innermost step in progress."""
-        return self._parts.ledger.step
+        return self._run.ledger.step
 
     @property
     def next_ordinal(self) -> int:
         """Ordinal that the next pass of this epoch would get."""
-        return self._parts.ledger.next_ordinal
+        return self._run.ledger.next_ordinal
 
     def check_group(self, loader_pass: PassProgress) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
@@ -73,7 +65,7 @@ class LoaderPasses:
 
     def _follow(self, loader_pass: PassProgress) -> None:
         """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last."""
-        if self._parts.ledger.depth == 0 and self._changes.furthest_passes > self._progress.ended_passes:
+        if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._progress.ended_passes:
             loader_pass.end()
             self._progress.follow_passes(self._changes.furthest_passes)
 
@@ -95,22 +87,22 @@ class LoaderPasses:
             ReplicasDifferError: the ranks would use other samples, or in another order; raised on every rank.
             RanksDisagreeError: another rank has returned from the train function, after as many steps or fewer.
         """
-        parts = self._parts
-        depth, generation = parts.ledger.depth, parts.group.generation
+        run = self._run
+        depth, generation = run.ledger.depth, run.group.generation
         if not depth:
             self._check_returned()
         known = self._plans.get(depth)
-        if parts.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
+        if run.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
             return True
-        plan = DataPlan(facts=facts(), joined=parts.states.joined)
+        plan = DataPlan(facts=facts(), joined=run.states.joined)
         self._plans[depth] = loader_pass, generation, plan
         if depth:
             return True
-        if parts.group.replaces_broken and self._stepped_in != generation:
+        if run.group.replaces_broken and self._stepped_in != generation:
             self._due = generation, plan
             return True
         try:
-            parts.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
+            run.consensus.agree_on(Announced(Intent.PLAN), plan=plan)
         except CommunicationFailedError as error:
             self._changes.regroup(str(error))
             return False
@@ -119,18 +111,18 @@ class LoaderPasses:
     def _check_returned(self) -> None:
         """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
         steps = self._progress.loader_steps
-        for each in self._parts.group.returned:
+        for each in self._run.group.returned:
             if each.steps <= steps:
                 raise RanksDisagreeError(
-                    returned_early(each.rank, each.steps, self._parts.group.communicator.rank, steps)
+                    returned_early(each.rank, each.steps, self._run.group.communicator.rank, steps)
                 )
 
     def begin_step(self, step: LoaderStep) -> None:
         """A loader is about to hand out the first micro-batch of a step."""
-        self._parts.ledger.begin(step)
-        if self._parts.ledger.depth == 1:
-            self._parts.meter.begin_step()
-            self._parts.adaptation.before_step(step)
+        self._run.ledger.begin(step)
+        if self._run.ledger.depth == 1:
+            self._run.meter.begin_step()
+            self._adaptation.before_step(step)
 
     def end_after_step(self) -> None:
         """Let the innermost pass end with its step in progress, once that is committed.
@@ -147,27 +139,27 @@ class LoaderPasses:
 
     def stopped(self, loader_pass: PassProgress) -> bool:
         """Whether a policy has ended the training in this pass."""
-        return self._parts.adaptation.ends(loader_pass)
+        return self._adaptation.ends(loader_pass)
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """The micro-batch that ``fetch`` gives."""
-        if not self._parts.meter.on or self._parts.ledger.depth > 1:
+        if not self._run.meter.on or self._run.ledger.depth > 1:
             return fetch()
         since_s = time.perf_counter()
         batch = fetch()
-        self._parts.meter.waited_for_data(time.perf_counter() - since_s)
+        self._run.meter.waited_for_data(time.perf_counter() - since_s)
         return batch
 
     def end_micro_step(self, step: LoaderStep) -> None:
         """A micro-step that does not synchronise was done; one half of a batch says nothing of the time of a whole."""
         if not step.halved:
-            self._parts.clock.micro()
+            self._run.clock.micro()
 
     def abandon(self, left: PassProgress) -> None:
         """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
         only the former goes on, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
         its epoch has been settled already."""
-        self._parts.ledger.abandon(left)
+        self._run.ledger.abandon(left)
 
     def enter(self) -> PassProgress:
         """The next loader pass of this epoch, with the position that it has already reached.
@@ -176,15 +168,15 @@ class LoaderPasses:
             RuntimeError: a pass over whole batches is in progress.
         """
         self.settle()
-        ordinal = self._parts.ledger.begin_pass()
+        ordinal = self._run.ledger.begin_pass()
         self._catch_up()
         return self._progress.passes[ordinal]
 
     def end_epoch(self) -> None:
         """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
-        self._parts.ledger.abandon_all()
+        self._run.ledger.abandon_all()
         self.settle()
-        self._parts.adaptation.end_epoch()
+        self._adaptation.end_epoch()
         self._progress.keep_sums()
         self._progress.end_epoch()
         self._catch_up()
@@ -207,20 +199,20 @@ class LoaderPasses:
             WorkerDismissed: this worker leaves here, or the job was stopped.
         """
         self.settle()
-        parts, ledger = self._parts, self._parts.ledger
+        run, ledger = self._run, self._run.ledger
         failure = ledger.failure  # of this step, not of one around it
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
         before = ledger.loader_steps
-        self._moment("edge")
+        self._run.moment("edge")
         nested = ledger.step is not None
         try:
             if failure is not None:
                 raise CommunicationFailedError(failure)
-            plan = self._due[1] if not nested and self._due[0] == parts.group.generation else None
-            if ledger.needs_vote or plan is not None or parts.sums.expected(self._progress.epoch):
-                averaged = 0 if nested else parts.registry.drift_layout(trained=ledger.trains)
+            plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
+            if ledger.needs_vote or plan is not None or run.sums.expected(self._progress.epoch):
+                averaged = 0 if nested else run.registry.drift_layout(trained=ledger.trains)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
                 self._due = self._due if nested else (0, None)
         except CommunicationFailedError as error:
@@ -231,22 +223,22 @@ class LoaderPasses:
             return ledger.loader_steps > before
         if ends_early:
             self._ended_early = step.loader_pass
-        trained = ledger.commit(step, parts.group.generation, parts.registry.models.gain)
-        self._stepped_in = self._stepped_in if nested else parts.group.generation
+        trained = ledger.commit(step, run.group.generation, run.registry.models.gain)
+        self._stepped_in = self._stepped_in if nested else run.group.generation
         if not nested and self._averaged(trained=trained):
             shape = step.shape if trained else None
-            parts.clock.edge(
+            run.clock.edge(
                 shape,
                 step.micro_steps,
                 step.count,
-                parts.registry.strategy_key,
-                uneven=parts.stragglers.uneven or parts.gpu_types.mixed,
+                run.registry.strategy_key,
+                uneven=run.stragglers.uneven or run.gpu_types.mixed,
             )
-            parts.meter.end_step()
+            run.meter.end_step()
             if trained:
-                parts.stragglers.after_step(parts.gpu_types.comparable(step.work))
-                parts.gpu_types.after_step(step.sizes)
-                parts.adaptation.after_step(step)
+                run.stragglers.after_step(run.gpu_types.comparable(step.work))
+                run.gpu_types.after_step(step.sizes)
+                self._adaptation.after_step(step)
             if not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
         return True
@@ -255,7 +247,7 @@ class LoaderPasses:
         """Average models after a step that is committed; False if the group broke, and another one was entered."""
         try:
             if trained:
-                self._parts.registry.after_step()
+                self._run.registry.after_step()
         except CommunicationFailedError as error:
             self._changes.regroup(str(error))
             return False
@@ -280,20 +272,20 @@ class LoaderPasses:
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state
             self._leave_pass(loader_pass, total, put_off=put_off)
             return
-        parts, ended = self._parts, self._progress.ended_passes
+        run, ended = self._run, self._progress.ended_passes
         early, self._ended_early = abandoned or self._ended_early is loader_pass, None
         while self._progress.ended_passes == ended:
             try:
-                depth = parts.ledger.depth
+                depth = run.ledger.depth
                 described = self._plans.get(depth) if depth else None
                 plan = described[2] if described is not None and described[0] is loader_pass else None
-                self._vote(Announced(Intent.END_OF_PASS, depth, parts.registry.buffer_layout), plan=plan)
+                self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
                 self._progress.end_pass()
-                parts.registry.sync_buffers(parts.group.communicator)
-                if self._parts.ledger.depth == 0:
-                    parts.registry.collapse()
+                run.registry.sync_buffers(run.group.communicator)
+                if self._run.ledger.depth == 0:
+                    run.registry.collapse()
             except CommunicationFailedError as error:
-                if early and parts.ledger.depth == 0:
+                if early and run.ledger.depth == 0:
                     self._end_alone(loader_pass)
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
@@ -307,15 +299,15 @@ class LoaderPasses:
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
         """All ranks know that the pass is over."""
-        self._parts.ledger.end_pass(loader_pass)
-        if self._parts.ledger.depth == 0:
+        self._run.ledger.end_pass(loader_pass)
+        if self._run.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size
             if not put_off:
                 self._catch_up()
 
     def settle(self) -> None:
         """Commit steps that were left by ``break``, and end their passes."""
-        while (step := self._parts.ledger.take_abandoned()) is not None:
+        while (step := self._run.ledger.take_abandoned()) is not None:
             loader_pass, total, ended = step.loader_pass, step.total, self._progress.ended_passes
             self.edge(ends_pass=True, abandoned=True)
             if self._progress.ended_passes == ended:
@@ -330,33 +322,33 @@ class LoaderPasses:
             self._changes.between_steps(can_switch)
 
     def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
-        parts = self._parts
-        added = parts.sums.take(parts.ledger.depth + 1)
+        run = self._run
+        added = run.sums.take(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
-            self._progress.add_sums(parts.consensus.vote(what, added, plan=plan))
+            self._progress.add_sums(run.consensus.vote(what, added, plan=plan))
             return
-        join = parts.registry.join if step.is_idle(parts.group.communicator.rank) else None
-        self._progress.add_sums(parts.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
+        join = run.registry.join if step.is_idle(run.group.communicator.rank) else None
+        self._progress.add_sums(run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
-        parts = self._parts
-        parts.sums.undo_beyond(parts.ledger.depth)
-        lost = parts.ledger.undo(step, gradients_wait=parts.registry.gradients_wait)
+        run = self._run
+        run.sums.undo_beyond(run.ledger.depth)
+        lost = run.ledger.undo(step, gradients_wait=run.registry.gradients_wait)
         self._changes.regroup(cause)
-        parts.ledger.resume(lost, cause)
+        run.ledger.resume(lost, cause)
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
         """A step was lost whose loop has been left: count it where its update is in the model, and end its pass."""
-        parts = self._parts
-        parts.sums.undo_beyond(parts.ledger.depth)
-        before = parts.ledger.loader_steps
+        run = self._run
+        run.sums.undo_beyond(run.ledger.depth)
+        before = run.ledger.loader_steps
         if self._progress.optimizers_stepped:
-            parts.ledger.commit(step, parts.group.generation, parts.registry.models.gain)
+            run.ledger.commit(step, run.group.generation, run.registry.models.gain)
         else:
-            parts.ledger.undo(step)
+            run.ledger.undo(step)
         self._end_alone(step.loader_pass)
         self._changes.regroup(cause)
-        lost = _LOST if parts.ledger.loader_steps == before else _LOST_SUMS
+        lost = _LOST if run.ledger.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_follow`.
-        self._tell("warning", lost.format(count=step.count), parts.group.generation)
+        self._run.tell_once("warning", lost.format(count=step.count), run.group.generation)

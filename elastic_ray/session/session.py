@@ -6,41 +6,34 @@ code between them never sees membership, batch size or learning rate move.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
-from elastic_ray.batch.reports import ModelInfo, StepReport
+from elastic_ray.batch.reports import StepReport
 from elastic_ray.consensus.changes import UNRECORDED
-from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.run.controller_client import ControllerClient
+from elastic_ray.run.registry import HookPoint
+from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
-from elastic_ray.session.controller_client import ControllerClient
-from elastic_ray.session.group import Group
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.loader_passes import LoaderPasses
-from elastic_ray.session.optimizer_watch import OptimizerWatch
-from elastic_ray.session.registry import HookPoint, Noise, Registry
-from elastic_ray.session.run_state import make_run_state
 from elastic_ray.session.step_reports import step_report
+from elastic_ray.session.user_collectives import CollectiveResults, UserCollectives
 from elastic_ray.state.layout import check_ends
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.state.shared_state import SharedState
 from elastic_ray.state.starting_point import SavedState, StartingPoint
-from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.random_numbers import fold_generators
-from elastic_ray.steps.user_collectives import UserCollectives
 from elastic_ray.stragglers.reports import StragglerConfig
-from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 # Nearly always all ranks return at once; one that is alone with it for longer goes ahead.
 _FINISHED_WAIT_S = 0.5
@@ -93,44 +86,46 @@ class Session:
         sizes: tuple[int, int] | None = None,
         stragglers: StragglerConfig = _IGNORED,
     ) -> None:
-        self.worker, self.job, self.elastic, self.start = worker, job, elastic, start or StartingPoint()
-        self.membership, self.controller = membership, controller
-        self._synced = self._in_epochs = self._opening_failed = self._told_of_early_report = False
+        self.start = start or StartingPoint()
+        self._in_epochs = self._opening_failed = self._told_of_early_report = False
         self._steps_at_join = 0
-        self._saved = saved
-        self._join_timeout_s, self._faults = join_timeout_s, faults
-        self._replicas = Replicas(lambda: self.registry.drifts)
-        self._parts = make_run_state(
-            Group(worker, membership, expected or RankInfo(), sizes[1] if sizes is not None else None),
-            membership,
-            progress or RunProgress(),
-            self._replicas,
-            elastic=elastic,
-            fixed_batch=fixed_batch,
-            stragglers=stragglers,
-            adaptation=Adaptation(self, sizes),
-            moment=self.moment,
-            tell=self.tell,
-        )
-        self.optimizers = OptimizerWatch(self.group, self.tell)
-        self._changes = GroupChanges(
-            self._parts,
+        self._saved, self._join_timeout_s = saved, join_timeout_s
+        self.run = run = Run(
+            worker,
             membership,
             controller,
-            self.moment,
-            catch_up=lambda communicator: self.collectives.enter_group(communicator),
+            progress=progress or RunProgress(),
             elastic=elastic,
-            explain=explain,
-            regroup_timeout_s=regroup_timeout_s,
+            fixed_batch=fixed_batch,
+            faults=faults,
+            job=job,
+            expected=expected or RankInfo(),
+            most_workers=sizes[1] if sizes is not None else None,
+            stragglers=stragglers,
         )
-        self._parts.adaptation.bind(self._parts, self._changes.set_shape)
-        self.passes = LoaderPasses(self._parts, self._changes, self.moment, self._tell_once)
-        self.collectives = UserCollectives(self._parts, self.passes.settle, self._changes.regroup, self.moment)
+        self.worker, self.job, self.elastic, self.membership, self.controller = (
+            worker,
+            job,
+            elastic,
+            membership,
+            controller,
+        )
+        self.group, self.states, self.registry, self.ledger = run.group, run.states, run.registry, run.ledger
+        self.consensus, self.stragglers, self.optimizers = run.consensus, run.stragglers, run.optimizers
+        self.tell, self.moment = run.tell, run.moment
+        self.adaptation = Adaptation(run, sizes)
+        run.consensus.add(self.adaptation.runner.watched, self.adaptation.runner.ballot)
+        results = CollectiveResults()
+        self._changes = GroupChanges(
+            run, self.adaptation, results, explain=explain, regroup_timeout_s=regroup_timeout_s
+        )
+        self.passes = LoaderPasses(run, self._changes, self.adaptation)
+        self.collectives = UserCollectives(run, self._changes, self.passes, results)
 
     @property
     def synced(self) -> bool:
         """Whether this worker has become part of the job, with the first epoch."""
-        return self._synced
+        return self.run.synced
 
     @property
     def opening_failed(self) -> bool:
@@ -141,31 +136,6 @@ class Session:
         """Leave the run to be opened once more; outside a trainer, a new model begins another one instead."""
         self._opening_failed, self._in_epochs = True, False
         self.registry.loaders.fail()
-
-    @property
-    def group(self) -> Group:
-        """The present group."""
-        return self._parts.group
-
-    @property
-    def states(self) -> SharedState:
-        """What all ranks share."""
-        return self._parts.states
-
-    @property
-    def registry(self) -> Registry:
-        """What the train function has built."""
-        return self._parts.registry
-
-    @property
-    def ledger(self) -> StepLedger:
-        """Which step this rank is in, and what of it counts."""
-        return self._parts.ledger
-
-    @property
-    def consensus(self) -> RankConsensus:
-        """This rank's announcements and votes."""
-        return self._parts.consensus
 
     @property
     def progress(self) -> RunProgress:
@@ -190,18 +160,13 @@ class Session:
     @property
     def shape_changes(self) -> int:
         """How often the group, the batch shape or the ranks' shares have changed."""
-        changes = self._changes.shape_changes + self.registry.halving_changes
-        return changes + self.stragglers.changes + self._parts.gpu_types.changes
-
-    @property
-    def stragglers(self) -> StragglerWatch:
-        """Which workers are slow."""
-        return self._parts.stragglers
+        changes = self.run.shape_changes + self.registry.halving_changes
+        return changes + self.stragglers.changes + self.run.gpu_types.changes
 
     @property
     def share_weights(self) -> tuple[float, ...] | None:
         """Shares of the ranks in a step's samples; None where they are equal."""
-        return self._parts.gpu_types.weights(self._parts.stragglers.weights)
+        return self.run.gpu_types.weights(self.run.stragglers.weights)
 
     @property
     def in_epochs(self) -> bool:
@@ -209,67 +174,17 @@ class Session:
         return self._in_epochs
 
     @property
-    def models(self) -> int:
-        """How many models the loop has wrapped."""
-        return len(self.registry.models)
-
-    def may_choose(self, number: int) -> bool:
-        """Whether this model's strategy may be chosen now: one at a time, for all share the steps that are timed."""
-        return self.registry.have_chosen(number)
-
-    @property
     def preempted(self) -> bool:
         """Whether the ranks have agreed to stop in order to go on another time."""
-        return self._parts.agreed.preempted and not self._parts.agreed.stop
-
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Tell the job's user something, from rank 0; all ranks come by here."""
-        if self.group.rank_info.rank == 0:
-            self.controller.tell(kind, text, dict(detail or {}))
-
-    def _tell_once(self, kind: str, text: str, number: int) -> None:
-        """Tell it from any rank; of several that say the same under one number, the job hears the first."""
-        self.controller.tell(kind, text, {"number": number})
-
-    def moment(self, name: str) -> None:
-        """A named moment of the run, for scripted faults."""
-        if self._faults is not None:
-            self._faults.at(name, worker=self.worker, rank=self.rank, step=self.progress.steps)
-
-    def add_model(
-        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
-    ) -> int:
-        """Take part in the training of a newly wrapped model; returns its number, in the order of wrapping.
-
-        Args:
-            module: the model.
-            optimizer: steps its parameters.
-            info: what it tells the job.
-            noise: gives its noise scale.
-
-        Raises:
-            RuntimeError: training has begun. ValueError: the model shares parameters with another one.
-        """
-        if self.synced:
-            raise RuntimeError(
-                "AdaptiveDataParallel must wrap every model before the first epoch, so that all workers hold the same. "
-                "For several trainings in one job (the folds of a cross-validation) wrap all their models first and "
-                "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
-                "fold, epoch = divmod(count, epochs)`; or submit a job each"
-            )
-        rates = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
-        number = self.registry.models.add(info, noise, rates)
-        self._replicas.add(module, optimizer)
-        self.optimizers.add(optimizer)
-        return number
+        return self.run.agreed.preempted and not self.run.agreed.stop
 
     def new_accumulator(self) -> tuple[int, int]:
         """Key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
-        return self._parts.sums.new_key(self.ledger.accumulator_scope)
+        return self.run.sums.new_key(self.ledger.accumulator_scope)
 
     def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
         """Add to an accumulator's sum in the innermost step in progress."""
-        self._parts.sums.add(self.ledger.depth, key, name, value)
+        self.run.sums.add(self.ledger.depth, key, name, value)
 
     def add_policies(self, policies: Sequence[Policy]) -> None:
         """Ask these policies between steps.
@@ -279,12 +194,7 @@ class Session:
         """
         if policies and self.synced:
             raise RuntimeError("policies must be given before the first epoch, so that all workers have the same")
-        self._parts.adaptation.add(policies)
-
-    @property
-    def adaptation(self) -> Adaptation:
-        """Policies of the user's."""
-        return self._parts.adaptation
+        self.adaptation.add(policies)
 
     def sync_point(self) -> None:
         """Where a worker becomes part of the job: everything is built, nothing has been trained.
@@ -305,12 +215,12 @@ class Session:
     @property
     def has_trained(self) -> bool:
         """Whether a step was committed since this worker joined."""
-        return self._synced and self.progress.steps > self._steps_at_join
+        return self.run.synced and self.progress.steps > self._steps_at_join
 
     def _open(self) -> None:
         """Join the group with what the train function has built."""
         self.registry.call(HookPoint.BEFORE_FIRST_EPOCH)
-        self._parts.adaptation.register(self.states)
+        self.adaptation.register(self.states)
         if self.elastic:
             self.states.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         self._install_saved()
@@ -318,7 +228,7 @@ class Session:
         self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
-        self._synced = True
+        self.run.synced = True
         self._steps_at_join = self.progress.steps
         if self.registry.folds_random:
             fold_generators(self.rank, self.group.generation, self.progress.loader_steps, joined=self.states.joined)
@@ -356,14 +266,10 @@ class Session:
         self.sync_point()
         self.progress.declare_epochs(epochs)
 
-    def trained(self, module: torch.nn.Module) -> None:
-        """The optimizer of a model steps."""
-        self._replicas.trained(module)
-
     def leave_epochs(self) -> None:
         """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""
         if self.synced and self.world_size > 1:
-            self._replicas.leave(self.progress.steps, self.progress.loader_steps)
+            self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
     def enter_loop(self) -> PassProgress:
         """The next loader pass of this epoch, with the position that it has already reached.
@@ -396,18 +302,18 @@ class Session:
 
     def count_report(self, *, saves: bool = False) -> int:
         """Another call of ``report``, with a checkpoint if it ``saves``; returns its number in the run."""
-        self._parts.agreed.ask_for_comparison(saves)
-        if self.rank and self._parts.agreed.is_unrecorded():
-            self._tell_once("warning", UNRECORDED, 0)
-        reports = self.progress.count_report(self._parts.agreed.reports)
-        self._parts.agreed.count_reports(reports)
+        self.run.agreed.ask_for_comparison(saves)
+        if self.rank and self.run.agreed.is_unrecorded():
+            self.run.tell_once("warning", UNRECORDED, 0)
+        reports = self.progress.count_report(self.run.agreed.reports)
+        self.run.agreed.count_reports(reports)
         return reports
 
     def may_save(self) -> bool:
         """Whether all ranks hold the model that this one does; if they do not, they will after the next step."""
         settled = self.registry.settled
         if not settled:
-            self._parts.agreed.ask_for_consensus()
+            self.run.agreed.ask_for_consensus()
         return settled
 
     @property
@@ -424,7 +330,7 @@ class Session:
 
     def step_report(self) -> StepReport | None:
         """Rank 0's measurements since the last call; None before the first generation."""
-        return step_report(self._parts)
+        return step_report(self.run, self.adaptation)
 
     def finish(self, *, saves: bool = False) -> bool:
         """The train function returned.
@@ -446,13 +352,13 @@ class Session:
                 "`for epoch in elastic_ray.remaining_epochs_until(n):`, but it returned without doing so"
             )
         self.registry.call(HookPoint.BEFORE_END)
-        self._parts.adaptation.end_train()
+        self.adaptation.end_train()
         if self.ledger.failed:
             return False
         alone = self.world_size == 1 or not self.registry.saves_together
         ends, wait_s = list[int](), _FINISHED_WAIT_S if alone or not saves else _SAVED_TOGETHER_WAIT_S
         if self.world_size > 1 and not self.membership.voided:
-            left = self._replicas.left_at(self.progress.loader_steps)
+            left = self.run.replicas.left_at(self.progress.loader_steps)
             ends = self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
             check_ends(ends)
         if alone or not saves:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from elastic_ray.batch.reports import StepReport
-from elastic_ray.session.run_state import RunState
+from elastic_ray.run.run import Run
+from elastic_ray.session.adaptation import Adaptation
 
 
-def step_report(run: RunState) -> StepReport | None:
+def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
     """Measurements since the last call; None before the first generation."""
     spec = run.group.generation_spec
     if spec is None:
@@ -35,8 +36,8 @@ def step_report(run: RunState) -> StepReport | None:
         stragglers=(*run.stragglers.slow, *run.stragglers.senders),
         ratios=run.stragglers.ratios,
         parts=run.gpu_types.take() if not run.stragglers.uneven else (),
-        held_batch=run.adaptation.held_batch,
-        wish=run.adaptation.wish,
+        held_batch=adaptation.held_batch,
+        wish=adaptation.wish,
         learning_rate_factor=run.registry.models.rate_factor,
         first_step_s=run.clock.first_step_s,
         loss=run.registry.monitoring.loss,

@@ -23,7 +23,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
-from elastic_ray.session.optimizer_watch import watch_optimizers
+from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.departures import Departures
 from elastic_ray.standalone.env_store import address_towards, env_store

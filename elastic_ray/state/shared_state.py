@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
@@ -29,6 +29,9 @@ from elastic_ray.state.tree import (
 )
 from elastic_ray.state.unread import TakesUnread, read_all
 
+if TYPE_CHECKING:
+    from elastic_ray.run.registry import Registry
+
 _OF_EVERY_RUN = {"run", "shape"}
 _SAME_STATES = "train_loop_per_worker must register the same state on every worker before its first epoch"
 
@@ -44,23 +47,6 @@ class Exchanged:
 
     received: bool
     passes: int
-
-
-class DriftingReplicas(Protocol):
-    """Models that ranks train by themselves, until they are averaged."""
-
-    @property
-    def marker(self) -> int:
-        """Which average was the last to end on this rank; larger is later, 0 before the first."""
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """Make models one that differ among the ranks that hold a trained state; all ranks call it.
-
-        Args:
-            communicator: the group.
-            marker: the latest of their markers: only who has it adds to the one model.
-            holds: whether this rank holds such a state.
-        """
 
 
 @contextlib.contextmanager
@@ -249,7 +235,7 @@ class SharedState:
         passes = mine[: len(progress.passes)] + progress.passes[len(mine) :]
         self.progress = dataclasses.replace(progress, passes=passes)
 
-    def exchange(self, communicator: Communicator, replicas: DriftingReplicas, samples: int | None) -> Exchanged:
+    def exchange(self, communicator: Communicator, replicas: Registry, samples: int | None) -> Exchanged:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
@@ -12,22 +12,8 @@ from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.replay import Replay
 from elastic_ray.steps.step import LoaderStep
 
-
-class RecoverableState(Protocol):
-    """The run's progress, and small state that a lost step takes back."""
-
-    @property
-    def progress(self) -> RunProgress:
-        """Where the run stands."""
-
-    def snapshot(self) -> None:
-        """A step begins."""
-
-    def forget_snapshot(self) -> None:
-        """It was committed."""
-
-    def roll_back(self) -> None:
-        """It was lost."""
+if TYPE_CHECKING:
+    from elastic_ray.state.shared_state import SharedState
 
 
 class StepLedger:
@@ -43,7 +29,7 @@ class StepLedger:
     """
 
     def __init__(
-        self, state: RecoverableState, *, recoverable: bool, moment: Callable[[str], None] = lambda name: None
+        self, state: SharedState, *, recoverable: bool, moment: Callable[[str], None] = lambda name: None
     ) -> None:
         self._state = state
         self._recoverable = recoverable

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import RunProgress
 
-
-class ReplayedState(Protocol):
-    """The state that a worker has got from the others."""
-
-    @property
-    def progress(self) -> RunProgress:
-        """Where the run stands."""
-
-    def snapshot(self) -> None:
-        """Remember what user code moves on by itself."""
-
-    def roll_back(self) -> None:
-        """Return to what was remembered."""
+if TYPE_CHECKING:
+    from elastic_ray.state.shared_state import SharedState
 
 
 class Replay:
@@ -29,7 +18,7 @@ class Replay:
         between_epochs: the code comes by passes of earlier epochs first.
     """
 
-    def __init__(self, state: ReplayedState, *, between_epochs: bool = False) -> None:
+    def __init__(self, state: SharedState, *, between_epochs: bool = False) -> None:
         progress = state.progress
         state.snapshot()
         self._state = state

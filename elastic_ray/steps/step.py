@@ -4,78 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.state.progress import PassProgress
-
-
-class StepView(Protocol):
-    """What others than its loader may see of a step: how gradients are synchronised and policies of the user's."""
-
-    @property
-    def sizes(self) -> Sequence[Sequence[int]]:
-        """``sizes[rank][micro]`` samples of each rank's micro-batches."""
-
-    @property
-    def count(self) -> int:
-        """Samples of the whole step."""
-
-    @property
-    def scale(self) -> float:
-        """Global / initial batch size, by the loader's setting."""
-
-    @property
-    def init_batch_size(self) -> int:
-        """Global batch that the user's learning rate belongs to."""
-
-    @property
-    def sample_scale(self) -> float:
-        """Samples of this very step / initial batch size."""
-
-    @property
-    def micro(self) -> int:
-        """The micro-step in progress."""
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches a rank takes in this step."""
-
-    @property
-    def is_last_micro(self) -> bool:
-        """Whether gradients are synchronised in this micro-step."""
-
-    @property
-    def population(self) -> int | None:
-        """Samples that the pass draws from without replacement; None where they are not known, or drawn otherwise."""
-
-    @property
-    def halved(self) -> bool:
-        """True if the step is cut into more micro-batches than its shape has, to measure the gradient's noise."""
-
-    @property
-    def weighed(self) -> bool:
-        """Whether the loop weighs this rank's micro-batches itself, see ``LoaderStep.weigh``."""
-
-    @property
-    def own_counts(self) -> Sequence[float]:
-        """What it has given for this rank's micro-batches so far."""
-
-    @property
-    def counts(self) -> Sequence[Sequence[float]] | None:
-        """What it has given on all ranks, ``counts[rank][micro]``; None before that is known."""
-
-    def begin_backward(self) -> None:
-        """A backward pass of the present micro-batch begins, with the weight that it has by now."""
-
-    def take_counts(self, counts: Sequence[Sequence[float]]) -> None:
-        """What it has given on all ranks that are added up."""
-
-    def weight(self, rank: int) -> float:
-        """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks)."""
-
-    def own_weight(self, rank: int) -> float:
-        """Its share in the mean gradient of that rank's own samples in the step."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +27,7 @@ class LoaderStep:
         micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
         population: samples that the pass draws from without replacement; None where that is not known.
-        own_counts, counts: what the loop weighs micro-batches by, see ``StepView``.
+        own_counts, counts: what the loop weighs micro-batches by, see ``LoaderStep``.
         count: samples of the whole step.
     """
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from elastic_ray.stragglers.detection import MIN_STEPS, lower_median
 from placement.goodput.mixed import MeasuredPart
+
+if TYPE_CHECKING:
+    pass
 
 _WARM_UP = 2  # steps that pay for caches
 _WORTH = 1.1  # times a weight must move
@@ -41,7 +44,7 @@ class TypedMeasures(Protocol):
 
     @property
     def data_s(self) -> float:
-        """Waiting for data [s]."""
+        """RankConsensus for data [s]."""
 
 
 _M = TypeVar("_M", bound=TypedMeasures)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    pass
 
 
 class Place(Protocol):
@@ -28,7 +31,7 @@ class Measured(Protocol):
 
     @property
     def data_s(self) -> float:
-        """Waiting for data [s]."""
+        """RankConsensus for data [s]."""
 
     @property
     def step_s(self) -> float:

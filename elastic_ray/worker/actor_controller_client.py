@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
@@ -21,7 +21,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.tracker_files import TrackerFiles
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
-from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import (
     StateSaved,
@@ -32,10 +32,12 @@ from elastic_ray.worker.messages import (
     WorkerReady,
     WorkerReport,
 )
-from elastic_ray.worker.run_view import MeasuredRun
 from elastic_ray.worker.setup import Assignment, WorkerSetup
 from placement.ray_cluster.named_actors import insist
 from placement.storage.storage_calls import StorageCalls
+
+if TYPE_CHECKING:
+    from elastic_ray.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -264,9 +266,7 @@ class ActorControllerClient:
 class HeartbeatThread:
     """Beats to the controller from a thread of its own while a run lasts."""
 
-    def __init__(
-        self, link: ActorControllerClient, session: MeasuredRun, *, interval_s: float, report_s: float
-    ) -> None:
+    def __init__(self, link: ActorControllerClient, session: Session, *, interval_s: float, report_s: float) -> None:
         self._link = link
         self._session = session
         self._interval_s = interval_s

@@ -52,7 +52,7 @@ def _delete_stored(checkpoint: Any) -> None:
     """
     import pyarrow.fs
 
-    from elastic_ray.session.current import session_of_thread
+    from elastic_ray.run.current import session_of_thread
 
     session = session_of_thread()
     stored = getattr(session.controller, "stored", None) if session is not None else None

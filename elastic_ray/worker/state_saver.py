@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.checkpoints.automatic import StateFile, delete_others, delete_unfinished
 from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
@@ -21,8 +21,10 @@ from elastic_ray.consensus.saving import SaveAgreement, SaveOrder
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError, pack, unpack
 from elastic_ray.worker.messages import StateSaved
-from elastic_ray.worker.run_view import SavedRun
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
+
+if TYPE_CHECKING:
+    from elastic_ray.session.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,7 @@ class StateSaver:
 
     def __init__(
         self,
-        session: SavedRun,
+        session: Session,
         storage: RunStorage,
         told: Callable[[StateSaved], float],
         *,

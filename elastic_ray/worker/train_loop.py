@@ -15,7 +15,7 @@ import ray.cloudpickle
 from ray.util import inspect_serializability
 
 from elastic_ray.adaptation.policy import Policy, name_of
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.worker.in_ray_train import in_ray_train
 from elastic_ray.worker.script_classes import load
 

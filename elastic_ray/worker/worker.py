@@ -24,12 +24,12 @@ from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Stop
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
+from elastic_ray.run.current import set_worker_session
+from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.optimizers import watch_optimizers
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.sealed import seal, seal_error
-from elastic_ray.session.current import set_worker_session
-from elastic_ray.session.optimizer_watch import watch_optimizers
-from elastic_ray.session.registry import HookPoint
 from elastic_ray.session.session import Session
-from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.steps.random_numbers import seed_alike

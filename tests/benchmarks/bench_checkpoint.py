@@ -44,8 +44,8 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
     from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s
     from elastic_ray.checkpoints.run_directory import RunStorage
     from elastic_ray.loop.api import current_session
-    from elastic_ray.session.current import set_session
-    from elastic_ray.session.registry import HookPoint
+    from elastic_ray.run.current import set_session
+    from elastic_ray.run.registry import HookPoint
     from elastic_ray.worker.messages import StateSaved
     from elastic_ray.worker.state_saver import StateSaver
 

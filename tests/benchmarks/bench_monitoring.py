@@ -52,7 +52,7 @@ def loop(case: Any, data: Any, world: int, monitor: Any) -> Iterator[Any]:
 
     import elastic_ray as er
     from elastic_ray.loop.api import current_session
-    from elastic_ray.session.current import set_session
+    from elastic_ray.run.current import set_session
 
     set_session(None)
     model = case.build()
@@ -88,7 +88,7 @@ class Loop:
         """Wall time [s] and this rank's CPU time [s] of a step, which all ranks begin together."""
         import torch.distributed as dist
 
-        from elastic_ray.session.current import set_session
+        from elastic_ray.run.current import set_session
 
         set_session(self._session)
         dist.barrier()

@@ -86,7 +86,7 @@ def train_and_save(folder: str, kind: str) -> None:
     import elastic_ray as er
     from elastic_ray.checkpoints.run_directory import RunStorage
     from elastic_ray.loop.api import current_session
-    from elastic_ray.session.registry import HookPoint
+    from elastic_ray.run.registry import HookPoint
     from elastic_ray.worker.state_saver import StateSaver
 
     _, optimizer, wrapped = _make(kind, "cpu")

@@ -56,7 +56,7 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
     import elastic_ray as er
     from elastic_ray.checkpoints.run_directory import RunStorage
     from elastic_ray.loop.api import current_session
-    from elastic_ray.session.registry import HookPoint
+    from elastic_ray.run.registry import HookPoint
     from elastic_ray.worker.state_saver import StateSaver
 
     torch.set_num_threads(1)

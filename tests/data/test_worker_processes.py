@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.worker import script_classes
 
 SCRIPT = """

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.changing import run_job
 
 accelerate = pytest.importorskip("accelerate")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 
 transformers = pytest.importorskip("transformers")
 lightning = pytest.importorskip("lightning")

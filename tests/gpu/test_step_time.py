@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.current import set_worker_session
+from elastic_ray.run.current import set_worker_session
 
 STEPS, WARM = 30, 10
 

@@ -16,7 +16,7 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import OnExceptionCheckpoint  # noqa: E402
 
 from elastic_ray.integrations.lightning import ElasticRayStrategy  # noqa: E402
-from elastic_ray.session.current import set_session  # noqa: E402
+from elastic_ray.run.current import set_session  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

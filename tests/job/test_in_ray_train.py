@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.worker.train_loop import call, pack
 
 

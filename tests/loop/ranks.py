@@ -129,7 +129,7 @@ _OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "
 def _serve(pipe: Connection) -> None:
     import torch
 
-    from elastic_ray.session.current import set_session
+    from elastic_ray.run.current import set_session
 
     multiprocessing.set_start_method("fork", force=True)  # as in a process of torchrun, not in one that was spawned
     stacks = _stack_file(os.getpid()).open("w")

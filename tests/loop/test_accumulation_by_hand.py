@@ -19,7 +19,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
-from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.loop.test_preemption import session_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.test_accumulation_by_hand import net, rows, weights
 

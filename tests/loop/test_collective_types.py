@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, run_job
 
 REAL = [

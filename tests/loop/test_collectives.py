@@ -13,7 +13,7 @@ import torch
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.state.tree import UnsafeStateError
 from elastic_ray.state.tree_bytes import from_bytes, to_bytes
 from tests.loop.changing import Change, Kill, Outcome, run_job

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_ray as er
 from elastic_ray.data.sharding import split, step_size
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from tests.loop.changing import run_job
 
 

@@ -13,7 +13,7 @@ import elastic_ray as er
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.session import StandaloneController
 from tests.loop.ranks import RankFailedError, Ranks

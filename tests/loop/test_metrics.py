@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.state.plain_metrics import MOST_CHARACTERS, plain_metrics
 
 

@@ -77,7 +77,7 @@ def test_a_store_that_torch_holds_already_is_shared(ranks: Ranks) -> None:
 
 
 def twice(port: int) -> Any:
-    from elastic_ray.session.current import set_session
+    from elastic_ray.run.current import set_session
 
     results = [train(port)[0]]
     set_session(None)

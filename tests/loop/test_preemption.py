@@ -20,9 +20,9 @@ from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.record.record import JobRecord
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
+from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.session.session import Session
-from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.standalone.session import StandaloneController
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.starting_point import SavedState

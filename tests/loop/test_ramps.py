@@ -9,7 +9,7 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.batch.ramp import read_ramp
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 
 SAMPLES, EPOCHS = 64, 4

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.ranks import RankFailedError, Ranks
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.state.tree import UnsafeStateError
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.test_accumulation_by_hand import net, rows, weights

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.state.replicas import Replicas, sum_of_bits
 from tests.loop.changing import Change, run_job
 from tests.loop.ranks import RankFailedError, Ranks

@@ -14,7 +14,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.sync.checks import StrategyError
 from tests.loop.ranks import Ranks
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView, SetBatch
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.step import LoaderStep

@@ -12,7 +12,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import RankFailedError, Ranks
 

@@ -27,7 +27,7 @@ import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import SetBatch
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.ranks import Ranks
 
 

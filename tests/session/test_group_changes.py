@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.consensus.saving import Readiness, SaveAgreement
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Member
+from elastic_ray.membership.worker_side import LostGroupError
+from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.group_changes import GroupChanges
-from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.state.shared_state import Exchanged
 
 SHAPE = BatchChoice(atomic_bsz=4)
@@ -25,11 +28,25 @@ def generation(number: int) -> GenerationSpec:
     return GenerationSpec(generation=number, members=(Member(worker="a", node="n1"),))
 
 
+class Peers:
+    """A communicator of which only the sizes matter."""
+
+    rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Each further rank has one more."""
+        return [[value + rank for value in values] for rank in range(self.world_size)]
+
+
 class Group:
     """A group that consists of this rank."""
 
     generation = 1
     world_size = 1
+    members = (Member(worker="a", node="n1"),)
     communicator: Any = "the group"
 
 
@@ -40,12 +57,14 @@ class States:
 
     def __init__(self, failing: int) -> None:
         self.shape: BatchChoice | None = SHAPE
-        self.failing = failing
+        self.failing, self.done = failing, list[Any]()
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         self.shape = shape
+        self.done.append(shape)
 
     def exchange(self, communicator: Any, replicas: Any, samples: int | None) -> Exchanged:
+        self.done.append("exchange")
         self.failing -= 1
         if self.failing >= 0:
             raise CommunicationFailedError("broke")
@@ -60,7 +79,7 @@ class Registered:
     def __init__(self) -> None:
         self.saving = SaveAgreement()
         self.called: list[HookPoint] = []
-        self.equalised, self.collapsed, self.breaks = 0, 0, False
+        self.equalised, self.collapsed, self.breaks, self.done = 0, 0, False, list[Any]()
 
     def call(self, point: HookPoint) -> None:
         self.called.append(point)
@@ -80,9 +99,16 @@ class Registered:
 
     def reconcile(self, communicator: Any, marker: int, *, holds: bool) -> None: ...
 
-    def enter_group(self) -> None: ...
+    least_share = 1
 
-    def sync_buffers(self, communicator: Any) -> None: ...
+    def enter_group(self) -> None:
+        self.done.append("enter")
+
+    def ask_for_shares(self, least: int) -> None:
+        self.done.append(("shares", least))
+
+    def sync_buffers(self, communicator: Any) -> None:
+        self.done.append("buffers")
 
 
 class Steps:
@@ -90,6 +116,9 @@ class Steps:
 
     depth, cleared = 0, False
     others, breaks = 0.0, False  # what other ranks add to an announcement
+
+    def __init__(self) -> None:
+        self.done = list[Any]()
 
     def clear_failure(self) -> None:
         self.cleared = True
@@ -101,9 +130,11 @@ class Steps:
     def resume(self, generation: int) -> Pause:
         return Pause(vote_s=0.5, group_s=0.75, state_s=0.25)
 
-    def enter_group(self) -> None: ...
+    def enter_group(self) -> None:
+        self.done.append("consensus")
 
-    def agree_on(self, what: object, payload: Sequence[float] = ()) -> list[float]:
+    def agree_on(self, what: Announced, payload: Sequence[float] = ()) -> list[float]:
+        self.done.append(what.intent)
         if self.breaks:
             raise CommunicationFailedError("broke before it was known who waits")
         return [own + self.others for own in payload]
@@ -133,9 +164,11 @@ class Membership:
     """This worker's side of the protocol: each generation that is asked for has been prepared."""
 
     worker, stop_requested, voided, gave_up = "a", False, False, ""
+    called_off = leaves = lost = False
 
     def __init__(self) -> None:
         self.generation, self.standing = 1, True
+        self.enters: Any = Peers(1)
 
     @property
     def current(self) -> GenerationSpec:
@@ -144,12 +177,17 @@ class Membership:
     def prepared_spec(self, number: int) -> GenerationSpec | None:
         return generation(number) if self.standing else None
 
-    def take(self, number: int) -> tuple[GenerationSpec, Any]:
+    def take(self, number: int) -> tuple[GenerationSpec, Any] | None:
+        return None if self.called_off else self._take(number)
+
+    def _take(self, number: int) -> tuple[GenerationSpec, Any]:
         self.generation = number
-        return generation(number), Group()
+        return generation(number), None if self.leaves else self.enters
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Any]:
-        return self.take(self.generation + 1)
+        if self.lost:
+            raise LostGroupError("none")
+        return self._take(self.generation + 1)
 
     def give_up(self, why: str) -> None:
         self.gave_up = why
@@ -185,16 +223,23 @@ class Run:
         self.ledger = self.clock = self.consensus = Steps()
         self.group, self.adaptation = Group(), Held()
         self.membership, self.controller = Membership(), Controller()
+        self.worker, self.elastic, self.shape_changes, self.progress = "a", elastic, 0, None
+        self.done: list[Any] = []
         self.changes = GroupChanges(
-            self,
-            self.membership,
-            self.controller,
-            lambda moment: None,
-            catch_up=lambda communicator: None,
-            elastic=elastic,
+            self,  # type: ignore[arg-type]
+            self.adaptation,  # type: ignore[arg-type]
+            SimpleNamespace(enter_group=lambda communicator, progress: self.done.append("collectives")),  # type: ignore[arg-type]
             explain=lambda cause: f"explained: {cause}",
             regroup_timeout_s=1.0,
         )
+
+    def moment(self, name: str) -> None:
+        self.done.append(name)
+
+    def set_shape(self, shape: BatchChoice | None) -> None:
+        self.states.set_shape(shape)
+        self.shape_changes += 1
+        self.registry.call(HookPoint.SHAPE_CHANGED)
 
 
 def anywhere(world_size: int) -> bool:
@@ -209,7 +254,7 @@ def test_a_worker_joins_in_a_group_with_its_batch_shape() -> None:
     run = Run()
     run.changes.join(timeout_s=1.0)
     assert run.controller.switches == [(2, 1.5)] and run.ledger.cleared
-    assert run.registry.called == [HookPoint.SHAPE_CHANGED] and run.changes.shape_changes == 1
+    assert run.registry.called == [HookPoint.SHAPE_CHANGED] and run.shape_changes == 1
     assert run.states.shape == SHAPE
 
 
@@ -309,7 +354,7 @@ def test_an_agreed_batch_is_set_once_and_only_where_it_is_another_one() -> None:
     for batch in (OTHER, None, OTHER):
         run.agreed.batch = batch
         run.changes.between_steps(anywhere)
-    assert run.states.shape == OTHER and run.changes.shape_changes == 1
+    assert run.states.shape == OTHER and run.shape_changes == 1
     assert run.registry.called.count(HookPoint.SHAPE_CHANGED) == 1
     assert run.registry.called.count(HookPoint.BETWEEN_STEPS) == 3
 
@@ -398,8 +443,43 @@ def test_a_rank_that_cannot_enter_a_group_that_cannot_change_gives_up() -> None:
 def test_the_batch_of_a_policy_goes_before_the_generations_and_the_jobs_choice() -> None:
     run = Run()
     run.adaptation.shape = BatchChoice(atomic_bsz=7)
-    run.changes.set_shape(BatchChoice(atomic_bsz=3))
+    run.agreed.batch = BatchChoice(atomic_bsz=3)
+    run.changes.between_steps(anywhere)
     assert run.states.shape == BatchChoice(atomic_bsz=7)
-    run.adaptation.shape = None
-    run.changes.set_shape(BatchChoice(atomic_bsz=3))
+    run.adaptation.shape, run.agreed.batch = None, BatchChoice(atomic_bsz=3)
+    run.changes.between_steps(anywhere)
     assert run.states.shape == BatchChoice(atomic_bsz=3)
+
+
+def test_a_generation_that_is_called_off_after_it_was_agreed_on_is_replaced() -> None:
+    run = Run()
+    run.agreed.generation, run.membership.called_off = 4, True
+    run.changes.between_steps(anywhere)
+    ((left, cause),) = run.controller.failures
+    assert left == 4 and "called off" in cause and run.controller.switches == [(2, 1.5)]
+
+
+def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_stops() -> None:
+    run = Run()
+    run.membership.leaves = True
+    with pytest.raises(WorkerDismissed) as left:
+        run.changes.regroup("x")
+    assert not left.value.stopped and run.done == ["leaving"]
+    run.membership.lost = True
+    with pytest.raises(LostGroupError):
+        run.changes.regroup("x")
+    run.membership.stop_requested = True
+    with pytest.raises(WorkerDismissed) as stopped:
+        run.changes.regroup("x")
+    assert stopped.value.stopped
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) -> None:
+    run = Run()
+    run.membership.enters = Peers(world_size)
+    run.registry.done = run.consensus.done = run.states.done = run.done
+    assert run.changes.regroup("x") == 5
+    announced = [Intent.BUFFERS, ("shares", 2)] if world_size > 1 else []  # another rank has BatchNorm in training
+    entered = ["receiving", "exchange", "enter", "consensus", *announced, "buffers", "collectives", SHAPE]
+    assert run.done == entered and run.controller.switches == [(2, 1.5)]

@@ -166,7 +166,11 @@ class Run:
         self.ledger = StepLedger(self.states, recoverable=True)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
-        self.passes = LoaderPasses(self, self.changes, self.moments.append)
+        self.moment, self.told = self.moments.append, list[tuple[str, str, int]]()
+        self.passes = LoaderPasses(self, self.changes, self.adaptation)  # type: ignore[arg-type]
+
+    def tell_once(self, kind: str, text: str, number: int) -> None:
+        self.told.append((kind, text, number))
 
     def begin(self, loader_pass: PassProgress) -> None:
         self.passes.begin_step(step_of(loader_pass, self.passes.next_ordinal))

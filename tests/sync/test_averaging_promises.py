@@ -17,8 +17,8 @@ from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import Stop
-from elastic_ray.session.registry import HookPoint
-from elastic_ray.session.transitions import WorkerDismissed
+from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.sync import AdaptiveSGD, LocalSGD, Strategy, StrategyError
 from elastic_ray.sync.spec import Average
 from elastic_ray.worker.state_saver import StateSaver

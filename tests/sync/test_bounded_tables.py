@@ -8,7 +8,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.session.session import Session
 from elastic_ray.standalone.session import StandaloneController
 from tests.loop.changing import Change, run_job

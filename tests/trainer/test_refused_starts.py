@@ -58,7 +58,7 @@ def test_without_an_address_or_a_file_ray_starts_a_cluster(apart: Path) -> None:
 
 
 def test_a_trainer_within_a_train_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ray.session.current._in_worker", True)
+    monkeypatch.setattr("elastic_ray.run.current._in_worker", True)
     for call in ("fit", "submit"):
         with pytest.raises(RuntimeError, match=r"must be used by the driver.*__name__ == '__main__'"):
             ASKING[call]()

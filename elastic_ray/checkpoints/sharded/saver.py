@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pyarrow
 
@@ -23,16 +23,12 @@ from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
+if TYPE_CHECKING:
+    from elastic_ray.state.shared_state import SharedState
+
 _LONGEST_LOOK_S = 10.0
 
 logger = logging.getLogger(__name__)
-
-
-class PartlyHeldStates(Protocol):
-    """The states of a run."""
-
-    def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
-        """What this rank writes of them; tensors are not copied."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +65,7 @@ class PartSaver:
 
     def __init__(
         self,
-        states: PartlyHeldStates,
+        states: SharedState,
         storage: RunStorage,
         calls: StorageCalls,
         *,

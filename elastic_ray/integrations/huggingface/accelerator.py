@@ -24,7 +24,7 @@ from elastic_ray.integrations.huggingface.prepared import AccelerateLoader, Acce
 from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context, session_of_new_model
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
 
 check_overridden(
     "accelerate",

@@ -14,7 +14,7 @@ import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.loop.collectives import ReduceOp as ReduceOperation
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.registry import HookPoint
 
 logger = logging.getLogger(__name__)
 

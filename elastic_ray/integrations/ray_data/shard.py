@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from elastic_ray.integrations.ray_data.batches import RayDataBatches
 from elastic_ray.integrations.ray_data.coordinator import find_coordinator
 from elastic_ray.integrations.ray_data.run import datasets_of_thread
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from placement.ray_cluster.named_actors import insist
 
 _PATIENCE_S = 60.0

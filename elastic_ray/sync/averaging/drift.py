@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,9 +10,13 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.averaging.algorithms import make_averager
 from elastic_ray.sync.averaging.consensus import agree
 from elastic_ray.sync.averaging.loss_scale import smallest_scale, take_scale
-from elastic_ray.sync.averaging.protocol import Averager, AveragingRun, TrainedParameters
+from elastic_ray.sync.averaging.protocol import Averager
 from elastic_ray.sync.averaging.replica import Replica
 from elastic_ray.sync.spec import Average
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.sync.engine.trainable import Trainable
 
 # Averages of one step are counted by model, a consensus after all of them.
 _OF_A_STEP = 256
@@ -45,9 +49,9 @@ class Drift:
 
     def __init__(
         self,
-        context: AveragingRun,
+        context: Run,
         module: torch.nn.Module,
-        trainable: TrainedParameters,
+        trainable: Trainable,
         optimizer: torch.optim.Optimizer,
         number: int,
         scaler: Any = None,

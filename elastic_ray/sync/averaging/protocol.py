@@ -7,9 +7,6 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.communication.communicator import Communicator
-from elastic_ray.steps.step import StepView
-
 
 class AveragedModel(Protocol):
     """One model's trained parameters on this rank, and those of others. Collectives raise CommunicationFailedError."""
@@ -27,56 +24,6 @@ class AveragedModel(Protocol):
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
         """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
-
-
-class TrainedParameters(Protocol):
-    """Which of a model's parameters its optimizer steps."""
-
-    @property
-    def params(self) -> Sequence[torch.nn.Parameter]:
-        """They, in the optimizer's order."""
-
-
-class AveragingGroup(Protocol):
-    """The present group."""
-
-    @property
-    def world_size(self) -> int:
-        """Its ranks."""
-
-    @property
-    def communicator(self) -> Communicator:
-        """Makes collectives among them."""
-
-
-class AveragingLedger(Protocol):
-    """Which step this rank is in."""
-
-    @property
-    def step(self) -> StepView | None:
-        """The innermost step in progress."""
-
-    @property
-    def steps(self) -> int:
-        """Committed optimizer steps."""
-
-
-class AveragingRun(Protocol):
-    """The run, as far as averages depend on it."""
-
-    @property
-    def group(self) -> AveragingGroup:
-        """The present group."""
-
-    @property
-    def ledger(self) -> AveragingLedger:
-        """Steps of this rank."""
-
-    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
-        """Tell the job's user something; all ranks come by here."""
-
-    def moment(self, name: str) -> None:
-        """A named moment of the run, for scripted faults."""
 
 
 class Averager(Protocol):

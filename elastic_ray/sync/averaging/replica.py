@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.sync.averaging.protocol import AveragingRun, TrainedParameters
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.sync.engine.trainable import Trainable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class Replica:
         context: the run.
     """
 
-    def __init__(self, module: torch.nn.Module, trainable: TrainedParameters, context: AveragingRun) -> None:
+    def __init__(self, module: torch.nn.Module, trainable: Trainable, context: Run) -> None:
         self._module = module
         self._trainable = trainable
         self._context = context

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.consensus.intents import gradients_note
-from elastic_ray.steps.step import StepView
-from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
 
 _TWICE = (
     "the loop adds up gradients over several steps, and the job accumulates micro-batches within each: they count "
@@ -31,12 +33,12 @@ class CarriedGradients:
         optimizer: steps the model's parameters.
     """
 
-    def __init__(self, context: SyncContext, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:
         self._context = context
         self._optimizer = optimizer
         self._steps = 0  # whose gradients the optimizer was not asked to apply yet
         self._lost = 0  # of those, what the rank that this one's state is from could not pass on
-        self._step: StepView | None = None
+        self._step: LoaderStep | None = None
         self._asked = self._behind = self._throws_away = False
         self._local = False
         self._left: tuple[weakref.ref[torch.Tensor], int] | None = None
@@ -62,7 +64,7 @@ class CarriedGradients:
         """Whether they differ from rank to rank, because ``no_sync`` has left them unreduced."""
         return self._local
 
-    def add(self, step: StepView | None, *, local: bool = False) -> None:
+    def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
         """A backward pass adds to ``.grad``; ``local`` if it is not to be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
@@ -73,7 +75,7 @@ class CarriedGradients:
         self._local = self._local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
-    def add_local(self, step: StepView | None) -> None:
+    def add_local(self, step: LoaderStep | None) -> None:
         """A backward pass within ``no_sync`` adds to ``.grad``."""
         if not self._adding:
             self._adding = True

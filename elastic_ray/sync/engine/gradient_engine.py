@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,11 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
-from elastic_ray.sync.engine.protocol import DividedState, ShardedTables
+from elastic_ray.sync.engine.protocol import DividedState
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
@@ -33,6 +32,10 @@ from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.table_gradient import TableGradient
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.sync.sharded.model_tables import ModelTables
 
 
 class GradientEngine:
@@ -61,7 +64,7 @@ class GradientEngine:
 
     def __init__(
         self,
-        context: SyncContext,
+        context: Run,
         module: torch.nn.Module,
         trainable: Trainable,
         optimizer: torch.optim.Optimizer,
@@ -72,7 +75,7 @@ class GradientEngine:
         *,
         check_finite: bool,
         scaler: Any = None,
-        tables: ShardedTables,
+        tables: ModelTables,
         divided: DividedState,
     ) -> None:
         self._context = context

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.real_numbers import real_count, real_shape
-from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.operations.residual import Residual
 from elastic_ray.sync.profile import ParamInfo
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -103,7 +105,7 @@ class OwedGradients:
         context: the run.
     """
 
-    def __init__(self, context: SyncContext) -> None:
+    def __init__(self, context: Run) -> None:
         self._context = context
         self._debtors: list[_Debtor] = []
         self._settling: list[_Debtor] = []  # which owe until a step has sent it, perhaps on some ranks only

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.consensus.intents import Announced
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.plan import SyncPlan
@@ -121,32 +120,3 @@ class DividedState(Protocol):
 
     def gather(self) -> None:
         """Have rank 0 hold the whole state until the next update."""
-
-
-class ShardedTables(Protocol):
-    """Those of one model. Methods that communicate raise CommunicationFailedError where the group breaks."""
-
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-
-    def join(self, what: Announced) -> None:
-        """This rank has no sample, and others have announced that they fetch rows."""
-
-    def exchange(self) -> None:
-        """Other gradients of a backward pass are reduced: have all owners receive those of rows."""
-
-    def close(self) -> None:
-        """The optimizer was asked to step."""
-
-    def enter_group(self) -> None:
-        """A group was entered, and all ranks hold the same dense state."""
-
-    def hand_over(self, stays: Sequence[bool]) -> None:
-        """Ranks of the present group are about to leave, all but those that stay."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether this rank can save all tables."""
-
-    def gather(self) -> None:
-        """Have rank 0 hold whole tables until the next update."""

@@ -12,16 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.context import SyncContext
 from elastic_ray.sync.engine.layout import BucketLayout, hooks_on_gradients
 from elastic_ray.sync.engine.reduction import Reduction
 from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
@@ -31,6 +29,10 @@ from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 from elastic_ray.sync.weak_hooks import weak_hook
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
 
 
 class GradientReducer:
@@ -57,7 +59,7 @@ class GradientReducer:
         trainable: Trainable,
         lay_out: Callable[[Trainable], BucketLayout],
         carried: CarriedGradients,
-        context: SyncContext,
+        context: Run,
         group: SummingGroup,
         statistics: GradientStatistics,
         grad_scale: Callable[[], float],
@@ -80,7 +82,7 @@ class GradientReducer:
         self._hooks: list[Any] = []
         self._one_at_a_time = threading.RLock()
         self._build()
-        self._step: StepView | None = None
+        self._step: LoaderStep | None = None
         self._open = True  # until the optimizer steps
         self._carries = False  # earlier micro-steps have left something
         self._running, self._sync = False, True
@@ -267,7 +269,7 @@ class GradientReducer:
         self._consensus.agreed()
         self._met = (self._group.generation, self._announced)
 
-    def _begin_step(self, step: StepView) -> None:
+    def _begin_step(self, step: LoaderStep) -> None:
         """The first backward pass of a step begins."""
         self._step = step
         self.nonfinite_ranks = None
@@ -387,7 +389,7 @@ class GradientReducer:
         if step is not None and step.is_last_micro and not self._ledger.failed:
             self._reduction.settle()
 
-    def _collect(self, step: StepView | None) -> None:
+    def _collect(self, step: LoaderStep | None) -> None:
         """Wait for the reductions, conclude what rode on them, and write the mean back."""
         if self._ledger.failed:
             return
@@ -433,13 +435,13 @@ class GradientReducer:
                 bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 
-    def _conclude_statistics(self, step: StepView, norms: Callable[[], Sequence[float]]) -> None:
+    def _conclude_statistics(self, step: LoaderStep, norms: Callable[[], Sequence[float]]) -> None:
         """Take the step's statistics, where they can be told apart from what it had reduced before."""
         if not self._measures or (self._goes_on and self._accumulates):
             return
         self._statistics.collect(step, norms(), grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
-    def _tries(self, step: StepView) -> bool:
+    def _tries(self, step: LoaderStep) -> bool:
         """Return True for the first pass of one rank alone whose buckets hold nothing of other micro-batches."""
         return not self._tried and self._group.world_size == 1 and step.micro_steps == 1
 

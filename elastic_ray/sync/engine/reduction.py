@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.sync.engine.context import SyncConsensus, SyncGroup
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket, GradientCollectives
+
+if TYPE_CHECKING:
+    from elastic_ray.consensus.consensus import RankConsensus
+    from elastic_ray.sync.engine.summing_group import SummingGroup
 
 PROBE_EVERY = 32
 """Steps of which one is sent uncompressed, for statistics of gradients."""
@@ -27,14 +30,14 @@ class Reduction:
     nothing any more, and neither does a pass whose sum is not finite.
 
     Args:
-        group: the present group.
+        group: ranks whose gradients are added up.
         consensus: waits.
         layout: of the buckets.
         grad_scale: AMP's present loss scale, 1 without AMP.
     """
 
     def __init__(
-        self, group: SyncGroup, consensus: SyncConsensus, layout: BucketLayout, grad_scale: Callable[[], float]
+        self, group: SummingGroup, consensus: RankConsensus, layout: BucketLayout, grad_scale: Callable[[], float]
     ) -> None:
         self._group = group
         self._consensus = consensus

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
-from elastic_ray.steps.step import StepView
-from elastic_ray.sync.engine.context import SyncConsensus
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+
+if TYPE_CHECKING:
+    from elastic_ray.consensus.consensus import RankConsensus
+    from elastic_ray.steps.step import LoaderStep
 
 
 class StepWeights:
@@ -28,11 +31,11 @@ class StepWeights:
         factor: what shares of the step's earlier micro-batches are still to be multiplied with.
     """
 
-    def __init__(self, group: SummingGroup, consensus: SyncConsensus, statistics: GradientStatistics) -> None:
+    def __init__(self, group: SummingGroup, consensus: RankConsensus, statistics: GradientStatistics) -> None:
         self._group, self._consensus, self._statistics = group, consensus, statistics
         self.factor = 1.0
 
-    def begin_pass(self, step: StepView) -> None:
+    def begin_pass(self, step: LoaderStep) -> None:
         """A backward pass begins.
 
         Raises:
@@ -47,7 +50,7 @@ class StepWeights:
                 f"for {len(step.own_counts)}, and not for the one that follows"
             )
 
-    def share(self, step: StepView | None, *, reduces: bool) -> float:
+    def share(self, step: LoaderStep | None, *, reduces: bool) -> float:
         """What the step's last micro-batch on this rank weighs.
 
         Args:
@@ -71,7 +74,7 @@ class StepWeights:
         return self._group.share(step)
 
     @torch.no_grad()
-    def leave_out(self, step: StepView | None, buckets: Sequence[GradientBucket]) -> bool:
+    def leave_out(self, step: LoaderStep | None, buckets: Sequence[GradientBucket]) -> bool:
         """Whether this rank, which trains alone, has weighed the step's only micro-batch by 0: then ``.grad`` is 0.
 
         It is what several ranks would have added up: the gradient of a mean over nothing may be no number.
@@ -107,12 +110,12 @@ class Announcements:
         self._plain = Announced(Intent.GRADIENTS, number, plain, strategy)
         self._weighed = Announced(Intent.GRADIENTS, number, *weighed)
 
-    def of(self, step: StepView | None) -> Announced:
+    def of(self, step: LoaderStep | None) -> Announced:
         """Of a step; None is outside of steps."""
         return self._weighed if step is not None and step.weighed else self._plain
 
 
-def refuse_weights(step: StepView | None) -> None:
+def refuse_weights(step: LoaderStep | None) -> None:
     """A backward pass only adds to this rank's gradients.
 
     Raises:

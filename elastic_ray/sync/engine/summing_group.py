@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
-from elastic_ray.steps.step import StepView
-from elastic_ray.sync.engine.context import SyncContext
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
 
 
 class DriftingModel(Protocol):
@@ -34,9 +36,7 @@ class SummingGroup:
         layout: a digest of what is averaged, and how, and what a user calls it.
     """
 
-    def __init__(
-        self, context: SyncContext, model: DriftingModel, number: int, layout: Callable[[], tuple[int, str]]
-    ) -> None:
+    def __init__(self, context: Run, model: DriftingModel, number: int, layout: Callable[[], tuple[int, str]]) -> None:
         self._context = context
         self._group = context.group
         self._model = model
@@ -74,11 +74,11 @@ class SummingGroup:
         """Makes collectives in the group."""
         return self._group.communicator
 
-    def share(self, step: StepView) -> float:
+    def share(self, step: LoaderStep) -> float:
         """What the present micro-batch of this rank weighs in the sum."""
         return step.own_weight(self.rank) if self.drifts else step.weight(self.rank)
 
-    def agree(self, step: StepView | None) -> None:
+    def agree(self, step: LoaderStep | None) -> None:
         """A backward pass has ended whose gradients are not reduced: agree on its step, if it is the step's last."""
         ledger = self._context.ledger
         if not self.drifts or step is None or not step.is_last_micro or self._group.world_size == 1 or ledger.failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
 from elastic_ray.sync.optimizer_tiles.restoring import Owners, moved, needed_at_once, next_moves, owners_meanwhile
-from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, cut_tile
 from elastic_ray.sync.optimizer_tiles.stored import StoredStates
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling
@@ -20,6 +19,9 @@ from elastic_ray.sync.optimizer_tiles.written import written_states
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.sharded.tiles import from_words, to_words
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
+
+if TYPE_CHECKING:
+    from elastic_ray.run.group import Group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class TileHolder:
             raise StateLostError(self._lost_text(gone))
         return Everyone(tiles, any(row[-3] for row in rows), any(row[-2] for row in rows), bool(rows[0][-1]))
 
-    def arrange(self, group: TileGroup, everyone: Everyone, copies: int, *, gradually: bool) -> None:
+    def arrange(self, group: Group, everyone: Everyone, copies: int, *, gradually: bool) -> None:
         """Have each tile lie with so many ranks.
 
         Args:
@@ -143,7 +145,7 @@ class TileHolder:
         """Whether some tiles have others owners than they are to have."""
         return self.owners != self._target
 
-    def restore_some(self, group: TileGroup, most: int) -> None:
+    def restore_some(self, group: Group, most: int) -> None:
         """Move some tiles to the owners that they are to have; all ranks call it, between the same two updates.
 
         Args:
@@ -169,7 +171,7 @@ class TileHolder:
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
-    def collect(self, group: TileGroup) -> dict[str, State] | None:
+    def collect(self, group: Group) -> dict[str, State] | None:
         """The state of whole parameters, by name, in CPU memory on rank 0; None elsewhere. All ranks call it."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"

@@ -9,7 +9,7 @@ one in the next group. There owners that are left send parameters again that did
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,15 @@ from elastic_ray.sync.optimizer_tiles.denominators import Denominators
 from elastic_ray.sync.optimizer_tiles.holder import TileHolder
 from elastic_ray.sync.optimizer_tiles.pending import PendingUpdate, Update, tiles_shown, update_digest
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
-from elastic_ray.sync.optimizer_tiles.run_view import TileRun
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.profile import ModelProfile
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 from elastic_ray.sync.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _COPIED_IN_A_STEP = 24
 """Spans whose state gets memory of its own in one step after a change of the group."""
@@ -49,7 +51,7 @@ class TiledOptimizer:
         denominators: the optimizer as statistics see it.
     """
 
-    def __init__(self, run: TileRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    def __init__(self, run: Run, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number
         self._apply: Callable[..., Any] = optimizer.step
         self._holder = TileHolder(module, optimizer, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,8 +11,10 @@ from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 from elastic_ray.sync.sharded.rules import RowRule, rule_of
-from elastic_ray.sync.sharded.run_view import TableRun
 from elastic_ray.sync.sharded.table import ShardedTable
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 
 class ModelTables:
@@ -30,7 +32,7 @@ class ModelTables:
     """
 
     def __init__(
-        self, run: TableRun, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int, scaler: Any = None
+        self, run: Run, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int, scaler: Any = None
     ) -> None:
         self._run = run
         self._optimizer = optimizer

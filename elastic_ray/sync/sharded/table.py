@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.sharded.local_gradients import LocalGradients
 from elastic_ray.sync.sharded.row_updates import summed, update_rows
 from elastic_ray.sync.sharded.rules import RowRule
-from elastic_ray.sync.sharded.run_view import TableRun
 from elastic_ray.sync.sharded.shard import Shard
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
 from elastic_ray.sync.sharded.tiles import Tiling
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _FETCH, _WHOLE, _LOAD = 1, 2, 3
 
@@ -81,7 +83,7 @@ class ShardedTable:
     """
 
     def __init__(
-        self, shape: TableShape, rule: RowRule, seed: int, name: str, number: tuple[int, int], run: TableRun
+        self, shape: TableShape, rule: RowRule, seed: int, name: str, number: tuple[int, int], run: Run
     ) -> None:
         self._shape, self.rule, self._seed, self._number, self._run = shape, rule, seed, number, run
         self._tiling = Tiling.of(shape.rows)
@@ -102,7 +104,7 @@ class ShardedTable:
         self._shard.begin(source)
         self._loaded, self._begun = source.trained, False
 
-    def left_for(self, run: TableRun) -> dict[str, Tensor] | None:
+    def left_for(self, run: Run) -> dict[str, Tensor] | None:
         """The whole weight, for another run of this process; None where there is none yet."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding belongs to one model, but another one that was wrapped has it already")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.operations.gradient_checks import Finiteness
 from elastic_ray.sync.sharded_parameters.row_layout import Layout, layout_of
-from elastic_ray.sync.sharded_parameters.run_view import ShardRun
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _REDUCES = 1  # what is announced; see Intent.SHARDS
 
@@ -68,7 +70,7 @@ class ShardCollectives:
         finiteness: of this rank's own gradients in the latest backward pass.
     """
 
-    def __init__(self, run: ShardRun, number: int, shard_size: int | None = None) -> None:
+    def __init__(self, run: Run, number: int, shard_size: int | None = None) -> None:
         self._run, self._number = run, number
         self.shard_size, self.layout = shard_size, layout_of(1)
         self._entered: Callable[[], None] = lambda: None

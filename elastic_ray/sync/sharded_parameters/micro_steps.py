@@ -7,11 +7,13 @@ last backward pass, and in the last one ``.grad`` holds the sum.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from elastic_ray.steps.step import StepView
+if TYPE_CHECKING:
+    from elastic_ray.steps.step import LoaderStep
 
 
 class MicroSteps:
@@ -32,7 +34,7 @@ class MicroSteps:
         """Another step begins, or the one in progress is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
-    def begin_pass(self, step: StepView) -> None:
+    def begin_pass(self, step: LoaderStep) -> None:
         """A backward pass of a step begins."""
         if step.micro != self._micro:
             self._micro, self._before, self._added = step.micro, self._so_far, False
@@ -40,7 +42,7 @@ class MicroSteps:
             self._added = False  # user code has cleared them between two losses of one step
 
     @torch.no_grad()
-    def end_pass(self, step: StepView) -> None:
+    def end_pass(self, step: LoaderStep) -> None:
         """It has ended."""
         if step.micro_steps == 1:
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.state.replicas import sum_of_bits
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
-from elastic_ray.sync.optimizer_tiles.run_view import TileGroup
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
@@ -56,6 +55,9 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     rows_of,
     to_code,
 )
+
+if TYPE_CHECKING:
+    from elastic_ray.run.group import Group
 
 Whole = dict[int, tuple[Tensor, State]]
 """Whole parameters and the optimizer's state of each, by the parameter's position, in CPU memory."""
@@ -136,7 +138,7 @@ class ShardHolder:
         if self._first is not None:
             raise RuntimeError(NO_MEMORY_YET)
 
-    def _begin(self, seed: int, group: TileGroup) -> None:
+    def _begin(self, seed: int, group: Group) -> None:
         """The first group: no rank holds anything. Each makes the model, one module after the other, for its rows."""
         assert self._first is not None, "only a model without memory is made here"
         own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
@@ -150,7 +152,7 @@ class ShardHolder:
         initialise(self._module, self.params, seed, keep)
         self._held.keep({own: shard})
 
-    def look_around(self, group: TileGroup, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
+    def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
         """What all ranks hold, and whether one is ``opened``; all call it. A model without memory is made.
 
         Args:
@@ -189,7 +191,7 @@ class ShardHolder:
         # A model that may be larger than any rank's memory is gathered only where all ranks ask for it.
         return everyone, opened and not self.built_on_meta
 
-    def arrange(self, group: TileGroup, everyone: Sequence[set[ShardId]]) -> None:
+    def arrange(self, group: Group, everyone: Sequence[set[ShardId]]) -> None:
         """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
 
         Args:
@@ -228,7 +230,7 @@ class ShardHolder:
             forget_mesh(before)
         self._first = None
 
-    def _received(self, group: TileGroup, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
+    def _received(self, group: Group, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
         """What this rank lacks of a layout; all ranks send."""
         widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
         sent = moves(self._held.counts, everyone, layout, widths)
@@ -243,7 +245,7 @@ class ShardHolder:
         """Whether what this rank holds is not yet what, or as, it is to be in the present group; equal on all ranks."""
         return self._shares_memory
 
-    def settle(self, group: TileGroup) -> None:
+    def settle(self, group: Group) -> None:
         """Have those follow that are to, and free the memory of what is held no more; all ranks call it.
 
         Args:
@@ -274,7 +276,7 @@ class ShardHolder:
             f"each row lies with {how}, and none that lives has these"
         )
 
-    def hand_over(self, group: TileGroup, stays: Sequence[bool]) -> None:
+    def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
         """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
         counts, layout = self._held.counts, self._layout
         given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
@@ -321,7 +323,7 @@ class ShardHolder:
                 "back) reaches own rows only. Use load_state_dict() on all ranks, or elastic_ray.change_parameters"
             )
 
-    def collect(self, group: TileGroup) -> Whole | None:
+    def collect(self, group: Group) -> Whole | None:
         """The whole on rank 0; None elsewhere. All ranks call it."""
         layout, counts = self._layout, self._held.counts
         owned = [(rank, layout.owned_by(rank)) for rank in layout.group_of(0)]

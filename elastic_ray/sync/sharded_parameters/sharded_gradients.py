@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, Finiteness, refuse_own
@@ -36,9 +35,13 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     watch_use,
 )
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
-from elastic_ray.sync.sharded_parameters.run_view import PassStatistics, ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
+    from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
 
 
 class ShardedGradients:
@@ -56,17 +59,17 @@ class ShardedGradients:
 
     def __init__(
         self,
-        run: ShardRun,
+        run: Run,
         module: nn.Module,
         trainable: Trainable,
         optimizer: ShardedOptimizer,
         collectives: ShardCollectives,
-        statistics: PassStatistics,
+        statistics: ShardStatistics,
         number: int,
     ) -> None:
         self._run, self._module, self._optimizer, self._number = run, module, optimizer, number
         self._trainable, self._collectives, self._statistics = trainable, collectives, statistics
-        self._step: StepView | None = None
+        self._step: LoaderStep | None = None
         self._task = -1  # autograd's number of the backward pass in progress
         self._reduces = self._warned = False
         self._waits = False  # gradients of a step wait for the optimizer
@@ -194,7 +197,7 @@ class ShardedGradients:
         except CommunicationFailedError as error:
             self._fail(str(error))
 
-    def _begin_in(self, step: StepView) -> None:
+    def _begin_in(self, step: LoaderStep) -> None:
         """A backward pass of a loader's step begins.
 
         Raises:
@@ -257,7 +260,7 @@ class ShardedGradients:
                 each.param.grad = None
                 self._micro_steps.leave_out(place)
 
-    def _agree(self, step: StepView | None) -> None:
+    def _agree(self, step: LoaderStep | None) -> None:
         """Agree on the step by what would ride on the reduction of its gradients."""
         run, consensus, group = self._run, self._run.consensus, self._run.group
         flags = [0.0] * (group.world_size + 1)

@@ -12,7 +12,7 @@ but rows for the new layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,11 @@ from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
 from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
-from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
 from elastic_ray.sync.step_hooks import StepHooks
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 Grads = Mapping[int, Tensor]
 """Gradients of a shard's rows, by the parameter's position; without those that have none."""
@@ -57,7 +59,7 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        run: ShardRun,
+        run: Run,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         number: int,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from elastic_ray.batch.noise_scale import estimate_groups
 from elastic_ray.monitoring.gradient_measures import GradientNorms, GradientVariance
 from elastic_ray.monitoring.monitor import Monitor
-from elastic_ray.steps.step import StepView
+
+if TYPE_CHECKING:
+    from elastic_ray.steps.step import LoaderStep
 
 _DIGIT = 2.0**20  # numbers of steps travel in two digits, exact in float32
 
@@ -94,7 +97,7 @@ class GradientMeter:
 
     def take_variance(
         self,
-        step: StepView,
+        step: LoaderStep,
         mean_sq_norms: Sequence[float],
         sq_norms_of_mean: Sequence[float],
         *,

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.operations.protocol import MeasuredGradient
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
+
+if TYPE_CHECKING:
+    from elastic_ray.steps.step import LoaderStep
 
 _AddUp = Callable[[Sequence[float]], list[float]]
 
@@ -104,7 +106,7 @@ class GradientStatistics:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: StepView, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
+    def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
         """A step begins.
 
         Args:
@@ -216,7 +218,7 @@ class GradientStatistics:
         if self._norms_due and self._plain_mean is not None:
             self.meter.take_norms(self._plain_mean)
 
-    def collect(self, step: StepView, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
+    def collect(self, step: LoaderStep, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
         """Take in what the pass has shown, after :meth:`measure_mean`.
 
         Args:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic_ray.batch.noise_scale import NoiseSignal, SmoothedNoise, estimate_groups
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.batch.statistics import BucketPreconditioner, is_adam_like
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.operations.protocol import MeasuredGradient
 from placement.goodput.model import NoiseScale
+
+if TYPE_CHECKING:
+    from elastic_ray.steps.step import LoaderStep
 
 # Statistics are smoothed over many steps, so after the first ones a sample of the steps is enough.
 _DENSE_STEPS = 16
@@ -32,7 +34,7 @@ class _Pending:
     """
 
     estimates: tuple[NoiseScale, ...]
-    step: StepView
+    step: LoaderStep
     replicas: int
     preconditioned: bool
 
@@ -139,7 +141,7 @@ class NoiseTracker:
 
     def collect(
         self,
-        step: StepView,
+        step: LoaderStep,
         mean_sq_norms: Sequence[float],
         sq_norms_of_mean: Sequence[float],
         *,

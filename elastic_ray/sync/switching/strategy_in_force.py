@@ -12,7 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,8 +28,11 @@ from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Strategy
-from elastic_ray.sync.switching.run_view import CountsRows, PlannedModel, TunedRun
+from elastic_ray.sync.switching.tuned_model import CountsRows, PlannedModel
 from elastic_ray.sync.switching.tuner import StrategyTuner, settings_of
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _KEPT_TIMES = 31
 
@@ -55,7 +58,7 @@ class StrategyInForce:
         StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
-    def __init__(self, context: TunedRun, model: PlannedModel, builder: StrategyBuilder, number: int) -> None:
+    def __init__(self, context: Run, model: PlannedModel, builder: StrategyBuilder, number: int) -> None:
         self._context = context
         self._model = model
         self._number = number

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.sync.builders import Auto
 from elastic_ray.sync.choosing.calibration import measure
@@ -29,7 +29,10 @@ from elastic_ray.sync.choosing.choice import (
 from elastic_ray.sync.choosing.considering import consider, with_rows
 from elastic_ray.sync.choosing.links import LinkTable, Probe, probes
 from elastic_ray.sync.spec import Strategy
-from elastic_ray.sync.switching.run_view import TunedModel, TunedRun
+from elastic_ray.sync.switching.tuned_model import TunedModel
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
 
 _WATCH_EVERY = 64
 """Steps between two looks at the rows that are touched."""
@@ -52,7 +55,7 @@ class StrategyTuner:
     """
 
     def __init__(
-        self, context: TunedRun, settings: ChoiceSettings, model: TunedModel, strategy: Strategy, number: int
+        self, context: Run, settings: ChoiceSettings, model: TunedModel, strategy: Strategy, number: int
     ) -> None:
         self._context = context
         self._settings = settings

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import elastic_ray as er
-from elastic_ray.session.current import session_of_thread, set_session
+from elastic_ray.run.current import session_of_thread, set_session
 from elastic_ray.sync import RowAdagrad, RowAdam, RowSGD, ShardedEmbedding, StrategyError
 from tests.loop.changing import Kill, run_job
 from tests.loop.ranks import Ranks

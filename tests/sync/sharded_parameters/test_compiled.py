@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, Net, data, sharded_net
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import RanksDisagreeError
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import elastic_ray as er
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync.operations.gradient_checks import Finiteness
 from elastic_ray.sync.sharded_parameters import collectives, sharded_gradients
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives

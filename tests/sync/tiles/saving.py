@@ -17,10 +17,10 @@ from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
 from elastic_ray.membership.messages import Stop
-from elastic_ray.session.current import session_of_thread
-from elastic_ray.session.registry import HookPoint
+from elastic_ray.run.current import session_of_thread
+from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.session import Session
-from elastic_ray.session.transitions import WorkerDismissed
 from elastic_ray.worker.messages import StateSaved
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Hold, Kill, Outcome, run_job

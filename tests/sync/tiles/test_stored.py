@@ -20,7 +20,7 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync import Owner, Reduce, Rule, Strategy
 from elastic_ray.sync.optimizer_tiles.stored import StoredStates

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.monitoring import Monitor
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync import Owner, Reduce, Rows, Rule, Strategy
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from tests.loop.changing import Change, Kill, run_job

@@ -8,22 +8,24 @@ what ranks agree by at the end of a backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from elastic_ray.batch.device_numbers import read
-from elastic_ray.steps.step import StepView
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
-from elastic_ray.sync.sharded_parameters.run_view import ShardRun
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
 from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows
 from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+
+if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
+    from elastic_ray.steps.step import LoaderStep
 
 
 class ShardStatistics:
@@ -42,7 +44,7 @@ class ShardStatistics:
 
     def __init__(
         self,
-        run: ShardRun,
+        run: Run,
         module: nn.Module,
         trainable: Trainable,
         optimizer: ShardedOptimizer,
@@ -57,7 +59,7 @@ class ShardStatistics:
         self._units = units_of(module)
         self._places = {id(each.param): place for place, each in enumerate(optimizer.params)}
         self._groups: dict[int, int] = {}  # of the optimizer, by place, in the pass in progress
-        self._step: StepView | None = None
+        self._step: LoaderStep | None = None
         self._micro = self._passes = 0
         self._open = True  # until the optimizer steps
         self._mixed = False  # passes of an accumulated step have added to each other
@@ -102,7 +104,7 @@ class ShardStatistics:
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
-    def begin_pass(self, step: StepView | None) -> None:
+    def begin_pass(self, step: LoaderStep | None) -> None:
         """A backward pass begins.
 
         Args:
@@ -124,7 +126,7 @@ class ShardStatistics:
             self._measures = self._statistics.due and self._open and not ledger.failed and not ledger.replaying
         self._collectives.watch(self._scattered if self._measures else None)
 
-    def _begin_step(self, step: StepView) -> None:
+    def _begin_step(self, step: LoaderStep) -> None:
         self._step, self._mixed = step, False
         replicas = self._run.group.world_size
         self._statistics.begin_step(step, self._run.ledger.steps, replicas=replicas, exact=True, spacing=1)
@@ -176,13 +178,13 @@ class ShardStatistics:
         grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
-    def end_pass(self, step: StepView) -> None:
+    def end_pass(self, step: LoaderStep) -> None:
         """A backward pass of a step has ended, and ``.grad`` has nothing of earlier micro-steps."""
         if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
             for rows in self._mean_rows():
                 self._statistics.add(rows, step.weight(0))
 
-    def conclude_alone(self, step: StepView) -> None:
+    def conclude_alone(self, step: LoaderStep) -> None:
         """The same; in the last micro-step ``.grad`` holds the sum of all. A group of one has nobody to ask."""
         if not self._concludes or self._run.group.world_size > 1:
             return
@@ -222,7 +224,7 @@ class ShardStatistics:
         if self._concludes and self._step is not None:
             self._conclude(self._step, sums[:norms], sums[norms:mean])
 
-    def _conclude(self, step: StepView, norms: Sequence[float], mean: Sequence[float]) -> None:
+    def _conclude(self, step: LoaderStep, norms: Sequence[float], mean: Sequence[float]) -> None:
         self._statistics.take_mean(mean, first=self._run.group.rank == 0)
         if self._mixed and self._run.group.world_size > 1:
             return  # what arrives of a pass has nothing of the passes before it

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo, Returned
 
-
-class CurrentGeneration(Protocol):
-    """The generation that a worker's side of the membership protocol is in."""
-
-    @property
-    def generation(self) -> int:
-        """Its number, 0 before the first."""
-
-    @property
-    def current(self) -> GenerationSpec | None:
-        """What was announced of it, None before the first."""
-
-    @property
-    def communicator(self) -> Communicator | None:
-        """Its communicator, None before the first."""
+if TYPE_CHECKING:
+    from elastic_ray.membership.worker_side import WorkerMembership
 
 
 class Group:
@@ -36,7 +23,7 @@ class Group:
     """
 
     def __init__(
-        self, worker: str, membership: CurrentGeneration, expected: RankInfo, most_workers: int | None = None
+        self, worker: str, membership: WorkerMembership, expected: RankInfo, most_workers: int | None = None
     ) -> None:
         self._worker = worker
         self._membership = membership
@@ -58,6 +45,12 @@ class Group:
         """Whether the present generation was announced because the one before had broken."""
         spec = self._membership.current
         return spec is not None and 1 < spec.generation <= spec.void_below
+
+    @property
+    def equal_shares(self) -> bool:
+        """Whether its ranks are to have equal shares of each step."""
+        spec = self._membership.current
+        return spec is not None and spec.equal_shares
 
     @property
     def returned(self) -> tuple[Returned, ...]:

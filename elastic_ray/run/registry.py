@@ -386,7 +386,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """The same in a new group, before its ranks exchange state; see ``DriftingReplicas``."""
+        """The same in a new group, before its ranks exchange state; see ``Registry``."""
         counts = holds and self.marker == marker
         for each in self._gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ray.session.current import session_of_thread
+from elastic_ray.run.current import session_of_thread
+from elastic_ray.run.group import Group
 
 _installed = False
 
@@ -50,14 +51,6 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         session.optimizers.look_at(optimizer)
 
 
-class WatchedGroup(Protocol):
-    """The group that optimizers step in."""
-
-    @property
-    def world_size(self) -> int:
-        """Its workers."""
-
-
 class OptimizerWatch:
     """Optimizers that step in a group of several workers without having been wrapped.
 
@@ -68,7 +61,7 @@ class OptimizerWatch:
         tell: tells the job's user something.
     """
 
-    def __init__(self, group: WatchedGroup, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:
         self._group = group
         self._tell = tell
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -1,0 +1,180 @@
+"""One run of a train function in one process: what its models, its steps and its changes of group have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.reports import ModelInfo
+from elastic_ray.consensus.changes import AgreedChanges
+from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.events import EventKind
+from elastic_ray.faults import FaultInjector
+from elastic_ray.membership.messages import RankInfo
+from elastic_ray.membership.worker_side import WorkerMembership
+from elastic_ray.monitoring.measures import WorkerMeasures
+from elastic_ray.monitoring.monitoring import Monitoring
+from elastic_ray.run.controller_client import ControllerClient
+from elastic_ray.run.group import Group
+from elastic_ray.run.optimizers import OptimizerWatch
+from elastic_ray.run.registry import HookPoint, Noise, Registry
+from elastic_ray.state.progress import RunProgress
+from elastic_ray.state.replicas import Replicas
+from elastic_ray.state.shared_state import SharedState
+from elastic_ray.steps.clock import StepClock
+from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.sums import StepSums
+from elastic_ray.stragglers.gpu_types import TypeShares
+from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.watch import StragglerWatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Run:
+    """What a run consists of. Rooms above take it whole; what is below takes the parts that it needs.
+
+    Args:
+        worker: id of this worker, unique in the job.
+        membership: this worker's side of the membership protocol.
+        controller: whom it tells of itself.
+        progress: where to start.
+        elastic: whether the group may change.
+        fixed_batch: the batch stays as it is, also where the loader lets it adapt.
+        faults: scripted faults, None outside tests.
+        job: its name.
+        expected: where this worker will stand in the group that it is to join, as far as that is known.
+        most_workers: that there may ever be; None in a group of fixed size.
+        stragglers: what is done about slow workers.
+
+    Attributes:
+        group: the present group.
+        states: what all ranks share.
+        registry: what the train function has built.
+        ledger: which step this rank is in.
+        sums: what accumulators were given in steps that are not committed yet.
+        agreed: what the ranks have agreed on and not yet carried out.
+        replicas: compares the wrapped models of the ranks.
+        consensus: this rank's announcements and votes.
+        clock: times of steps.
+        meter: what all ranks know of each other's.
+        stragglers: which workers are slow, and what share of a step's samples each takes.
+        gpu_types: what share each takes of them because of its GPU's type.
+        optimizers: optimizers and schedulers of the process.
+        synced: whether this worker has become part of the job, with the first epoch.
+        shape_changes: how often the group or the batch shape has changed.
+    """
+
+    def __init__(
+        self,
+        worker: str,
+        membership: WorkerMembership,
+        controller: ControllerClient,
+        *,
+        progress: RunProgress,
+        elastic: bool,
+        fixed_batch: bool,
+        faults: FaultInjector | None,
+        job: str,
+        expected: RankInfo,
+        most_workers: int | None,
+        stragglers: StragglerConfig,
+    ) -> None:
+        self.worker, self.job, self.elastic = worker, job, elastic
+        self.membership, self.controller, self._faults = membership, controller, faults
+        self.synced, self.shape_changes = False, 0
+        self.group = group = Group(worker, membership, expected, most_workers)
+        self.states = SharedState(progress)
+        self.ledger = StepLedger(self.states, recoverable=elastic, moment=self.moment)
+        self.clock, self.sums = StepClock(), StepSums()
+        self.agreed = AgreedChanges(membership)
+        monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
+        self.meter = meter = monitoring.meter
+        self.gpu_types = TypeShares[WorkerMeasures](
+            members=lambda: group.members, measured=lambda: meter.workers, equal=lambda: group.equal_shares
+        )
+        self.stragglers = StragglerWatch(
+            stragglers,
+            members=lambda: group.members,
+            equal=lambda: group.equal_shares,
+            measured=self.gpu_types.comparable_measures,
+            tell=lambda text, detail: self.tell(EventKind.STRAGGLER.value, text, detail),
+            measure=meter.ask,
+        )
+        self.states.register("stragglers", self.stragglers)
+        self.states.register("gpu_types", self.gpu_types)
+        self.registry = Registry(monitoring, fixed_batch=fixed_batch)
+        self.replicas = Replicas(lambda: self.registry.drifts)
+        self.optimizers = OptimizerWatch(group, self.tell)
+        self.consensus = RankConsensus(
+            group,
+            self.agreed,
+            self.replicas,
+            self.ledger,
+            [meter, self.registry.saving],
+            warn=lambda text: self.tell("warning", text),
+            is_last_epoch=lambda: self.states.progress.in_last_epoch,
+        )
+
+    @property
+    def progress(self) -> RunProgress:
+        """Where the run stands."""
+        return self.states.progress
+
+    @property
+    def models(self) -> int:
+        """How many models the loop has wrapped."""
+        return len(self.registry.models)
+
+    def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
+        """Tell the job's user something, from rank 0; all ranks come by here."""
+        if self.group.rank_info.rank == 0:
+            self.controller.tell(kind, text, dict(detail or {}))
+
+    def tell_once(self, kind: str, text: str, number: int) -> None:
+        """Tell it from any rank; of several that say the same under one number, the job hears the first."""
+        self.controller.tell(kind, text, {"number": number})
+
+    def moment(self, name: str) -> None:
+        """A named moment of the run, for scripted faults."""
+        if self._faults is not None:
+            self._faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
+
+    def set_shape(self, shape: BatchChoice | None) -> None:
+        """Take another batch shape from the next step on, None for the loader's own."""
+        self.states.set_shape(shape)
+        self.shape_changes += 1
+        self.registry.call(HookPoint.SHAPE_CHANGED)
+
+    def may_choose(self, number: int) -> bool:
+        """Whether this model's strategy may be chosen now: one at a time, for all share the steps that are timed."""
+        return self.registry.have_chosen(number)
+
+    def add_model(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, info: ModelInfo, noise: Noise
+    ) -> int:
+        """Take part in the training of a newly wrapped model; returns its number, in the order of wrapping.
+
+        Args:
+            module: the model.
+            optimizer: steps its parameters.
+            info: what it tells the job.
+            noise: gives its noise scale.
+
+        Raises:
+            RuntimeError: training has begun. ValueError: the model shares parameters with another one.
+        """
+        if self.synced:
+            raise RuntimeError(
+                "AdaptiveDataParallel must wrap every model before the first epoch, so that all workers hold the same. "
+                "For several trainings in one job (the folds of a cross-validation) wrap all their models first and "
+                "divide one count of epochs among them: `for count in remaining_epochs_until(folds * epochs): "
+                "fold, epoch = divmod(count, epochs)`; or submit a job each"
+            )
+        rates: Callable[[], tuple[float, ...]] = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
+        number = self.registry.models.add(info, noise, rates)
+        self.replicas.add(module, optimizer)
+        self.optimizers.add(optimizer)
+        return number
