@@ -142,6 +142,10 @@ class Run:
         if self._faults is not None:
             self._faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
+    def mark_synced(self) -> None:
+        """This worker has become part of the job."""
+        self.synced = True
+
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Take another batch shape from the next step on, None for the loader's own."""
         self.states.set_shape(shape)
