@@ -71,6 +71,8 @@ class RankConsensus:
     ) -> None:
         self._group = group
         self._parts = list(parts)
+        self._riding: tuple[int, list[tuple[ControlPart, int]], int] | None = None  # ranks, who rides, with how many
+        self._entered = False
         self._warn, self._is_last_epoch = warn, is_last_epoch
         self._reads_differ = False
         self._changes = changes
@@ -88,7 +90,7 @@ class RankConsensus:
         """What the ranks of the present generation tell each other before collectives."""
         communicator = self._group.communicator
         if self._announcer is None or self._announcer.communicator is not communicator:
-            self._announcer = Announcer(communicator, room=PAYLOAD_SIZE + self._parts_size)
+            self._announcer = Announcer(communicator, room=PAYLOAD_SIZE + self._who_rides()[2])
         return self._announcer
 
     def enter_group(self) -> None:
@@ -97,6 +99,7 @@ class RankConsensus:
         self._changes.begin()
         for part in self._parts:
             part.begin()
+        self._entered = True
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
@@ -194,20 +197,27 @@ class RankConsensus:
     @property
     def control_size(self) -> int:
         """How many control values every reduction of gradients carries in the present group."""
-        return CONTROL_SIZE + self._parts_size
+        return CONTROL_SIZE + self._who_rides()[2]
 
-    @property
-    def _parts_size(self) -> int:
+    def _who_rides(self) -> tuple[int, list[tuple[ControlPart, int]], int]:
+        """Parts that have something to say, each with its size, and all of these; fixed once a group was entered."""
         world_size = self._group.world_size
-        return sum(part.size(world_size) for part in self._parts)
+        if self._riding is None or self._riding[0] != world_size or not self._entered:
+            sizes = [(part, part.size(world_size)) for part in self._parts]
+            riding = [(part, size) for part, size in sizes if size]
+            self._riding = world_size, riding, sum(size for _, size in riding)
+        return self._riding
 
     def control_values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``control_size`` values, exact in float32)."""
-        return [*self._changes.values(rank), *self._part_values(rank)]
+        return self._changes.values(rank) + self._part_values(rank)
 
     def _part_values(self, rank: int) -> list[float]:
-        world_size = self._group.world_size
-        return [value for part in self._parts for value in part.values(rank, world_size)]
+        world_size, riding, _ = self._who_rides()
+        values: list[float] = []
+        for part, _ in riding:
+            values.extend(part.values(rank, world_size))
+        return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Every rank draws the same conclusions from the sums of all ranks' control values."""
@@ -216,10 +226,9 @@ class RankConsensus:
 
     def _conclude_parts(self, sums: Sequence[float], world_size: int) -> None:
         first = 0
-        for part in self._parts:
-            last = first + part.size(world_size)
-            part.conclude(sums[first:last], world_size)
-            first = last
+        for part, size in self._who_rides()[1]:
+            part.conclude(sums[first : first + size], world_size)
+            first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
         """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step.

@@ -90,6 +90,8 @@ class StepSplit:
 
     def count(self, position: int, total: int) -> int:
         """Return the samples of the step at ``position``; 0 at the end. Of fewer than the ranks some have none."""
+        if self.batch_size >= self.world_size and position <= total - self.batch_size - 2 * self.world_size:
+            return self.batch_size  # no step near the end, as nearly all
         return step_size(
             position=position,
             total=total,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,21 +60,22 @@ class LearningRates:
         asked = not self._by_default and isinstance(self._rule, (AdaScale, AdamScale))
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 
-    @contextmanager
-    def scaled(self, scale: float, *, has_statistics: bool) -> Iterator[None]:
-        """Rates for a batch of ``scale`` x the initial one, restored afterwards.
+    def scale(self, scale: float, *, has_statistics: bool) -> list[float] | None:
+        """Set rates for a batch of ``scale`` x the initial one.
 
         Args:
             scale: global / initial batch size.
             has_statistics: whether the strategy gives gradient statistics, without which no rule holds by default.
+
+        Returns:
+            The rates before, for :meth:`restore`; None where they are as they were.
         """
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._rate_factor()
         if as_it_is and by_policy == 1.0:
             self.factor = 1.0
             self._held()[:] = ()
-            yield
-            return
+            return None
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         factors: Sequence[float] = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
@@ -83,13 +83,14 @@ class LearningRates:
             factors = held_back(factors, self._held())
             self._held()[:] = factors
         self.factor = by_policy * sum(factors) / max(1, len(factors))
-        try:
-            for group, rate, factor in zip(groups, rates, factors, strict=True):
-                group["lr"] = rate * factor * by_policy
-            yield
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
+        for group, rate, factor in zip(groups, rates, factors, strict=True):
+            group["lr"] = rate * factor * by_policy
+        return rates
+
+    def restore(self, rates: Sequence[float]) -> None:
+        """The optimizer has stepped: have the rates that user code and schedulers have set."""
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def _rule_factors(self, scale: float) -> Sequence[float]:
         noise, progress = self._noise(), self._epochs_done()

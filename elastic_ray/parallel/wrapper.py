@@ -396,8 +396,13 @@ class AdaptiveDataParallel(torch.nn.Module):
         step = ledger.outermost
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
-        with ledger.updating(), self._learning_rates.scaled(scale, has_statistics=self._sync.gives_statistics):
+        ledger.begin_update()
+        rates = self._learning_rates.scale(scale, has_statistics=self._sync.gives_statistics)
+        try:
             result = self._update(apply, **kwargs)
+        finally:
+            if rates is not None:
+                self._learning_rates.restore(rates)
         ledger.applied()
         return result
 

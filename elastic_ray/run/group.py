@@ -13,13 +13,23 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """See the module's text.
+    """See the module's text. Its attributes are read many times in a step, and change with :meth:`follow` alone.
 
     Args:
         worker: id of this worker.
         membership: knows the generation.
         expected: where this worker will stand in the first one, as far as that is known.
         most_workers: that there may ever be; None in a group of fixed size.
+
+    Attributes:
+        generation_spec: the present generation as announced, None before the first.
+        generation: how often the group has changed, 0 before the first.
+        rank: rank of this worker in the present generation; 0 before the first.
+        world_size: number of ranks of the present generation; 1 before the first.
+        members: the members of the present generation by rank; none before the first.
+        nodes: the node of each rank of the present generation; before the first, of this worker alone.
+        rank_info: where this worker stands in the present generation; before the first, where it is expected to.
+        mixed: whether the present generation is on several types of GPU.
     """
 
     def __init__(
@@ -27,75 +37,46 @@ class Group:
     ) -> None:
         self._worker = worker
         self._membership = membership
-        self._expected = expected
         self._most_workers = most_workers
+        self._communicator: Communicator | None = None
+        self.generation_spec: GenerationSpec | None = None
+        self.generation, self.rank, self.world_size = 0, 0, 1
+        self.members: tuple[Member, ...] = ()
+        self.nodes: tuple[str, ...] = ("",)
+        self.rank_info, self.mixed = expected, False
 
-    @property
-    def generation(self) -> int:
-        """How often the group has changed, 0 before the first."""
-        return self._membership.generation
-
-    @property
-    def generation_spec(self) -> GenerationSpec | None:
-        """The present generation as announced, None before the first."""
-        return self._membership.current
+    def follow(self) -> None:
+        """The membership has taken another group, or has let go of all."""
+        spec, communicator = self._membership.current, self._membership.communicator
+        self.generation_spec, self._communicator = spec, communicator
+        self.generation = spec.generation if spec is not None else 0
+        if spec is None or communicator is None:
+            return
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self.members, self.nodes = spec.members, tuple(member.node for member in spec.members)
+        self.rank_info = spec.place_of(self._worker)
+        self.mixed = len({member.gpu_type for member in spec.members}) > 1
 
     @property
     def replaces_broken(self) -> bool:
         """Whether the present generation was announced because the one before had broken."""
-        spec = self._membership.current
+        spec = self.generation_spec
         return spec is not None and 1 < spec.generation <= spec.void_below
 
     @property
     def equal_shares(self) -> bool:
         """Whether its ranks are to have equal shares of each step."""
-        spec = self._membership.current
-        return spec is not None and spec.equal_shares
+        return self.generation_spec is not None and self.generation_spec.equal_shares
 
     @property
     def returned(self) -> tuple[Returned, ...]:
         """Workers that belong to the group no more, for their train functions have returned."""
-        spec = self._membership.current
-        return spec.returned if spec is not None else ()
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker in the present generation; 0 before the first."""
-        communicator = self._membership.communicator
-        return communicator.rank if communicator is not None else 0
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the present generation; 1 before the first."""
-        communicator = self._membership.communicator
-        return communicator.world_size if communicator is not None else 1
+        return self.generation_spec.returned if self.generation_spec is not None else ()
 
     @property
     def most_workers(self) -> int:
         """Number of ranks that the group may ever have: the same on all of them, also before they join."""
         return self.rank_info.world_size if self._most_workers is None else self._most_workers
-
-    @property
-    def rank_info(self) -> RankInfo:
-        """Where this worker stands in the present generation; before the first, where it is expected to."""
-        spec = self._membership.current
-        if spec is None or self._membership.communicator is None:
-            return self._expected
-        return spec.place_of(self._worker)
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """The node of each rank of the present generation; before the first, of this worker alone."""
-        spec = self._membership.current
-        if spec is None or self._membership.communicator is None:
-            return ("",)
-        return tuple(member.node for member in spec.members)
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """The members of the present generation by rank; none before the first."""
-        spec = self._membership.current
-        return spec.members if spec is not None and self._membership.communicator is not None else ()
 
     @property
     def communicator(self) -> Communicator:
@@ -104,18 +85,16 @@ class Group:
         Raises:
             RuntimeError: there is none yet.
         """
-        if self._membership.communicator is None:
+        if self._communicator is None:
             raise RuntimeError("the session has not entered a generation yet")
-        return self._membership.communicator
+        return self._communicator
 
     @property
     def traffic(self) -> Mapping[str, int]:
         """Bytes that its collectives were given, by operation; empty before the first generation."""
-        communicator = self._membership.communicator
-        return communicator.traffic.bytes if communicator is not None else {}
+        return self._communicator.traffic.bytes if self._communicator is not None else {}
 
     @property
     def sending_s(self) -> float:
         """Time in which its connections were sending [s]; 0 before the first generation."""
-        communicator = self._membership.communicator
-        return communicator.connections.sending_s() if communicator is not None else 0.0
+        return self._communicator.connections.sending_s() if self._communicator is not None else 0.0

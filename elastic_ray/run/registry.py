@@ -271,6 +271,8 @@ class Registry:
     @property
     def strategy_key(self) -> str | None:
         """Those of all models; None while one of them is being chosen."""
+        if len(self._gradients) == 1:
+            return self._gradients[0].strategy_key
         keys = [each.strategy_key for each in self._gradients]
         return None if None in keys else "+".join(key for key in keys if key)
 
@@ -362,7 +364,7 @@ class Registry:
         """
         drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
-            shared = not each.drifts and any(each.scaler is scaler for scaler in drifting)
+            shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:

@@ -13,7 +13,6 @@ from elastic_ray.events import EventKind
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
-from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.monitoring.monitoring import Monitoring
 from elastic_ray.run.controller_client import ControllerClient
 from elastic_ray.run.group import Group
@@ -65,6 +64,7 @@ class Run:
         optimizers: optimizers and schedulers of the process.
         synced: whether this worker has become part of the job, with the first epoch.
         shape_changes: how often the group or the batch shape has changed.
+        models: how many models the loop has wrapped.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Run:
     ) -> None:
         self.worker, self.job, self.elastic = worker, job, elastic
         self.membership, self.controller, self._faults = membership, controller, faults
-        self.synced, self.shape_changes = False, 0
+        self.synced, self.shape_changes, self.models = False, 0, 0
         self.group = group = Group(worker, membership, expected, most_workers)
         self.states = SharedState(progress)
         self.ledger = StepLedger(self.states, recoverable=elastic, moment=self.moment)
@@ -92,7 +92,7 @@ class Run:
         self.agreed = AgreedChanges(membership)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
         self.meter = meter = monitoring.meter
-        self.gpu_types = TypeShares[WorkerMeasures](
+        self.gpu_types = TypeShares(
             members=lambda: group.members, measured=lambda: meter.workers, equal=lambda: group.equal_shares
         )
         self.stragglers = StragglerWatch(
@@ -122,11 +122,6 @@ class Run:
     def progress(self) -> RunProgress:
         """Where the run stands."""
         return self.states.progress
-
-    @property
-    def models(self) -> int:
-        """How many models the loop has wrapped."""
-        return len(self.registry.models)
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any] | None = None) -> None:
         """Tell the job's user something, from rank 0; all ranks come by here."""
@@ -179,6 +174,7 @@ class Run:
             )
         rates: Callable[[], tuple[float, ...]] = lambda: tuple(float(group["lr"]) for group in optimizer.param_groups)  # noqa: E731
         number = self.registry.models.add(info, noise, rates)
+        self.models = number + 1
         self.replicas.add(module, optimizer)
         self.optimizers.add(optimizer)
         return number

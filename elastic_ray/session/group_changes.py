@@ -121,6 +121,7 @@ class GroupChanges:
                 run.registry.before_change(self._staying(prepared))
             left = generation
             taken = self._membership.take(generation)
+            run.group.follow()
             if taken is None:
                 raise CommunicationFailedError(f"generation {generation} was called off after it was agreed on")
             self._go_to(*taken)
@@ -168,11 +169,13 @@ class GroupChanges:
 
     def _take_next(self, timeout_s: float) -> int:
         try:
-            return self._go_to(*self._membership.take_next(timeout_s=timeout_s))
+            spec, communicator = self._membership.take_next(timeout_s=timeout_s)
         except LostGroupError:
             if self._membership.stop_requested:
                 raise WorkerDismissed(stopped=True) from None
             raise
+        self._run.group.follow()
+        return self._go_to(spec, communicator)
 
     def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
         """Enter a group that stands; returns the loader passes that its furthest rank has ended."""

@@ -12,7 +12,7 @@ from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.state.layout import DataPlan
-from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.step import LoaderStep
 
 _LOST = (
@@ -45,10 +45,6 @@ class LoaderPasses:
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     @property
-    def _progress(self) -> RunProgress:
-        return self._run.states.progress
-
-    @property
     def step(self) -> LoaderStep | None:
         """The innermost step in progress."""
         return self._run.ledger.step
@@ -65,9 +61,9 @@ class LoaderPasses:
 
     def _follow(self, loader_pass: PassProgress) -> None:
         """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last."""
-        if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._progress.ended_passes:
+        if self._run.ledger.depth == 0 and self._changes.furthest_passes > self._run.states.progress.ended_passes:
             loader_pass.end()
-            self._progress.follow_passes(self._changes.furthest_passes)
+            self._run.states.progress.follow_passes(self._changes.furthest_passes)
 
     def compare_plan(self, loader_pass: PassProgress, facts: Callable[[], Mapping[str, Any]]) -> bool:
         """Compare what decides the data of a pass, before its first step in each group.
@@ -110,7 +106,7 @@ class LoaderPasses:
 
     def _check_returned(self) -> None:
         """Raise RanksDisagreeError if a step is to follow where another rank's training had ended."""
-        steps = self._progress.loader_steps
+        steps = self._run.states.progress.loader_steps
         for each in self._run.group.returned:
             if each.steps <= steps:
                 raise RanksDisagreeError(
@@ -170,15 +166,15 @@ class LoaderPasses:
         self.settle()
         ordinal = self._run.ledger.begin_pass()
         self._catch_up()
-        return self._progress.passes[ordinal]
+        return self._run.states.progress.passes[ordinal]
 
     def end_epoch(self) -> None:
         """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
         self._run.ledger.abandon_all()
         self.settle()
         self._adaptation.end_epoch()
-        self._progress.keep_sums()
-        self._progress.end_epoch()
+        self._run.states.progress.keep_sums()
+        self._run.states.progress.end_epoch()
         self._catch_up()
 
     def edge(
@@ -211,7 +207,7 @@ class LoaderPasses:
             if failure is not None:
                 raise CommunicationFailedError(failure)
             plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
-            if ledger.needs_vote or plan is not None or run.sums.expected(self._progress.epoch):
+            if ledger.needs_vote or plan is not None or run.sums.expected(self._run.states.progress.epoch):
                 averaged = 0 if nested else run.registry.drift_layout(trained=ledger.trains)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
                 self._due = self._due if nested else (0, None)
@@ -232,12 +228,13 @@ class LoaderPasses:
                 step.micro_steps,
                 step.count,
                 run.registry.strategy_key,
-                uneven=run.stragglers.uneven or run.gpu_types.mixed,
+                uneven=run.group.mixed or run.stragglers.uneven,
             )
             run.meter.end_step()
             if trained:
-                run.stragglers.after_step(run.gpu_types.comparable(step.work))
-                run.gpu_types.after_step(step.sizes)
+                run.stragglers.after_step(run.gpu_types.comparable(step.work) if run.group.mixed else step.work)
+                if run.group.mixed:
+                    run.gpu_types.after_step(step.sizes)
                 self._adaptation.after_step(step)
             if not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
@@ -272,15 +269,15 @@ class LoaderPasses:
         if loader_pass.done:  # another rank has ended it, and this one has taken over its state
             self._leave_pass(loader_pass, total, put_off=put_off)
             return
-        run, ended = self._run, self._progress.ended_passes
+        run, ended = self._run, self._run.states.progress.ended_passes
         early, self._ended_early = abandoned or self._ended_early is loader_pass, None
-        while self._progress.ended_passes == ended:
+        while self._run.states.progress.ended_passes == ended:
             try:
                 depth = run.ledger.depth
                 described = self._plans.get(depth) if depth else None
                 plan = described[2] if described is not None and described[0] is loader_pass else None
                 self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
-                self._progress.end_pass()
+                self._run.states.progress.end_pass()
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
                     run.registry.collapse()
@@ -289,13 +286,13 @@ class LoaderPasses:
                     self._end_alone(loader_pass)
                 furthest = self._changes.regroup(str(error))
                 # Others are through: they only differ in code that this rank will run by itself.
-                self._progress.follow_passes(furthest)
+                self._run.states.progress.follow_passes(furthest)
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _end_alone(self, loader_pass: PassProgress) -> None:
         """A pass ends before its last sample, and the group is lost: who joins the next one must not take it up."""
         loader_pass.end()
-        self._progress.end_pass()
+        self._run.states.progress.end_pass()
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
         """All ranks know that the pass is over."""
@@ -308,9 +305,9 @@ class LoaderPasses:
     def settle(self) -> None:
         """Commit steps that were left by ``break``, and end their passes."""
         while (step := self._run.ledger.take_abandoned()) is not None:
-            loader_pass, total, ended = step.loader_pass, step.total, self._progress.ended_passes
+            loader_pass, total, ended = step.loader_pass, step.total, self._run.states.progress.ended_passes
             self.edge(ends_pass=True, abandoned=True)
-            if self._progress.ended_passes == ended:
+            if self._run.states.progress.ended_passes == ended:
                 self.end_pass(loader_pass, total, put_off=True, abandoned=True)
             else:
                 self._leave_pass(loader_pass, total, put_off=True)
@@ -325,10 +322,10 @@ class LoaderPasses:
         run = self._run
         added = run.sums.take(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
-            self._progress.add_sums(run.consensus.vote(what, added, plan=plan))
+            self._run.states.progress.add_sums(run.consensus.vote(what, added, plan=plan))
             return
         join = run.registry.join if step.is_idle(run.group.communicator.rank) else None
-        self._progress.add_sums(run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
+        self._run.states.progress.add_sums(run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
@@ -343,7 +340,7 @@ class LoaderPasses:
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         before = run.ledger.loader_steps
-        if self._progress.optimizers_stepped:
+        if self._run.states.progress.optimizers_stepped:
             run.ledger.commit(step, run.group.generation, run.registry.models.gain)
         else:
             run.ledger.undo(step)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.progress import PassProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.replay import Replay
@@ -26,6 +25,10 @@ class StepLedger:
 
     Attributes:
         step: the innermost step in progress, None between steps.
+        outermost: the training step in progress, also while an evaluation pass runs inside it.
+        depth: loader passes that are in the middle of a step (a nested evaluation makes it 2).
+        failure: why the step in progress is lost; None where it is not.
+        failed: whether the step in progress is lost and will be drawn again.
     """
 
     def __init__(
@@ -35,6 +38,10 @@ class StepLedger:
         self._recoverable = recoverable
         self._moment = moment
         self.step: LoaderStep | None = None
+        self.outermost: LoaderStep | None = None
+        self.depth = 0
+        self.failure: str | None = None
+        self.failed = False
         self._outer: list[LoaderStep] = []
         self._ordinal = 0
         self._in_epoch = False
@@ -50,28 +57,14 @@ class StepLedger:
         self._replay: Replay | None = None
 
     @property
-    def _progress(self) -> RunProgress:
-        return self._state.progress
-
-    @property
     def steps(self) -> int:
         """Committed optimizer steps."""
-        return self._progress.steps
+        return self._state.progress.steps
 
     @property
     def loader_steps(self) -> int:
         """Committed steps of any loader."""
-        return self._progress.loader_steps
-
-    @property
-    def outermost(self) -> LoaderStep | None:
-        """The training step in progress, also while an evaluation pass runs inside it."""
-        return self._outer[0] if self._outer else self.step
-
-    @property
-    def depth(self) -> int:
-        """Loader passes that are in the middle of a step (a nested evaluation makes it 2)."""
-        return len(self._outer) + (self.step is not None)
+        return self._state.progress.loader_steps
 
     @property
     def sample_tag(self) -> int:
@@ -90,7 +83,7 @@ class StepLedger:
         """Epochs of data trained on so far, fractions included."""
         step = self.outermost
         fraction = step.loader_pass.position / step.total if step is not None and step.total else 0.0
-        return self._progress.epoch + fraction
+        return self._state.progress.epoch + fraction
 
     @property
     def initial_steps(self) -> int:
@@ -107,7 +100,7 @@ class StepLedger:
     @property
     def accumulator_scope(self) -> int:
         """Epoch that an accumulator belongs to which is made now; -1 before the first."""
-        return self._progress.epoch if self._in_epoch else -1
+        return self._state.progress.epoch if self._in_epoch else -1
 
     def begin_epoch(self) -> None:
         """Count loader passes from the first again."""
@@ -122,7 +115,7 @@ class StepLedger:
         """
         if between_epochs and self.replays_passes:
             return
-        needed = between_epochs or Replay.needed(self._progress)
+        needed = between_epochs or Replay.needed(self._state.progress)
         self._replay = Replay(self._state, between_epochs=between_epochs) if needed else None
 
     @property
@@ -154,7 +147,7 @@ class StepLedger:
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
         if self._replay is not None and self._replay.reach_pass(ordinal):
             self._replay = None
-        self._progress.begin_pass(ordinal)
+        self._state.progress.begin_pass(ordinal)
         return ordinal
 
     @property
@@ -196,6 +189,16 @@ class StepLedger:
             if self._recoverable:
                 self._state.snapshot()
         self.step = step
+        self._follow()
+
+    def _follow(self) -> None:
+        """Steps have begun or ended, or a failure is another: what is read many times in a step follows."""
+        outer, step = self._outer, self.step
+        self.outermost = outer[0] if outer else step
+        self.depth = len(outer) + (step is not None)
+        cause, steps = self._around
+        self.failure = self._failure if self._failure is not None or self.depth > steps else cause
+        self.failed = self.failure is not None
 
     def end(self, expected: PassProgress | None = None) -> LoaderStep:
         """The body of the innermost step has run; returns it, to be committed or undone.
@@ -221,6 +224,7 @@ class StepLedger:
         if self.step is None:
             raise AssertionError("an edge without a step")
         step, self.step = self.step, self._outer.pop() if self._outer else None
+        self._follow()
         return step
 
     @property
@@ -245,7 +249,7 @@ class StepLedger:
             Whether it trained; never, if it was nested in another.
         """
         step.loader_pass.advance(step.count)
-        self._progress.commit(generation)
+        self._state.progress.commit(generation)
         if self.step is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
@@ -253,8 +257,8 @@ class StepLedger:
         self._state.forget_snapshot()
         trained = self.trains
         if trained:
-            self._progress.commit_training(gain(step.scale))
-        self._progress.count_optimizers(0)
+            self._state.progress.commit_training(gain(step.scale))
+        self._state.progress.count_optimizers(0)
         self._samples_left = step.samples_left
         return trained
 
@@ -279,14 +283,15 @@ class StepLedger:
         outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:
             self._around = cause, self.depth
+            self._follow()
 
     @property
     def _place(self) -> tuple[int, int]:
         step = self.outermost
-        return step.loader_pass.position if step is not None else 0, self._progress.optimizers_stepped
+        return step.loader_pass.position if step is not None else 0, self._state.progress.optimizers_stepped
 
     def _forget_nested(self, step: LoaderStep) -> None:
-        self._progress.forget_passes(step.ordinal)
+        self._state.progress.forget_passes(step.ordinal)
         self._ordinal = step.ordinal
 
     def mark_training(self) -> None:
@@ -311,21 +316,12 @@ class StepLedger:
         """A collective of the step in progress failed: nothing of it will be applied here."""
         if self._failure is None:
             self._failure = cause
+            self._follow()
 
     def clear_failure(self) -> None:
         """A group was entered: what failed in another one is over."""
         self._failure, self._around = None, (None, 0)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the step in progress is lost and will be drawn again."""
-        return self.failure is not None
-
-    @property
-    def failure(self) -> str | None:
-        """Why it is lost; None where it is not."""
-        cause, steps = self._around
-        return self._failure if self._failure is not None or self.depth > steps else cause
+        self._follow()
 
     def may_apply(self) -> bool:
         """Whether the optimizer step that user code asks for is to be applied now.
@@ -340,17 +336,14 @@ class StepLedger:
         if self.failed or not step.is_last_micro:
             return False
         self._updates_asked += 1
-        if self._updates_asked <= self._progress.optimizers_stepped:
+        if self._updates_asked <= self._state.progress.optimizers_stepped:
             return False
         self._moment("optimizer_step")
         return True
 
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """The optimizer steps within; if it fails half-way, this rank's state is of no step from then on."""
+    def begin_update(self) -> None:
+        """The optimizer steps, until :meth:`applied`; if it fails half-way, this rank's state is of no step."""
         self._updating = True
-        yield
-        self._updating = False
 
     @property
     def half_updated(self) -> bool:
@@ -366,8 +359,9 @@ class StepLedger:
 
     def applied(self) -> None:
         """The optimizer step was applied, or left out for good."""
+        self._updating = False
         if self.step is not None:
-            self._progress.count_optimizers(self._updates_asked)
+            self._state.progress.count_optimizers(self._updates_asked)
             self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
@@ -377,7 +371,7 @@ class StepLedger:
             gain: statistical progress of a step at a scale.
         """
         step = self.outermost
-        if step is None or self._progress.optimizers_stepped == 0:
-            return self._progress.resume_point(step.samples_left if step is not None else self._samples_left)
-        done = self._progress.after(step.ordinal, step.count, gain(step.scale))
+        if step is None or self._state.progress.optimizers_stepped == 0:
+            return self._state.progress.resume_point(step.samples_left if step is not None else self._samples_left)
+        done = self._state.progress.after(step.ordinal, step.count, gain(step.scale))
         return done.resume_point(step.total - done.passes[-1].position)

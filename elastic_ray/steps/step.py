@@ -27,8 +27,12 @@ class LoaderStep:
         micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
         population: samples that the pass draws from without replacement; None where that is not known.
-        own_counts, counts: what the loop weighs micro-batches by, see ``LoaderStep``.
+        own_counts, counts: what the loop weighs micro-batches by: of this rank, and of all ranks once they are known.
         count: samples of the whole step.
+        micro_steps: micro-batches that a rank takes in it.
+        is_last_micro: whether gradients are synchronised in the present micro-step.
+        weighed: whether the loop weighs this rank's micro-batches itself.
+        halved: whether it is cut into more micro-batches than its shape has, to measure the gradient's noise.
     """
 
     loader_pass: PassProgress
@@ -48,13 +52,21 @@ class LoaderStep:
     counts: Sequence[Sequence[float]] | None = None
     _backward: int = -1  # the latest micro-batch that had a backward pass
     count: int = dataclasses.field(init=False)
+    micro_steps: int = dataclasses.field(init=False)
+    is_last_micro: bool = dataclasses.field(init=False)
+    weighed: bool = dataclasses.field(init=False)
+    halved: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.count = sum(map(sum, self.sizes))
+        self.micro_steps = len(self.sizes[0])
+        self.weighed = bool(self.own_counts)
+        self.halved = self.micro_steps > self.shape.accum_steps + 1
+        self.is_last_micro = self.micro == self.micro_steps - 1
 
     def begin_micro(self, micro: int) -> None:
         """The loader is about to hand out this micro-batch."""
-        self.micro = micro
+        self.micro, self.is_last_micro = micro, micro == self.micro_steps - 1
 
     def weigh(self, count: float) -> None:
         """Give the present micro-batch this weight in the step's mean gradient, in place of its samples.
@@ -73,6 +85,7 @@ class LoaderStep:
                 "loader.weigh(n) was not called for an earlier micro-batch of this step: call it for each, or for none"
             )
         self.own_counts.append(count)
+        self.weighed = True
 
     def begin_backward(self) -> None:
         """A backward pass of the present micro-batch begins, with the weight that it has by now."""
@@ -88,24 +101,9 @@ class LoaderStep:
         return self.counts if self.counts is not None and len(self.counts) == len(self.sizes) else self.sizes
 
     @property
-    def weighed(self) -> bool:
-        """Whether the loop weighs this rank's micro-batches itself."""
-        return bool(self.own_counts)
-
-    @property
     def sample_scale(self) -> float:
         """Samples of this very step / initial batch size."""
         return self.count / self.init_batch_size
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-batches a rank takes in this step."""
-        return len(self.sizes[0])
-
-    @property
-    def halved(self) -> bool:
-        """True if the step is cut into more micro-batches than its shape has, to measure the gradient's noise."""
-        return self.micro_steps > self.shape.accum_steps + 1
 
     @property
     def equal_bsz(self) -> int:
@@ -125,11 +123,6 @@ class LoaderStep:
     def is_idle(self, rank: int) -> bool:
         """Whether a rank has none."""
         return not self.sizes[rank][0]
-
-    @property
-    def is_last_micro(self) -> bool:
-        """Whether gradients are synchronised in this micro-step."""
-        return self.micro == self.micro_steps - 1
 
     def weight(self, rank: int) -> float:
         """Share of a rank's present micro-batch in the step's mean gradient (by samples, not by ranks).

@@ -8,46 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.stragglers.detection import MIN_STEPS, lower_median
 from placement.goodput.mixed import MeasuredPart
 
 if TYPE_CHECKING:
-    pass
+    from elastic_ray.membership.messages import Member
+    from elastic_ray.monitoring.measures import WorkerMeasures
 
 _WARM_UP = 2  # steps that pay for caches
 _WORTH = 1.1  # times a weight must move
 _LEAST_WEIGHT = 1.0 / 64.0
-
-
-class TypedMember(Protocol):
-    """A member of the group."""
-
-    @property
-    def gpu_type(self) -> str:
-        """Of its node; empty where the group is taken to be of one type."""
-
-    @property
-    def speed(self) -> float:
-        """Samples per second as the job's model has it [samples/s]; 0 where it has not run on the type."""
-
-
-class TypedMeasures(Protocol):
-    """What one worker has measured of a step: a dataclass."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def compute_s(self) -> float:
-        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
-
-    @property
-    def data_s(self) -> float:
-        """RankConsensus for data [s]."""
-
-
-_M = TypeVar("_M", bound=TypedMeasures)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -65,7 +37,7 @@ class _Sums:
     steps: int = 0
 
 
-class TypeShares(Generic[_M]):
+class TypeShares:
     """Shares by type of GPU.
 
     A type that takes r times as long as the fastest takes 1 / r of its samples next, until times are equal, from
@@ -84,8 +56,8 @@ class TypeShares(Generic[_M]):
     def __init__(
         self,
         *,
-        members: Callable[[], Sequence[TypedMember]],
-        measured: Callable[[], Sequence[_M]],
+        members: Callable[[], Sequence[Member]],
+        measured: Callable[[], Sequence[WorkerMeasures]],
         equal: Callable[[], bool] = bool,
     ) -> None:
         self._members = members
@@ -97,11 +69,16 @@ class TypeShares(Generic[_M]):
         self._steps = -_WARM_UP
         self._reported: dict[str, _Sums] = {}
         self.changes = 0
+        self._of: Sequence[Member] = ()
+        self._mixed = False
 
     @property
     def mixed(self) -> bool:
         """Whether the present group is on several types."""
-        return len({member.gpu_type for member in self._members()}) > 1
+        members = self._members()
+        if members is not self._of:
+            self._of, self._mixed = members, len({member.gpu_type for member in members}) > 1
+        return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
         """Shares of the present ranks in a step's samples; None where they are equal.
@@ -124,7 +101,7 @@ class TypeShares(Generic[_M]):
         known, members = self._known(), self._members()
         return [[n / known[m.gpu_type] for n in row] for m, row in zip(members, sizes, strict=True)]
 
-    def comparable_measures(self) -> Sequence[_M]:
+    def comparable_measures(self) -> Sequence[WorkerMeasures]:
         """What the ranks have measured, with times as if all types were equally fast in this step."""
         measured, members = self._measured(), self._members()
         if not self.mixed or len(measured) != len(members):

@@ -7,51 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    pass
-
-
-class Place(Protocol):
-    """A member of the group."""
-
-    @property
-    def worker(self) -> str:
-        """Its id."""
-
-    @property
-    def node(self) -> str:
-        """The node that it is on."""
-
-
-class Measured(Protocol):
-    """What one worker has measured of a step."""
-
-    @property
-    def compute_s(self) -> float:
-        """From its first micro-batch until its gradients were complete, without waiting for data [s]."""
-
-    @property
-    def data_s(self) -> float:
-        """RankConsensus for data [s]."""
-
-    @property
-    def step_s(self) -> float:
-        """The whole step before [s]."""
-
-    @property
-    def memory_used(self) -> float:
-        """Part of its memory that is taken, from 0 to 1."""
-
-    @property
-    def major_faults(self) -> float:
-        """Pages that it fetched from a disk in the step before."""
-
-    @property
-    def sending_s(self) -> float:
-        """Time in which it was sending in the step before [s]."""
-
-    @property
-    def wire_mib(self) -> float:
-        """What it handed to collectives in the step before [MiB]."""
+    from elastic_ray.monitoring.measures import WorkerMeasures
 
 
 class Tell(Protocol):
@@ -82,7 +38,7 @@ class RecentSteps:
     mib: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
-    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[Measured]) -> RecentSteps:
+    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
         """The same with another step."""
         return RecentSteps(
             work=_added(self.work, [sum(row) for row in sizes]),

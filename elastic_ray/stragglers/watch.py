@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
-from elastic_ray.stragglers.measured import Measured, Place, RecentSteps, Tell
+from elastic_ray.stragglers.measured import RecentSteps, Tell
 from elastic_ray.stragglers.memory import MemoryTrace
 from elastic_ray.stragglers.network import SendTrace
 from elastic_ray.stragglers.reports import SlowWorker, StragglerCause, StragglerConfig
+
+if TYPE_CHECKING:
+    from elastic_ray.membership.messages import Member
+    from elastic_ray.monitoring.measures import WorkerMeasures
 
 REPLACED_BELOW = 0.67
 """Speed over the median's of a worker that is replaced if it stays so slow."""
@@ -50,9 +54,9 @@ class StragglerWatch:
         self,
         config: StragglerConfig,
         *,
-        members: Callable[[], Sequence[Place]],
+        members: Callable[[], Sequence[Member]],
         equal: Callable[[], bool] = bool,
-        measured: Callable[[], Sequence[Measured]],
+        measured: Callable[[], Sequence[WorkerMeasures]],
         tell: Tell,
         measure: Callable[[], None] = lambda: None,
     ) -> None:
@@ -64,7 +68,7 @@ class StragglerWatch:
         self._measured = measured
         self._tell = tell
         self._workers: tuple[str, ...] = ()
-        self._seen: Sequence[Place] = ()
+        self._seen: Sequence[Member] = ()
         self._recent = RecentSteps()
         self._trace, self._memory, self._sends = SpeedTrace(), MemoryTrace(), SendTrace()
         self._rest = MIN_STEPS
@@ -87,7 +91,7 @@ class StragglerWatch:
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Shares of the present ranks in a step's samples; None where they are equal."""
-        if self._equal() or not any(each.weight < 1.0 for each in self.slow):
+        if not self.slow or self._equal() or not any(each.weight < 1.0 for each in self.slow):
             return None
         weights = {each.worker: each.weight for each in self.slow}
         return tuple(weights.get(member.worker, 1.0) for member in self._members())
@@ -110,8 +114,10 @@ class StragglerWatch:
         Args:
             sizes: ``sizes[rank][micro]`` samples (or tokens) of each rank's micro-batches.
         """
+        if not self._config.watches:
+            return
         members, measured = self._members(), self._measured()
-        if not self._config.watches or len(members) < 2 or not len(members) == len(measured) == len(sizes):
+        if len(members) < 2 or not len(members) == len(measured) == len(sizes):
             return
         if members is not self._seen:
             self._seen = members
@@ -157,7 +163,7 @@ class StragglerWatch:
         if self.slow:
             self.slow = tuple(dataclasses.replace(each, slow_s=each.slow_s + seconds) for each in self.slow)
 
-    def _judge(self, members: Sequence[Place]) -> None:
+    def _judge(self, members: Sequence[Member]) -> None:
         """Find new stragglers, and those that have caught up."""
         known = {each.worker: each for each in self.slow}
         healthy = self._healthy
@@ -191,7 +197,7 @@ class StragglerWatch:
         slow = {each.worker for each in self.slow}
         return tuple(rank for rank in ranks if self._workers[rank] not in slow) or ranks
 
-    def _found(self, rank: int, members: Sequence[Place]) -> SlowWorker:
+    def _found(self, rank: int, members: Sequence[Member]) -> SlowWorker:
         """A new straggler."""
         member, healthy, trace = members[rank], self._healthy, self._trace
         here = [other for other, each in enumerate(members) if each.node == member.node]
@@ -205,7 +211,7 @@ class StragglerWatch:
         ratio = trace.last_ratio(rank, healthy)
         return SlowWorker(worker=member.worker, node=member.node, ratio=ratio, cause=cause)
 
-    def _judge_senders(self, members: Sequence[Place]) -> None:
+    def _judge_senders(self, members: Sequence[Member]) -> None:
         """Find workers that send slowly though they compute as fast as the others, and those that do so no more."""
         known, slow = {each.worker: each for each in self.senders}, {each.worker for each in self.slow}
         found: dict[str, SlowWorker] = {}

@@ -49,6 +49,8 @@ class Group:
     members = (Member(worker="a", node="n1"),)
     communicator: Any = "the group"
 
+    def follow(self) -> None: ...
+
 
 class States:
     """The shared state, whose exchange fails so many times."""

@@ -13,7 +13,6 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError
 from elastic_ray.membership.messages import Returned
-from elastic_ray.monitoring.measures import WorkerMeasures
 from elastic_ray.monitoring.step_meter import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
@@ -162,7 +161,7 @@ class Run:
     def __init__(self, failing: int = 0) -> None:
         self.states, self.sums, self.clock, self.meter = State(), StepSums(), Clock(), StepMeter()
         self.stragglers = Stragglers()
-        self.gpu_types: TypeShares[WorkerMeasures] = TypeShares(members=lambda: (), measured=lambda: ())
+        self.gpu_types = TypeShares(members=lambda: (), measured=lambda: ())
         self.ledger = StepLedger(self.states, recoverable=True)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()

@@ -43,11 +43,11 @@ def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None
     worker = Worker()
     group = Group("b", worker, RankInfo(rank=1, world_size=3))  # type: ignore[arg-type]
     assert group.rank_info == RankInfo(rank=1, world_size=3) and group.world_size == 1
-    worker.current = SPEC  # type: ignore[assignment]
-    assert group.rank_info.world_size == 2 and group.rank_info.rank == 1
-    worker.communicator = None  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="not entered a generation"):
         _ = group.communicator
+    worker.current = SPEC  # type: ignore[assignment]
+    group.follow()
+    assert group.rank_info.world_size == 2 and group.rank_info.rank == 1
 
 
 class Loader:
@@ -90,6 +90,7 @@ def test_one_rank_agrees_with_itself_and_takes_each_wish_once() -> None:
     agreed = AgreedChanges(worker)
     ledger = StepLedger(SharedState(RunProgress()), recoverable=False)
     group = Group("a", worker, RankInfo())  # type: ignore[arg-type]
+    group.follow()
     consensus = RankConsensus(group, agreed, NoCheck(), ledger)  # type: ignore[arg-type]
     ballot = consensus.vote(Announced(Intent.EDGE, 1), {(0, 0): {"b": 1.0, "a": 2.0}})
     assert ballot == [((0, 0), "a", 2.0), ((0, 0), "b", 1.0)]

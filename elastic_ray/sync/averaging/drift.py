@@ -45,6 +45,7 @@ class Drift:
 
     Attributes:
         scaler: as given; None where it is not enabled.
+        average: how the present strategy averages models; None for not at all.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Drift:
         self._number = number
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._replica = Replica(module, trainable, context)
-        self._average: Average | None = None
+        self.average: Average | None = None
         self._averager: Averager | None = None
         self._begun = self._changed = self._warned = False
         self._settled_at = -1  # committed steps at the last consensus
@@ -71,21 +72,21 @@ class Drift:
     def follow(self, average: Average | None) -> None:
         """The present strategy averages so; None for not at all. Other parameters may be trained than before."""
         self._begun = False
-        if average != self._average:
-            self._average = average
+        if average != self.average:
+            self.average = average
             self._averager = None if average is None else make_averager(average)
 
     @property
     def on(self) -> bool:
         """Whether ranks step with gradients of their own."""
-        average = self._average
+        average = self.average
         return average is not None and (average.until is None or self._context.ledger.steps < average.until)
 
     @property
     def settled(self) -> bool:
         """Whether all ranks hold the same after the steps that are committed."""
         alone = self._context.group.world_size == 1
-        return alone or not self.on or self._settled_at == self._context.ledger.steps
+        return alone or self.average is None or not self.on or self._settled_at == self._context.ledger.steps
 
     @property
     def marker(self) -> int:
@@ -98,13 +99,19 @@ class Drift:
 
     def begin_step(self) -> None:
         """The model is called; before a loader's first step ranks need not hold the same yet."""
-        if not self._begun and self.on and self._averager is not None and self._context.ledger.step is not None:
+        if (
+            not self._begun
+            and self.average is not None
+            and self.on
+            and self._averager is not None
+            and self._context.ledger.step is not None
+        ):
             self._begun = True
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
         """The optimizer steps."""
-        if not self.on:
+        if self.average is None or not self.on:
             return
         self._changed = True
         several = self._context.group.world_size > 1
@@ -121,7 +128,7 @@ class Drift:
         Raises:
             CommunicationFailedError: the group broke.
         """
-        average, steps = self._average, self._context.ledger.steps
+        average, steps = self.average, self._context.ledger.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
         if ends or steps == average.until:
@@ -188,18 +195,18 @@ class Drift:
     def capture(self) -> dict[str, Any]:
         """State for joiners and checkpoints; nothing where nothing was ever averaged."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
-        if self._average is not None and self._averager is not None:
-            found |= {"algorithm": self._average.algorithm, "averager": self._averager.capture()}
+        if self.average is not None and self._averager is not None:
+            found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
         return found
 
     def restore(self, tree: dict[str, Any]) -> None:
         """Take over a captured state; that of another algorithm stays behind with it."""
         self._begun, self._marker = False, tree.get("marker", 0)
-        if self._average is not None and self._averager is not None:
-            if tree.get("algorithm") == self._average.algorithm:
+        if self.average is not None and self._averager is not None:
+            if tree.get("algorithm") == self.average.algorithm:
                 self._averager.restore(tree["averager"])
             else:
-                self._averager = make_averager(self._average)
+                self._averager = make_averager(self.average)
 
     def _trees(self) -> dict[str, Any]:
         """What the consensus is about: parameters, and the optimizer's state of each."""

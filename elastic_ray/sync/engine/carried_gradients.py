@@ -144,17 +144,14 @@ class CarriedGradients:
     def taken(self) -> None:
         """The optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
-        grad = next((p.grad for p in self._params() if p.grad is not None), None)
-        self._last = weakref.ref(grad) if grad is not None else None
-        self._last_version = grad._version if grad is not None else 0
         self._alike, self._passes, self._uneven, self._beneath = True, 0, False, False
-        self._updated = (self._last, self._last_version) if self._last is not None else None
-        self._watch_update()
-
-    def _watch_update(self) -> None:
-        """See whether the next pass adds to the gradient that the last update has left."""
-        left = self._updated[0]() if self._updated is not None else None
-        self.watched = next((p for p in self._params() if p.grad is not None and p.grad is left), None)
+        self._last, self._last_version, self._updated, self.watched = None, 0, None, None
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:  # the next pass adds to it, or it is thrown away
+                    self._last, self._last_version = weakref.ref(p.grad), p.grad._version
+                    self._updated, self.watched = (self._last, self._last_version), p
+                    return
 
     def remember(self) -> Any:
         """At the beginning of a step: what it needs to be undone; None where nothing is carried."""

@@ -152,7 +152,7 @@ class GradientEngine:
 
         Where they are not reduced none was looked at yet: this rank's own may be.
         """
-        return [self._context.group.rank] if self._drift.on else self._reducer.nonfinite_ranks
+        return [self._context.group.rank] if self.drifts else self._reducer.nonfinite_ranks
 
     @property
     def is_open(self) -> bool:
@@ -259,7 +259,7 @@ class GradientEngine:
     @property
     def drifts(self) -> bool:
         """Whether models differ from rank to rank by design."""
-        return self._drift.on
+        return self._drift.average is not None and self._drift.on
 
     @property
     def settled(self) -> bool:
@@ -315,7 +315,7 @@ class GradientEngine:
             self._divided.gather()
 
     def _make_one(self) -> None:
-        if self._drift.on:
+        if self.drifts:
             self._drift.collapse()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
@@ -383,7 +383,7 @@ class GradientEngine:
     @property
     def _may_switch(self) -> bool:
         """Whether models are one, so that another strategy can take over; else they are after the step in progress."""
-        return not self._drift.on or self._drift.settled
+        return self._drift.average is None or not self._drift.on or self._drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
         """Buckets for the present parameters, strategy and group."""

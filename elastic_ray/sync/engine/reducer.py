@@ -10,6 +10,7 @@ of the whole batch. The reduction works on buffers of its own: one that was give
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS
 from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
-from elastic_ray.sync.weak_hooks import weak_hook
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -91,6 +91,7 @@ class GradientReducer:
         self._reduces = self._accumulates = self._measures = False
         self._reached: set[int] = set()  # parameters that have a gradient of this pass, by id
         self._task = -1  # autograd's number of the pass
+        self._note = 0  # of its gradients, as this rank has told it
         self._nests = False  # passes within passes were seen, as of reentrant checkpoints: gradients come several times
         self._knows = False  # a pass was seen to its end
         self._early = False  # buckets are reduced while the pass goes on
@@ -101,7 +102,7 @@ class GradientReducer:
         """Lay out buckets for the parameters that are trainable now."""
         layout = self._layout = self._lay_out(self._trainable)
         self._buckets, self._tail = layout.buckets, layout.tail
-        self._reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
+        self.reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
         for hook in self._hooks:
@@ -109,7 +110,7 @@ class GradientReducer:
         self._hooks = [
             hook
             for bucket in self._buckets
-            for hook in hooks_on_gradients(bucket.params, weak_hook(self._on_gradient, bucket.index))
+            for hook in hooks_on_gradients(bucket.params, _gradient_hook(weakref.ref(self), bucket.index))
         ]
         self.enter_group()
 
@@ -131,7 +132,7 @@ class GradientReducer:
         """Other parameters are trainable than before."""
         if self._trainable.changed():
             self._trainable.take_in()
-        self._reduction.end_step()
+        self.reduction.end_step()
         self._build()
 
     @contextmanager
@@ -142,11 +143,6 @@ class GradientReducer:
             yield
         finally:
             self._sync = True
-
-    @property
-    def reduction(self) -> Reduction:
-        """With the present buckets."""
-        return self._reduction
 
     def drop_halves(self) -> None:
         """A step begins: what the first half of the one before has left is of no use any more."""
@@ -160,29 +156,20 @@ class GradientReducer:
             self._carried.refuse_own()
         self._open = False
         self._carried.taken()
-        self._reduction.asked()
+        self.reduction.asked()
 
-    def _on_gradient(self, index: int, param: torch.Tensor) -> None:
-        """A parameter's gradient is there; reduce what is full. Torch calls it in a thread of each device."""
-        with self._one_at_a_time:
-            if self._carried.watched is param:
-                self._carried.look(param)
-            if not self._running:
-                if not self._sync:
-                    self._carried.add_local(self._ledger.step)
-                    refuse_weights(self._ledger.step)
-                    return
-                self._begin()
-            if torch._C._current_graph_task_id() != self._task:
-                self._nests, self._early = True, False
-            if id(param) in self._reached:
-                self._reach_again(index, param)
-                return
-            self._reached.add(id(param))
-            pending = self._pending
-            pending[index] -= 1
-            if not pending[index] and self._reduces and self._early:
-                self._launch_ready()
+    def _begins(self) -> bool:
+        """The first gradient of a backward pass is there, or one within ``no_sync``; whether it is to be reduced."""
+        if self._sync:
+            self._begin()
+        else:
+            self._carried.add_local(self._ledger.step)
+            refuse_weights(self._ledger.step)
+        return self._sync
+
+    def _nest(self) -> None:
+        """A backward pass within the pass was seen."""
+        self._nests, self._early = True, False
 
     def _reach_again(self, index: int, param: torch.Tensor) -> None:
         """A backward pass within this one adds to a gradient that was complete.
@@ -217,7 +204,7 @@ class GradientReducer:
         self._reduces = self._accumulates = self._measures = False
         if step is None:
             self._step = self.nonfinite_ranks = None
-            self._reduction.begin_step(self._ledger.steps)
+            self.reduction.begin_step(self._ledger.steps)
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:
                 self._warned = True
@@ -260,14 +247,14 @@ class GradientReducer:
         Only reductions use the gradient group, so that nothing else can meet them. Reductions of another layout could,
         but there are none once all have had this one.
         """
-        met = self._met == (self._group.generation, self._announced)
+        met = self._met == (self._group.group.generation, self._announced)
         return met and self._context.models == 1
 
     def _meet(self) -> None:
         """Wait until all ranks have announced the same."""
         self._unanswered = False
         self._consensus.agreed()
-        self._met = (self._group.generation, self._announced)
+        self._met = (self._group.group.generation, self._announced)
 
     def _begin_step(self, step: LoaderStep) -> None:
         """The first backward pass of a step begins."""
@@ -278,14 +265,14 @@ class GradientReducer:
             bucket.begin_step()
             if step.micro_steps == 1:
                 bucket.drop_carried()
-        exact = self._reduction.begin_step(self._ledger.steps)
+        exact = self.reduction.begin_step(self._ledger.steps)
         self._ledger.mark_training()
         self._statistics.begin_step(
             step,
             self._ledger.steps,
             replicas=self._group.world_size,
             exact=exact and not self._group.drifts,
-            spacing=self._reduction.spacing,
+            spacing=self.reduction.spacing,
         )
 
     def _carry(self) -> None:
@@ -329,7 +316,7 @@ class GradientReducer:
                 last = self._launched == len(self._buckets)
                 if last:
                     self._fill_tail()
-                self._reduction.launch(bucket.index)
+                self.reduction.launch(bucket.index)
                 if last:
                     self._consensus.reductions_started()
                 if self._launched == 1:
@@ -340,9 +327,10 @@ class GradientReducer:
     @torch.no_grad()
     def _fill_tail(self) -> None:
         """Write into the last bucket's tail what rides on the reduction."""
-        rank = self._group.rank
+        rank = self._group.group.rank
         shared = self._statistics.shared_values() if rank == 0 else self._layout.nothing_to_share
-        tag = self._consensus.step_tag(self._carried.note)
+        self._note = self._carried.note
+        tag = self._consensus.step_tag(self._note)
         head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *tag]
         if self._complete:
             flags = self._layout.all_used
@@ -367,7 +355,9 @@ class GradientReducer:
                 bucket.mark_incomplete()
         self._pending = [0] * len(self._buckets)
         if self._reduces:
-            self._complete = all(bucket.complete for bucket in self._buckets)
+            self._complete = True
+            for bucket in self._buckets:
+                self._complete = self._complete and bucket.complete
             if not self._told:
                 self._announce()
             self._launch_ready()
@@ -387,23 +377,23 @@ class GradientReducer:
         elif not self._weights.leave_out(step, self._buckets) and (self._measures or self._tries(step)):
             self._measure_alone()
         if step is not None and step.is_last_micro and not self._ledger.failed:
-            self._reduction.settle()
+            self.reduction.settle()
 
     def _collect(self, step: LoaderStep | None) -> None:
         """Wait for the reductions, conclude what rode on them, and write the mean back."""
         if self._ledger.failed:
             return
-        layout, first = self._layout, self._group.rank == 0
+        layout, first = self._layout, self._group.group.rank == 0
         try:
             if self._unanswered:
                 self._meet()
-            self._reduction.finish(checks=self._check_finite)
+            self.reduction.finish(checks=self._check_finite)
             values = self._tail[: layout.step_tag.stop].tolist()
-            self._consensus.check_same_step(values[layout.step_tag], self._carried.note)
+            self._consensus.check_same_step(values[layout.step_tag], self._note)
             if self._measures:
-                self._statistics.measure_mean(self._buckets, first=first, add_up=self._reduction.add_up)
+                self._statistics.measure_mean(self._buckets, first=first, add_up=self.reduction.add_up)
             if self._check_finite:
-                self.nonfinite_ranks = self._reduction.nonfinite_ranks()
+                self.nonfinite_ranks = self.reduction.nonfinite_ranks()
             self._exchange_rows()
         except CommunicationFailedError as error:
             self._give_up(str(error))
@@ -419,7 +409,7 @@ class GradientReducer:
     def _give_up(self, cause: str) -> None:
         """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
         self._ledger.fail(cause)
-        self._reduction.void()
+        self.reduction.void()
         self._layout.replace_buffers()
         self._tail = self._layout.tail
         if self._step is None:
@@ -431,7 +421,7 @@ class GradientReducer:
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
-            if not self._reduction.has_written(bucket.index):
+            if not self.reduction.has_written(bucket.index):
                 bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 
@@ -452,3 +442,30 @@ class GradientReducer:
             bucket.put(1.0)
         if self._measures:
             self._statistics.collect_alone(self._buckets, self._grad_scale())
+
+
+def _gradient_hook(reference: weakref.ref[GradientReducer], index: int) -> Callable[[torch.Tensor], None]:
+    """A hook that takes the gradients of one bucket, as long as their reducer lives; see ``weak_hook``."""
+
+    def hook(param: torch.Tensor) -> None:
+        """A parameter's gradient is there; reduce what is full. Torch calls it in a thread of each device."""
+        reducer = reference()
+        if reducer is None:
+            return
+        with reducer._one_at_a_time:
+            if reducer._carried.watched is param:
+                reducer._carried.look(param)
+            if not reducer._running and not reducer._begins():
+                return
+            if torch._C._current_graph_task_id() != reducer._task:
+                reducer._nest()
+            if id(param) in reducer._reached:
+                reducer._reach_again(index, param)
+                return
+            reducer._reached.add(id(param))
+            pending = reducer._pending
+            pending[index] -= 1
+            if not pending[index] and reducer._reduces and reducer._early:
+                reducer._launch_ready()
+
+    return hook

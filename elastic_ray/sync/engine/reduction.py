@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.sync.engine.layout import BucketLayout
+from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
@@ -55,7 +56,7 @@ class Reduction:
 
     @property
     def _gradients(self) -> GradientCollectives:
-        return self._group.communicator.gradients
+        return self._group.group.communicator.gradients
 
     def begin_step(self, steps: int) -> bool:
         """A step begins.
@@ -69,8 +70,10 @@ class Reduction:
         self.end_step()
         self._written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
-        owing = [each for each in self._layout.operations if isinstance(each, OwingOperation)]
-        self._owing = [each for each in owing if isinstance(each, CompressedOperation) or each.residual.in_use]
+        self._owing = owing = list[OwingOperation]()
+        for each in self._layout.operations:
+            if isinstance(each, OwingOperation) and (isinstance(each, CompressedOperation) or each.residual.in_use):
+                owing.append(each)
         self._plain = steps % PROBE_EVERY == 0
         return self._plain or not self._compresses or self._group.world_size == 1
 
@@ -169,7 +172,7 @@ class Reduction:
         if self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
-        rows = self._group.communicator.gather_ints(own, with_gradients=True)
+        rows = self._group.group.communicator.gather_ints(own, with_gradients=True)
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
@@ -179,7 +182,7 @@ class Reduction:
         mean as there are ranks: what it owes does so, too.
         """
         if self._owing and self._group.world_size == 1:
-            scale = self._grad_scale() * len(self._group.nodes)
+            scale = self._grad_scale() * len(self._group.group.nodes)
             for bucket, operation in zip(self._layout.buckets, self._layout.operations, strict=True):
                 if isinstance(operation, OwingOperation):
                     operation.settle(bucket, scale)
@@ -192,7 +195,8 @@ class Reduction:
         """It steps: what the last pass has left in operations counts, whatever becomes of the step."""
         self._asked = False
         for operation in self._layout.operations:
-            operation.commit()
+            if type(operation) is not AllReduceOperation:  # which keeps nothing
+                operation.commit()
 
     def end_step(self) -> None:
         """The step before is over."""

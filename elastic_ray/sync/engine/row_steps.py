@@ -59,7 +59,7 @@ class RowSteps:
         """The optimizer steps."""
         if self._tables or self._looks:  # else a walk over all parameters in every step, for nothing
             self._looks = _suit_momentum(optimizer)
-        if type(optimizer) not in _EXACT:
+        if not self._tables or type(optimizer) not in _EXACT:
             return
         by_rows = {id(p) for group in optimizer.param_groups if _is_exact(group) for p in group["params"]}
         for table in self._tables:

@@ -90,8 +90,8 @@ class StepWeights:
     def _of_all(self, own: list[float]) -> list[list[float]]:
         """By rank, what the loop has given for its micro-batches."""
         told = torch.zeros(self._group.world_size, len(own), dtype=torch.float64)
-        told[self._group.rank] = torch.tensor(own, dtype=torch.float64)
-        self._consensus.wait(self._group.communicator.gradients.all_reduce(told))
+        told[self._group.group.rank] = torch.tensor(own, dtype=torch.float64)
+        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[list[float]] = told.tolist()
         return found
 

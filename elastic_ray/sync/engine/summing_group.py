@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.steps.step import LoaderStep
-
-
-class DriftingModel(Protocol):
-    """A model that ranks may train by themselves between averages."""
-
-    @property
-    def on(self) -> bool:
-        """Whether they do."""
+    from elastic_ray.sync.averaging.drift import Drift
 
 
 class SummingGroup:
@@ -34,11 +27,14 @@ class SummingGroup:
         model: the model.
         number: of the model.
         layout: a digest of what is averaged, and how, and what a user calls it.
+
+    Attributes:
+        group: the present group, whoever is added up.
     """
 
-    def __init__(self, context: Run, model: DriftingModel, number: int, layout: Callable[[], tuple[int, str]]) -> None:
+    def __init__(self, context: Run, model: Drift, number: int, layout: Callable[[], tuple[int, str]]) -> None:
         self._context = context
-        self._group = context.group
+        self.group = context.group
         self._model = model
         self._number = number
         self._layout = layout
@@ -47,41 +43,28 @@ class SummingGroup:
     @property
     def drifts(self) -> bool:
         """Whether ranks step with gradients of their own."""
-        return self._model.on
-
-    @property
-    def generation(self) -> int:
-        """How often the group has changed."""
-        return self._group.generation
-
-    @property
-    def rank(self) -> int:
-        """Rank of this worker in the group."""
-        return self._group.rank
+        return self._model.average is not None and self._model.on
 
     @property
     def world_size(self) -> int:
         """Ranks whose gradients are added up."""
-        return 1 if self.drifts else self._group.world_size
-
-    @property
-    def nodes(self) -> Sequence[str]:
-        """The node of each rank of the group."""
-        return self._group.nodes
-
-    @property
-    def communicator(self) -> Communicator:
-        """Makes collectives in the group."""
-        return self._group.communicator
+        return self.group.world_size if self._model.average is None or not self._model.on else 1
 
     def share(self, step: LoaderStep) -> float:
         """What the present micro-batch of this rank weighs in the sum."""
-        return step.own_weight(self.rank) if self.drifts else step.weight(self.rank)
+        return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)
 
     def agree(self, step: LoaderStep | None) -> None:
         """A backward pass has ended whose gradients are not reduced: agree on its step, if it is the step's last."""
         ledger = self._context.ledger
-        if not self.drifts or step is None or not step.is_last_micro or self._group.world_size == 1 or ledger.failed:
+        if (
+            self._model.average is None
+            or not self._model.on
+            or step is None
+            or not step.is_last_micro
+            or self.group.world_size == 1
+            or ledger.failed
+        ):
             return
         try:
             self._agree()
@@ -92,7 +75,7 @@ class SummingGroup:
 
     def _agree(self) -> None:
         """Add up what rides on reductions; raises CommunicationFailedError."""
-        consensus, group = self._context.consensus, self._group
+        consensus, group = self._context.consensus, self.group
         announced = Announced(Intent.GRADIENTS, self._number, *self._layout())
         known = self._met == (group.generation, announced) and self._context.models == 1
         if consensus.announce_reductions(announced, known=known):

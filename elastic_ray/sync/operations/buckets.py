@@ -184,8 +184,10 @@ class Bucket:
         if pairs:
             grads, views = zip(*pairs, strict=True)
             torch._foreach_copy_(grads, views)
-            param = next(p for p, grad in zip(self.params, self.grads, strict=True) if grad is not None)
-            self.written = param, weakref.ref(grads[0]), grads[0]._version
+            for param, grad in zip(self.params, self.grads, strict=True):
+                if grad is not None:
+                    self.written = param, weakref.ref(grad), grad._version
+                    break
         self.grads = []  # else it would outlive zero_grad()
 
     @property

@@ -75,17 +75,13 @@ class TiledOptimizer:
         tiles = plan.tiles
         self._wanted = cut(profile, tiles.params, tiles.owner) if tiles is not None else None
         self._copies = tiles.owner.copies if tiles is not None else 0
-        if self._held is None:
+        if self._holder.held is None:
             self._adopt_wanted()
 
     def _adopt_wanted(self) -> None:
         if self._holder.tiling is None:
             self._last = Update()  # nobody has counted before
         self._holder.adopt(self._wanted)
-
-    @property
-    def _held(self) -> HeldTiles | None:
-        return self._holder.held
 
     @property
     def owners(self) -> object:
@@ -99,13 +95,13 @@ class TiledOptimizer:
     @property
     def divided(self) -> bool:
         """Whether optimizer state lies with several ranks, so that updates are voted on."""
-        return self._held is not None and self._begun
+        return self._holder.held is not None and self._begun
 
     @property
     def unsettled(self) -> bool:
         """Whether the state is not divided as the strategy wants it in the present group."""
         several = self._run.group.world_size > self._copies
-        held, tiling = self._held, self._holder.tiling
+        held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
 
     def settle_between_steps(self) -> None:
@@ -126,12 +122,14 @@ class TiledOptimizer:
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Call the user's hooks that come before a step called with ``kwargs``; returns what they make of these."""
-        return self._hooks.before(kwargs) if self.divided else kwargs
+        return kwargs if self._holder.held is None or not self._begun else self._hooks.before(kwargs)
 
     def decide(self) -> bool:
         """Vote on the update that is about to be made; False where the step is lost."""
-        self._close()
-        if not self.divided:
+        held = self._holder.held
+        if held is not None or self._open or self._stored or self._gathered is not None:
+            self._close()
+        if held is None or not self._begun:
             return True
         run, update = self._run, update_digest(self.tiled, self._optimizer)
         try:
@@ -154,7 +152,7 @@ class TiledOptimizer:
 
     def _keep_pending(self) -> None:
         """The update may have been decided."""
-        held, generation = self._held, self._run.group.generation
+        held, generation = self._holder.held, self._run.group.generation
         assert held is not None, "a vote is about tiles"
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
@@ -165,10 +163,11 @@ class TiledOptimizer:
             apply: the optimizer's own step.
             kwargs: for it.
         """
-        held = self._held
+        held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)
-            self._count()
+            if self._holder.tiling is not None:
+                self._count()
             return result
         held.own_memory(_COPIED_IN_A_STEP)
         held.follow_params()
@@ -191,8 +190,6 @@ class TiledOptimizer:
             self._hooks.after(kwargs)
 
     def _count(self) -> None:
-        if self._holder.tiling is None:
-            return
         self._last = self._last.next(self._run.group.generation, self._optimizer)
 
     def _publish(self, held: HeldTiles) -> None:
@@ -237,7 +234,7 @@ class TiledOptimizer:
 
     def _settle(self) -> None:
         """Hold what this rank is to hold in the present group under the present strategy."""
-        held = self._held
+        held = self._holder.held
         if held is not None and held.everything:
             self._holder.become_whole()
         self._cut_anew()
@@ -246,7 +243,7 @@ class TiledOptimizer:
 
     def _cut_anew(self) -> None:
         """Where ranks hold tiles of another tiling than is wanted: have all of them hold the whole state first."""
-        group, held = self._run.group, self._held
+        group, held = self._run.group, self._holder.held
         wanted = self._wanted.digest if self._wanted is not None else 0
         own = held.tiling.digest if held is not None else 0
         rows = group.communicator.gather_ints([own]) if group.world_size > 1 else [[own]]
@@ -255,7 +252,7 @@ class TiledOptimizer:
             text = held.tiling.to_json() if held is not None else ""
             self._holder.adopt(Tiling.from_json(group.communicator.broadcast_bytes(text.encode(), other).decode()))
             self._arrange(group.world_size)
-        if self._held is None:
+        if self._holder.held is None:
             self._adopt_wanted()
 
     def _arrange(self, copies: int) -> None:
@@ -341,7 +338,7 @@ class TiledOptimizer:
 
     def gathered(self) -> dict[Parameter, State] | None:
         """The whole state where this rank has it."""
-        if self._held is None:
+        if self._holder.held is None:
             known = self._holder.stored.states()
             return {param: known[param] for param in self.tiled if param in known}
         whole = self._at_hand()

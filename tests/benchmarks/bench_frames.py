@@ -1,0 +1,150 @@
+"""Python frames of one optimizer step beside DDP's: what the interpreter does in each step, whatever the machine.
+
+    python tests/benchmarks/bench_frames.py
+
+Counts calls of Python functions in the thread that trains (``sys.setprofile``), from one batch to the next: loader,
+forward, backward, reduction, update, edge. Those of the model, of the optimizer and of torch's own wrappers around them
+are on both sides; the table has the frames of this package, and those of its loader's fetching apart. Prints a table
+and a JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import elastic_ray as er
+from elastic_ray.loop.api import current_session
+from tests.loop.changing import run_job
+
+PACKAGE = str(Path(er.__file__).parent) + "/"
+SKIPPED, COUNTED = 40, 16  # the first steps measure the noise more often
+
+
+class Frames:
+    """Calls of Python functions of one thread, by file and function, over some steps."""
+
+    def __init__(self) -> None:
+        self.calls: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.steps = 0
+
+    def step(self, number: int) -> None:
+        """Step ``number`` of the thread's loop begins: count from the first that is not skipped on."""
+        if number == SKIPPED:
+            sys.setprofile(self._profile)
+        elif number == SKIPPED + COUNTED:
+            sys.setprofile(None)
+        if SKIPPED <= number < SKIPPED + COUNTED:
+            self.steps += 1
+
+    def _profile(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            code = frame.f_code
+            self.calls[code.co_filename, f"{code.co_qualname}"] += 1
+
+    def ours(self) -> dict[tuple[str, str], float]:
+        """Frames a step of this package, by file and function."""
+        kept = {key: count for key, count in self.calls.items() if key[0].startswith(PACKAGE)}
+        return {(file.removeprefix(PACKAGE), name): count / self.steps for (file, name), count in kept.items()}
+
+    @property
+    def total(self) -> float:
+        """Frames a step, of whatever package."""
+        return sum(self.calls.values()) / self.steps
+
+
+def net(layers: int) -> torch.nn.Module:
+    """A net with this many linear layers, of two parameters each."""
+    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
+
+
+def measure(world_size: int, layers: int, bucket_cap_mb: float | None = None) -> Frames:
+    """Frames of rank 0 in a job of this size."""
+    found: list[Frames] = []
+
+    def train() -> None:
+        torch.manual_seed(0)
+        module = net(layers)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        model = er.AdaptiveDataParallel(module, optimizer)
+        data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * 8, 8))
+        loader = er.AdaptiveDataLoader(data, batch_size=8)
+        frames, steps = Frames(), 0
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in loader:
+                if current_session().rank == 0:
+                    frames.step(steps)
+                steps += 1
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+        if current_session().rank == 0:
+            found.append(frames)
+
+    run_job(train, first=range(1, world_size + 1))
+    return found[0]
+
+
+def plain(layers: int) -> Frames:
+    """The same loop with plain PyTorch and its DataLoader."""
+    module = net(layers)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * 8, 8))
+    frames = Frames()
+    for step, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=8)):
+        frames.step(step)
+        optimizer.zero_grad()
+        module(x).square().mean().backward()
+        optimizer.step()
+    return frames
+
+
+def in_thread(function: Callable[[], Frames]) -> Frames:
+    """Run it in a thread of its own, so that nothing else is profiled."""
+    result: list[Frames] = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--top", type=int, default=0, help="print as many of the most frequent functions")
+    options = parser.parse_args()
+    row: dict[str, float] = {}
+    print(f"{'':<12} {'frames':>8} {'files':>6} {'rooms':>6} {'all':>8} {'plain':>8}")
+    for world_size in (2, 1):
+        frames = measure(world_size, 2)
+        ours = frames.ours()
+        files = {file for file, _ in ours}
+        rooms = {file.split("/")[0] for file in files}
+        own = sum(ours.values())
+        base = in_thread(lambda: plain(2)).total
+        print(
+            f"{world_size} rank(s)    {own:>8.1f} {len(files):>6} {len(rooms):>6} {frames.total:>8.1f} {base:>8.1f}",
+            flush=True,
+        )
+        row |= {f"frames_{world_size}": own, f"files_{world_size}": len(files), f"rooms_{world_size}": len(rooms)}
+        if options.top:
+            for (file, name), count in sorted(ours.items(), key=lambda item: -item[1])[: options.top]:
+                print(f"    {count:>6.1f}  {file}  {name}")
+        more = sum(measure(world_size, 12).ours().values())
+        row[f"per_parameter_{world_size}"] = (more - own) / 20
+        print(f"             {row[f'per_parameter_{world_size}']:>8.2f} frames for each further parameter", flush=True)
+    print(json.dumps({"benchmark": "frames", **{name: round(value, 2) for name, value in row.items()}}))
+
+
+if __name__ == "__main__":
+    main()
