@@ -41,6 +41,7 @@ class AgreedChanges:
         stop: the job stops after this step, for good.
         preempted: it stops there to go on another time.
         batch: batch shape to change to, None to go on as it is.
+        comparison: all ranks are to compare their models with the next announcement that they make.
         saves: checkpoints are reported in the present group.
         reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
 
@@ -56,27 +57,22 @@ class AgreedChanges:
         self.reports = 0
         self.batch: BatchChoice | None = None
         self._wants_consensus = self._consensus = False
-        self._wants_comparison = self._comparison = self.saves = False
+        self._wants_comparison = self.comparison = self.saves = False
         self._heard = self._others = 0
 
     def begin(self) -> None:
         """A group was entered: nothing that another one agreed on counts in it."""
         self.generation, self.batch = 0, None
         self._wants_consensus = self._consensus = False
-        self._wants_comparison = self._comparison = self.saves = False
+        self._wants_comparison = self.comparison = self.saves = False
 
     def ask_for_comparison(self, wanted: bool) -> None:
         """Rank 0 has reported, and a checkpoint with it if ``wanted``: are all ranks the same?"""
         self._wants_comparison = self._wants_comparison or wanted
 
-    @property
-    def comparison(self) -> bool:
-        """True if all ranks are to compare their models with the next announcement that they make."""
-        return self._comparison
-
     def compared(self) -> None:
         """They do."""
-        self._comparison = False
+        self.comparison = False
 
     def ask_for_consensus(self) -> None:
         """Rank 0 wants all ranks to hold the same model after the next step, to save it."""
@@ -135,7 +131,7 @@ class AgreedChanges:
         if wishes & 1:
             self._wants_consensus, self._consensus = False, True
         if wishes & 2:
-            self._wants_comparison, self._comparison, self.saves = False, True, True
+            self._wants_comparison, self.comparison, self.saves = False, True, True
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 

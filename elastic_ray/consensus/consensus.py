@@ -78,7 +78,7 @@ class RankConsensus:
         self._changes = changes
         self._replicas = replicas
         self._position = position
-        self._announcer: Announcer | None = None
+        self._announcing: tuple[int, Announcer | None] = 0, None  # in which generation
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
@@ -88,10 +88,11 @@ class RankConsensus:
     @property
     def announcer(self) -> Announcer:
         """What the ranks of the present generation tell each other before collectives."""
-        communicator = self._group.communicator
-        if self._announcer is None or self._announcer.communicator is not communicator:
-            self._announcer = Announcer(communicator, room=PAYLOAD_SIZE + self._who_rides()[2])
-        return self._announcer
+        generation, announcer = self._announcing
+        if announcer is None or generation != self._group.generation:
+            announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + self._who_rides()[2])
+            self._announcing = self._group.generation, announcer
+        return announcer
 
     def enter_group(self) -> None:
         """A group was entered: what was agreed on, or compared, in another one does not count in it."""

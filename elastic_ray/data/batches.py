@@ -103,7 +103,7 @@ class StepSplit:
 
     def sizes(self, count: int, position: int) -> list[list[int]]:
         """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
-        key = count, self.micro_steps_at(position, count)
+        key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
             self._sizes[key] = split(
                 count, world_size=self.world_size, micro_steps=key[1], shares=self.shares, least=self.least
@@ -112,7 +112,7 @@ class StepSplit:
 
     def slices(self, count: int, position: int) -> list[slice]:
         """Return this rank's part of that step in each micro-step; empty where it has no sample."""
-        key = count, self.micro_steps_at(position, count)
+        key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
             self._slices[key] = rank_slices(
                 count,

@@ -25,6 +25,7 @@ class StepMeter:
         sending_s: time in which the present group's connections were sending, since it was formed [s].
 
     Attributes:
+        on: whether it measures.
         workers: of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
     """
 
@@ -39,7 +40,7 @@ class StepMeter:
         self._sending = _Looks(clock, sending_s)
         self._faults = 0
         self._used, self._used_at_s = 0.0, -math.inf
-        self._asked = False
+        self.on = False
         self.workers: tuple[WorkerMeasures, ...] = ()
         self._began_s: float | None = None
         self._ended_s: float | None = None
@@ -52,18 +53,13 @@ class StepMeter:
         self._counted: Mapping[str, int] = {}  # bytes, when the step before ended
         self._sizes: Mapping[str, float] = {}  # of the step before
 
-    @property
-    def on(self) -> bool:
-        """Whether it measures."""
-        return self._asked
-
     def ask(self) -> None:
         """Measure from now on. Before the first epoch, on all ranks alike."""
-        self._asked = True
+        self.on = True
 
     def begin_step(self) -> None:
         """The loader is about to fetch the first micro-batch of a step of training."""
-        if self._asked:
+        if self.on:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def waited_for_data(self, seconds: float) -> None:
@@ -72,7 +68,7 @@ class StepMeter:
 
     def end_step(self) -> None:
         """The step was committed."""
-        if not self._asked:
+        if not self.on:
             return
         now_s = self._clock()
         self._step_s = now_s - self._ended_s if self._ended_s is not None else 0.0
@@ -104,11 +100,11 @@ class StepMeter:
 
     def size(self, world_size: int) -> int:
         """Values that ride along."""
-        return len(FIELDS) * world_size if self._asked else 0
+        return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
         """This rank's gradients are complete, for the first time in the step."""
-        if not self._asked:
+        if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()
         if self._ready_s is None and self._began_s is not None:
@@ -125,7 +121,7 @@ class StepMeter:
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """All ranks' rows."""
-        if not self._asked:
+        if not self.on:
             return
         if self._waits_since_s is not None:
             self._waited_s += self._clock() - self._waits_since_s

@@ -27,6 +27,10 @@ class FiniteWatch:
         module: the model.
         model: its number.
         nonfinite: what to do, one of ``NONFINITE``.
+
+    Attributes:
+        looks: whether anybody wants to know.
+        skips: whether updates that are not finite are left out.
     """
 
     def __init__(self, context: Run, module: torch.nn.Module, model: int, nonfinite: str) -> None:
@@ -34,13 +38,9 @@ class FiniteWatch:
         self._module = module
         self._model = model
         self._nonfinite = nonfinite
+        self.looks, self.skips = nonfinite != "ignore", nonfinite == "skip"
         self._streak = False
         self._lagging: torch.Tensor | None = None
-
-    @property
-    def looks(self) -> bool:
-        """Whether anybody wants to know."""
-        return self._nonfinite != "ignore"
 
     def are_finite(
         self, params: Sequence[torch.Tensor], suspects: Sequence[int] | None, *, scaled: bool = False
@@ -61,7 +61,7 @@ class FiniteWatch:
         if several and suspects is None:
             self._streak = False
             return True
-        own = [_own_rows(p.grad) for p in params if p.grad is not None]
+        own: list[torch.Tensor] = [getattr(p.grad, "_local_tensor", p.grad) for p in params if p.grad is not None]
         held = [grad._values() if grad.is_sparse else grad for grad in own]
         grads = [grad for grad in held if not isinstance(grad, SlicedGradient)]
         sliced = all(grad.finite for grad in held if isinstance(grad, SlicedGradient))
@@ -83,11 +83,6 @@ class FiniteWatch:
                 'loss, or bad samples; AdaptiveDataParallel(..., nonfinite="skip") leaves such updates out'
             )
         return False
-
-    @property
-    def skips(self) -> bool:
-        """Whether updates that are not finite are left out."""
-        return self._nonfinite == "skip"
 
     def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
         """Whether all are finite; on a GPU whether those of the step before were."""

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from elastic_ray.communication.communicator import Communicator
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo, Returned
 
 if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import Communicator
     from elastic_ray.membership.worker_side import WorkerMembership
+
+
+class _NoCommunicator:
+    """Stands in the place of a communicator before there is one."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the session has not entered a generation yet")
 
 
 class Group:
@@ -26,6 +33,8 @@ class Group:
         generation: how often the group has changed, 0 before the first.
         rank: rank of this worker in the present generation; 0 before the first.
         world_size: number of ranks of the present generation; 1 before the first.
+        communicator: the present generation's; before the first, all that is asked of it raises RuntimeError.
+        returned: workers that belong to the group no more, for their train functions have returned.
         members: the members of the present generation by rank; none before the first.
         nodes: the node of each rank of the present generation; before the first, of this worker alone.
         rank_info: where this worker stands in the present generation; before the first, where it is expected to.
@@ -38,20 +47,21 @@ class Group:
         self._worker = worker
         self._membership = membership
         self._most_workers = most_workers
-        self._communicator: Communicator | None = None
+        self.communicator: Communicator = _NoCommunicator()  # type: ignore[assignment]
         self.generation_spec: GenerationSpec | None = None
         self.generation, self.rank, self.world_size = 0, 0, 1
         self.members: tuple[Member, ...] = ()
+        self.returned: tuple[Returned, ...] = ()
         self.nodes: tuple[str, ...] = ("",)
         self.rank_info, self.mixed = expected, False
 
     def follow(self) -> None:
         """The membership has taken another group, or has let go of all."""
         spec, communicator = self._membership.current, self._membership.communicator
-        self.generation_spec, self._communicator = spec, communicator
-        self.generation = spec.generation if spec is not None else 0
+        self.generation_spec, self.generation = spec, spec.generation if spec is not None else 0
         if spec is None or communicator is None:
             return
+        self.communicator, self.returned = communicator, spec.returned
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.members, self.nodes = spec.members, tuple(member.node for member in spec.members)
         self.rank_info = spec.place_of(self._worker)
@@ -69,32 +79,16 @@ class Group:
         return self.generation_spec is not None and self.generation_spec.equal_shares
 
     @property
-    def returned(self) -> tuple[Returned, ...]:
-        """Workers that belong to the group no more, for their train functions have returned."""
-        return self.generation_spec.returned if self.generation_spec is not None else ()
-
-    @property
     def most_workers(self) -> int:
         """Number of ranks that the group may ever have: the same on all of them, also before they join."""
         return self.rank_info.world_size if self._most_workers is None else self._most_workers
 
     @property
-    def communicator(self) -> Communicator:
-        """The present generation's communicator.
-
-        Raises:
-            RuntimeError: there is none yet.
-        """
-        if self._communicator is None:
-            raise RuntimeError("the session has not entered a generation yet")
-        return self._communicator
-
-    @property
     def traffic(self) -> Mapping[str, int]:
         """Bytes that its collectives were given, by operation; empty before the first generation."""
-        return self._communicator.traffic.bytes if self._communicator is not None else {}
+        return self.communicator.traffic.bytes if self.members else {}
 
     @property
     def sending_s(self) -> float:
         """Time in which its connections were sending [s]; 0 before the first generation."""
-        return self._communicator.connections.sending_s() if self._communicator is not None else 0.0
+        return self.communicator.connections.sending_s() if self.members else 0.0

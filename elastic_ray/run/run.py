@@ -83,11 +83,11 @@ class Run:
         stragglers: StragglerConfig,
     ) -> None:
         self.worker, self.job, self.elastic = worker, job, elastic
-        self.membership, self.controller, self._faults = membership, controller, faults
+        self.membership, self.controller, self.faults = membership, controller, faults
         self.synced, self.shape_changes, self.models = False, 0, 0
         self.group = group = Group(worker, membership, expected, most_workers)
         self.states = SharedState(progress)
-        self.ledger = StepLedger(self.states, recoverable=elastic, moment=self.moment)
+        self.ledger = StepLedger(self.states, recoverable=elastic, moment=self.moment if faults is not None else None)
         self.clock, self.sums = StepClock(), StepSums()
         self.agreed = AgreedChanges(membership)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
@@ -134,8 +134,8 @@ class Run:
 
     def moment(self, name: str) -> None:
         """A named moment of the run, for scripted faults."""
-        if self._faults is not None:
-            self._faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
+        if self.faults is not None:
+            self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 
     def mark_synced(self) -> None:
         """This worker has become part of the job."""

@@ -35,12 +35,14 @@ class Adaptation:
 
     Attributes:
         runner: the policies.
+        active: whether there are any.
     """
 
     def __init__(self, run: Run, sizes: tuple[int, int] | None) -> None:
         self._run, self._sizes = run, sizes
         self.runner = PolicyRunner(self, run.tell, run.controller.tell)
         self._step: LoaderStep | None = None
+        self.active = False
 
     @property
     def _progress(self) -> RunProgress:
@@ -53,7 +55,8 @@ class Adaptation:
             PolicyError: the state of one is not plain.
         """
         self.runner.add(policies)
-        if self.runner:
+        self.active = bool(self.runner)
+        if self.active:
             self._run.meter.ask()
 
     def register(self, states: SharedState) -> None:
@@ -105,7 +108,7 @@ class Adaptation:
 
     def before_step(self, step: LoaderStep) -> None:
         """A step has begun; ``before_train`` and ``before_epoch`` come before the first of a run and an epoch."""
-        if not self.runner or not step.leads:
+        if not step.leads:
             return
         values, self._step = self.runner.values, step
         if values.begin_train():
@@ -120,8 +123,6 @@ class Adaptation:
         Raises:
             PolicyError: of a strict policy, on every rank.
         """
-        if not self.runner:
-            return
         values, watched, workers = self.runner.values, self.runner.watched, self._run.meter.workers
         if workers:
             values.advance(workers[0].passed_s, len(workers), step.count)

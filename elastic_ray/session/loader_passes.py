@@ -57,7 +57,8 @@ class LoaderPasses:
     def check_group(self, loader_pass: PassProgress) -> None:
         """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
         self._changes.check_group()
-        self._follow(loader_pass)
+        if self._changes.furthest_passes > self._run.states.progress.ended_passes:
+            self._follow(loader_pass)
 
     def _follow(self, loader_pass: PassProgress) -> None:
         """End a pass that another rank has left by ``break``, in a step that was lost after this rank's last."""
@@ -85,7 +86,7 @@ class LoaderPasses:
         """
         run = self._run
         depth, generation = run.ledger.depth, run.group.generation
-        if not depth:
+        if not depth and run.group.returned:
             self._check_returned()
         known = self._plans.get(depth)
         if run.group.world_size == 1 or (known and known[0] is loader_pass and known[1] == generation):
@@ -117,8 +118,10 @@ class LoaderPasses:
         """A loader is about to hand out the first micro-batch of a step."""
         self._run.ledger.begin(step)
         if self._run.ledger.depth == 1:
-            self._run.meter.begin_step()
-            self._adaptation.before_step(step)
+            if self._run.meter.on:
+                self._run.meter.begin_step()
+            if self._adaptation.active:
+                self._adaptation.before_step(step)
 
     def end_after_step(self) -> None:
         """Let the innermost pass end with its step in progress, once that is committed.
@@ -135,7 +138,7 @@ class LoaderPasses:
 
     def stopped(self, loader_pass: PassProgress) -> bool:
         """Whether a policy has ended the training in this pass."""
-        return self._adaptation.ends(loader_pass)
+        return self._adaptation.active and self._adaptation.ends(loader_pass)
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """The micro-batch that ``fetch`` gives."""
@@ -194,14 +197,16 @@ class LoaderPasses:
             RuntimeError: another pass was begun within the step and has not ended.
             WorkerDismissed: this worker leaves here, or the job was stopped.
         """
-        self.settle()
         run, ledger = self._run, self._run.ledger
+        if ledger.abandoned:
+            self.settle()
         failure = ledger.failure  # of this step, not of one around it
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
         before = ledger.loader_steps
-        self._run.moment("edge")
+        if run.faults is not None:
+            run.moment("edge")
         nested = ledger.step is not None
         try:
             if failure is not None:
@@ -228,14 +233,17 @@ class LoaderPasses:
                 step.micro_steps,
                 step.count,
                 run.registry.strategy_key,
-                uneven=run.group.mixed or run.stragglers.uneven,
+                uneven=run.group.mixed or (bool(run.stragglers.slow) and run.stragglers.uneven),
             )
-            run.meter.end_step()
+            if run.meter.on:
+                run.meter.end_step()
             if trained:
-                run.stragglers.after_step(run.gpu_types.comparable(step.work) if run.group.mixed else step.work)
+                if run.meter.on:
+                    run.stragglers.after_step(run.gpu_types.comparable(step.work) if run.group.mixed else step.work)
                 if run.group.mixed:
                     run.gpu_types.after_step(step.sizes)
-                self._adaptation.after_step(step)
+                if self._adaptation.active:
+                    self._adaptation.after_step(step)
             if not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
         return True

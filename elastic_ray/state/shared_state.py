@@ -58,10 +58,14 @@ def _named(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (CommunicationFailedError, UnsafeStateError, UnreadableStateError):
-        raise
     except Exception as error:
-        raise RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}") from error
+        raise _named_error(name, what, error) from error
+
+
+def _named_error(name: str, what: str, error: Exception) -> Exception:
+    if isinstance(error, (CommunicationFailedError, UnsafeStateError, UnreadableStateError)):
+        return error
+    return RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,8 +76,11 @@ class _Rollback:
 
     def snapshot(self) -> Any:
         """What it is now."""
-        with _named(self.name, "tell what it is at the beginning of a step"):
-            return copy.deepcopy(self.capture())
+        try:
+            found = self.capture()
+            return copy.deepcopy(found) if found is not None else None
+        except Exception as error:
+            raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
     def take_back(self, snapshot: Any) -> None:
         """It is that again."""

@@ -21,7 +21,7 @@ class StepLedger:
     Args:
         state: of the run.
         recoverable: whether a lost step is drawn again; else nothing is remembered for it.
-        moment: a named moment of the run, for scripted faults.
+        moment: a named moment of the run, for scripted faults; None without any.
 
     Attributes:
         step: the innermost step in progress, None between steps.
@@ -29,11 +29,11 @@ class StepLedger:
         depth: loader passes that are in the middle of a step (a nested evaluation makes it 2).
         failure: why the step in progress is lost; None where it is not.
         failed: whether the step in progress is lost and will be drawn again.
+        next_ordinal: ordinal that the next loader pass of this epoch would get.
+        abandoned: steps that user code has left, and that are to be committed.
     """
 
-    def __init__(
-        self, state: SharedState, *, recoverable: bool, moment: Callable[[str], None] = lambda name: None
-    ) -> None:
+    def __init__(self, state: SharedState, *, recoverable: bool, moment: Callable[[str], None] | None = None) -> None:
         self._state = state
         self._recoverable = recoverable
         self._moment = moment
@@ -43,9 +43,9 @@ class StepLedger:
         self.failure: str | None = None
         self.failed = False
         self._outer: list[LoaderStep] = []
-        self._ordinal = 0
+        self.next_ordinal = 0
         self._in_epoch = False
-        self._abandoned = 0
+        self.abandoned = 0
         self._samples_left = 0
         self._failure: str | None = None
         # Why outer steps are lost while a pass within them goes on, and how many are.
@@ -76,7 +76,7 @@ class StepLedger:
     def accumulating(self) -> bool:
         """Whether the micro-step in progress leaves its gradients to a later one of its step."""
         step = self.outermost
-        return step is not None and not step.is_last_micro and self._abandoned < self.depth
+        return step is not None and not step.is_last_micro and self.abandoned < self.depth
 
     @property
     def epochs_done(self) -> float:
@@ -92,7 +92,7 @@ class StepLedger:
         Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
         """
         step = self.outermost
-        if step is None or self._abandoned >= self.depth:
+        if step is None or self.abandoned >= self.depth:
             return 1
         begin, first = step.loader_pass.position, step.init_batch_size
         return -(-(begin + step.count) // first) - -(-begin // first)
@@ -105,7 +105,7 @@ class StepLedger:
     def begin_epoch(self) -> None:
         """Count loader passes from the first again."""
         self._in_epoch = True
-        self._ordinal = 0
+        self.next_ordinal = 0
 
     def begin_replay(self, *, between_epochs: bool = False) -> None:
         """What user code does up to where the others are has had its effect already.
@@ -144,16 +144,11 @@ class StepLedger:
                 "no loader may be iterated within a pass over whole_batches=True: towards its end some ranks have no "
                 "batch there, and would miss that loop; iterate one after the other"
             )
-        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
         if self._replay is not None and self._replay.reach_pass(ordinal):
             self._replay = None
         self._state.progress.begin_pass(ordinal)
         return ordinal
-
-    @property
-    def next_ordinal(self) -> int:
-        """Ordinal that the next loader pass of this epoch would get."""
-        return self._ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
         """All ranks have left a pass."""
@@ -164,17 +159,17 @@ class StepLedger:
     def abandon(self, left: PassProgress) -> None:
         """User code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later."""
         if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
-            self._abandoned += 1
+            self.abandoned += 1
 
     def abandon_all(self) -> None:
         """The epoch is over, and with it passes whose iterators still wait for their ``next``."""
-        self._abandoned = self.depth
+        self.abandoned = self.depth
 
     def take_abandoned(self) -> LoaderStep | None:
         """The innermost of the steps that were left, to be committed now; None when there is no more."""
-        if not self._abandoned or self.step is None:
+        if not self.abandoned or self.step is None:
             return None
-        self._abandoned -= 1
+        self.abandoned -= 1
         return self.step
 
     def begin(self, step: LoaderStep) -> None:
@@ -184,7 +179,7 @@ class StepLedger:
             self._outer.append(self.step)
         else:
             self._updates_asked = 0
-            self.clear_failure()
+            self._failure, self._around = None, (None, 0)
             self._reduced = self._trains = False
             if self._recoverable:
                 self._state.snapshot()
@@ -210,7 +205,8 @@ class StepLedger:
             RuntimeError: another pass was begun within the step and has not ended; or an optimizer step was not
                 completed.
         """
-        self._check_updated()
+        if self._updating:
+            self._check_updated()
         if expected is not None and self.step is None:
             raise RuntimeError(
                 "an iterator over an AdaptiveDataLoader belongs to the epoch in which it was made, and that is over: "
@@ -292,7 +288,7 @@ class StepLedger:
 
     def _forget_nested(self, step: LoaderStep) -> None:
         self._state.progress.forget_passes(step.ordinal)
-        self._ordinal = step.ordinal
+        self.next_ordinal = step.ordinal
 
     def mark_training(self) -> None:
         """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
@@ -329,7 +325,8 @@ class StepLedger:
         Not within an accumulation, not after a failure, and not again when a survivor already applied it before
         this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
         """
-        self._check_updated()
+        if self._updating:
+            self._check_updated()
         step = self.outermost
         if step is None:
             return not self.replaying  # else the state that the others hold would be stepped once more
@@ -338,7 +335,8 @@ class StepLedger:
         self._updates_asked += 1
         if self._updates_asked <= self._state.progress.optimizers_stepped:
             return False
-        self._moment("optimizer_step")
+        if self._moment is not None:
+            self._moment("optimizer_step")
         return True
 
     def begin_update(self) -> None:
@@ -362,7 +360,8 @@ class StepLedger:
         self._updating = False
         if self.step is not None:
             self._state.progress.count_optimizers(self._updates_asked)
-            self._moment("after_step")
+            if self._moment is not None:
+                self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
         """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done.

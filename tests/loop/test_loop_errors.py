@@ -193,7 +193,7 @@ def test_models_are_wrapped_before_training() -> None:
 
 def test_a_job_that_wraps_a_model_per_fold_is_told_of_the_way() -> None:
     elastic_session()
-    current_session()._synced = True
+    current_session().run.mark_synced()
     with pytest.raises(RuntimeError, match=r"fold, epoch = divmod\(count, epochs\)"):
         er.AdaptiveDataParallel(*parts())
 

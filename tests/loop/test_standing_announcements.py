@@ -37,7 +37,7 @@ def made_equal_after_a_long_wait() -> list[list[float]]:
             if step == HELD_AT and rank == 1:
                 time.sleep(0.6)
             if step == HELD_AT and rank == 0:
-                session._parts.agreed.ask_for_consensus()
+                session.run.agreed.ask_for_consensus()
             optimizer.zero_grad()
             wrapped(x).square().mean().backward()
             optimizer.step()

@@ -24,7 +24,7 @@ def _slow(weights: list[float]) -> dict[str, Any]:
         for rank, weight in enumerate(weights)
         if weight < 1.0
     ]
-    watch = session._parts.stragglers
+    watch = session.run.stragglers
     watch.slow = tuple(slow)
     return watch.capture()
 
@@ -50,7 +50,7 @@ def trained(weights: list[float], optimizer_name: str, accumulate: bool) -> dict
     for epoch in er.remaining_epochs_until(EPOCHS):
         drawn.append([])
         if epoch == 1 and len(weights) > 1:
-            watch = current_session()._parts.stragglers
+            watch = current_session().run.stragglers
             watch.restore(_slow(weights))
         for x, y, index in loader:
             drawn[-1].extend(index.tolist())

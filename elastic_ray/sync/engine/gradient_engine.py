@@ -152,7 +152,9 @@ class GradientEngine:
 
         Where they are not reduced none was looked at yet: this rank's own may be.
         """
-        return [self._context.group.rank] if self.drifts else self._reducer.nonfinite_ranks
+        if self._drift.average is not None and self._drift.on:
+            return [self._context.group.rank]
+        return self._reducer.nonfinite_ranks
 
     @property
     def is_open(self) -> bool:
@@ -215,11 +217,13 @@ class GradientEngine:
 
     def before_forward(self) -> None:
         """Take in what was unfrozen, and a strategy that was asked for."""
-        self._in_force.before_forward()
+        if self._in_force.tuner is not None:
+            self._in_force.before_forward()
         self._reducer.follow(changed=self._in_force.pending and self._may_switch)
         if self._divided.unsettled:
             self._divided.settle_between_steps()
-        self._drift.begin_step()
+        if self._drift.average is not None:
+            self._drift.begin_step()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
@@ -236,16 +240,20 @@ class GradientEngine:
         Raises:
             RuntimeError: gradients of parameters in tiles are this rank's own.
         """
-        self._reducer.close(refuses_own=self.plan.tiles is not None)  # nothing else would tell: tiles are not compared
+        self._reducer.close(
+            refuses_own=self._in_force.plan.tiles is not None
+        )  # nothing else would tell: tiles are not compared
         self._in_force.stepped()
         self._row_steps.stand_inside()
-        self._sharded.close()
+        if self._sharded.tables:
+            self._sharded.close()
 
     def applied(self) -> None:
         """Nothing is left to carry, should the step be lost from here on."""
         self._carried.note_applied()
         self._reducer.reduction.applied()
-        self._drift.note_update()
+        if self._drift.average is not None:
+            self._drift.note_update()
 
     def rebuild(self) -> None:
         """Lay out buckets for other parameters."""
@@ -254,7 +262,7 @@ class GradientEngine:
     @property
     def gives_statistics(self) -> bool:
         """Whether the gradient noise scale is measured."""
-        return self.plan.strategy.average is None
+        return self._in_force.plan.strategy.average is None
 
     @property
     def drifts(self) -> bool:
@@ -290,7 +298,8 @@ class GradientEngine:
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
-        self._drift.after_step(ends=self._ends)
+        if self._drift.average is not None:
+            self._drift.after_step(ends=self._ends)
         if agree_on_scale:
             self._drift.agree_on_scale()
 

@@ -86,6 +86,7 @@ class GradientReducer:
         self._open = True  # until the optimizer steps
         self._carries = False  # earlier micro-steps have left something
         self._running, self._sync = False, True
+        self._drifts = False  # this rank steps with gradients of its own
         self._micro = self._launched = 0
         self._weight, self._weights = 1.0, StepWeights(group, context.consensus, statistics)
         self._reduces = self._accumulates = self._measures = False
@@ -187,7 +188,8 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """The first gradient of a backward pass: find out what is to become of the pass."""
-        self._context.moment("backward")
+        if self._context.faults is not None:
+            self._context.moment("backward")
         step = self._ledger.step
         self._running = True
         self._task = torch._C._current_graph_task_id()
@@ -216,7 +218,8 @@ class GradientReducer:
             self._begin_step(step)
         elif step.micro != self._micro:
             self._carry()
-        self._carried.add(step, local=self._group.drifts)
+        world_size = 1 if self._drifts else self._group.group.world_size
+        self._carried.add(step, local=self._drifts)
         self._micro = step.micro
         last = step.is_last_micro
         if not (last or self._open):
@@ -224,7 +227,7 @@ class GradientReducer:
         self._weights.begin_pass(step)
         self._weight = self._group.share(step)
         self._statistics.begin_pass()
-        self._reduces = last and self._group.world_size > 1 and not self._ledger.failed
+        self._reduces = last and world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
         self._measures = self._statistics.due and self._open and not self._ledger.failed
         if self._early:
@@ -261,17 +264,18 @@ class GradientReducer:
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
+        self._drifts, steps = self._group.drifts, self._ledger.steps
         for bucket in self._buckets:
             bucket.begin_step()
             if step.micro_steps == 1:
                 bucket.drop_carried()
-        exact = self.reduction.begin_step(self._ledger.steps)
+        exact = self.reduction.begin_step(steps)
         self._ledger.mark_training()
         self._statistics.begin_step(
             step,
-            self._ledger.steps,
-            replicas=self._group.world_size,
-            exact=exact and not self._group.drifts,
+            steps,
+            replicas=1 if self._drifts else self._group.group.world_size,
+            exact=exact and not self._drifts,
             spacing=self.reduction.spacing,
         )
 
@@ -282,7 +286,6 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.carry()
 
-    @torch.no_grad()
     def _fill(self, bucket: GradientBucket) -> None:
         """The bucket's weighted local gradients on top of earlier micro-steps', and their squared norm."""
         weight, rest, goes_on = self._weight, None, bucket.goes_on
@@ -304,11 +307,20 @@ class GradientReducer:
         """Start reductions in the fixed order, as far as buckets are full."""
         if self._ledger.failed:
             return
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._launch()
+        else:
+            self._launch()
+
+    def _launch(self) -> None:
+        """As :meth:`_launch_ready`."""
         try:
             if self._launched == 0 and not self._pending[0]:
                 if self._unanswered and not self._met_before():
                     self._meet()
-                self._weight = self._weights.share(self._step, reduces=True)
+                if self._step is None or self._step.weighed:
+                    self._weight = self._weights.share(self._step, reduces=True)
             while self._launched < len(self._buckets) and not self._pending[self._launched]:
                 bucket = self._buckets[self._launched]
                 self._fill(bucket)
@@ -319,12 +331,11 @@ class GradientReducer:
                 self.reduction.launch(bucket.index)
                 if last:
                     self._consensus.reductions_started()
-                if self._launched == 1:
+                if self._launched == 1 and self._context.faults is not None:
                     self._context.moment("allreduce")
         except CommunicationFailedError as error:
             self._give_up(str(error))
 
-    @torch.no_grad()
     def _fill_tail(self) -> None:
         """Write into the last bucket's tail what rides on the reduction."""
         rank = self._group.group.rank
@@ -346,10 +357,20 @@ class GradientReducer:
 
     def _finish(self) -> None:
         """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            with torch.no_grad():
+                self._end_pass()
+        else:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        """As :meth:`_finish`."""
         self._running, self._knows = False, True
-        self._trainable.drop_strangers()
+        if self._trainable.left_out:
+            self._trainable.drop_strangers()
         step = self._step
-        self._group.agree(step)
+        if self._drifts:
+            self._group.agree(step)
         for bucket in self._buckets:
             if self._pending[bucket.index]:
                 bucket.mark_incomplete()
@@ -398,7 +419,7 @@ class GradientReducer:
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
-        self._consensus.conclude(values[: self._consensus.control_size], self._group.world_size)
+        self._consensus.conclude(values[: self._consensus.control_size], self._group.group.world_size)
         self._statistics.take_shared(values[layout.shared], first=first)
         self._write_back(lambda: [count > 0 for count in self._tail[layout.step_tag.stop :].tolist()])
         self._ledger.mark_reduced()
@@ -415,7 +436,6 @@ class GradientReducer:
         if self._step is None:
             raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 
-    @torch.no_grad()
     def _write_back(self, used: Callable[[], list[bool]]) -> None:
         """Buckets into ``.grad``; ``used`` tells of each parameter whether any rank had a gradient."""
         first = 0

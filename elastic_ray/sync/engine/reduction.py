@@ -67,7 +67,8 @@ class Reduction:
         Returns:
             Whether its gradients travel in a form that gives statistics.
         """
-        self.end_step()
+        if self._asked:
+            self.end_step()
         self._written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
         self._owing = owing = list[OwingOperation]()

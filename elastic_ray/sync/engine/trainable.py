@@ -29,7 +29,7 @@ class Trainable:
         self._module = module
         self._optimizer = optimizer
         self._known: set[int] = set()
-        self._left_out: list[torch.nn.Parameter] = []
+        self.left_out: list[torch.nn.Parameter] = []
         self._sizes: list[int] = []
         self._places = {name: id(p) for name, p in module.named_parameters(remove_duplicate=False)}
         self.groups: list[list[torch.nn.Parameter]] = []
@@ -55,7 +55,9 @@ class Trainable:
 
     def changed(self) -> bool:
         """Whether there are parameters to be taken in."""
-        return any(p.requires_grad for p in self._left_out) or len(self._optimizer.param_groups) != len(self._sizes)
+        return (bool(self.left_out) and any(p.requires_grad for p in self.left_out)) or len(
+            self._optimizer.param_groups
+        ) != len(self._sizes)
 
     def take_in(self) -> None:
         """Follow what user code has unfrozen, or added to the optimizer.
@@ -67,7 +69,7 @@ class Trainable:
 
     def drop_strangers(self) -> None:
         """Forget gradients of parameters that are not synchronised yet: each rank has its own."""
-        for p in self._left_out:
+        for p in self.left_out:
             if p.requires_grad:
                 p.grad = None
 
@@ -103,7 +105,7 @@ class Trainable:
         self.params = [p for group in groups for p in group]
         self.groups = [sorted(group, key=lambda p: order[id(p)]) for group in groups]
         self._known = held
-        self._left_out = [p for p in self._module.parameters() if id(p) not in held]
+        self.left_out = [p for p in self._module.parameters() if id(p) not in held]
         self._sizes = [len(group["params"]) for group in self._optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:

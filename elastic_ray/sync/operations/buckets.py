@@ -6,7 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 
@@ -158,7 +158,8 @@ class Bucket:
             self.body.zero_()
             return
         if self.complete and (weight == 1.0 or self.body.numel() < _LARGE * len(self.params)):
-            torch._foreach_copy_(self.views, cast("list[torch.Tensor]", self.grads))
+            grads: Any = self.grads  # all are there
+            torch._foreach_copy_(self.views, grads)
             if weight != 1.0:
                 self.body.mul_(weight)
             return

@@ -57,7 +57,7 @@ class Denominators:
     @property
     def outdated(self) -> bool:
         """Whether nothing can be measured until all ranks have received them; the same on all ranks."""
-        return self._divided() and self._outdated and is_adam_like(self._optimizer)
+        return self._outdated and is_adam_like(self._optimizer) and self._divided()
 
     def invalidate(self, *, fresh: bool) -> None:
         """The group has changed, or how the state is divided.

@@ -41,7 +41,7 @@ class GradientMeter:
 
     def __init__(self, request: Callable[[], Monitor]) -> None:
         self._request = request
-        self.monitor = Monitor()
+        self.monitor, self.on = Monitor(), False
         self.known = self._own = Known()
         self._alone = True
         self._groups = 0
@@ -59,6 +59,7 @@ class GradientMeter:
     def rebuilt(self, groups: int) -> None:
         """Buckets are laid out anew, for so many parameter groups."""
         self.monitor = self._request()
+        self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
             self.known = self._own = Known()
         self._groups = groups

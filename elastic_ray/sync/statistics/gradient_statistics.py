@@ -33,11 +33,12 @@ class GradientStatistics:
 
     Attributes:
         noise, meter: as given.
+        norms_size: how many local norms travel with reductions.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
         self.noise, self.meter = noise, meter
-        self._groups = 0
+        self._groups = self.norms_size = 0
         self._replicas = 1
         self._initial_batch_size = 0
         self._noise_due = self._variance_due = self._norms_due = False
@@ -51,6 +52,7 @@ class GradientStatistics:
         """Buckets are laid out anew, for so many parameter groups."""
         self._groups = groups
         self.meter.rebuilt(groups)
+        self.norms_size = groups * (1 if self.meter.monitor.variance_every is None else 2)
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
@@ -76,11 +78,6 @@ class GradientStatistics:
     # -- what travels with reductions ----------------------------------------------------------------------------------
 
     @property
-    def norms_size(self) -> int:
-        """How many local norms do."""
-        return self._groups * (1 if self.meter.monitor.variance_every is None else 2)
-
-    @property
     def mean_size(self) -> int:
         """How many norms of the mean do, where each rank has a part of it."""
         monitor = self.meter.monitor
@@ -93,7 +90,8 @@ class GradientStatistics:
 
     def shared_values(self) -> list[float]:
         """Rank 0's numbers."""
-        return [*self.noise.shared_values(), *self.meter.shared_values()]
+        values = self.noise.shared_values()
+        return [*values, *self.meter.shared_values()] if self.meter.on else values
 
     def take_shared(self, values: list[float], *, first: bool) -> None:
         """The same as all ranks got them; ``first`` on rank 0."""
@@ -118,10 +116,12 @@ class GradientStatistics:
         """
         self._replicas, self._initial_batch_size = replicas, step.init_batch_size
         gradients = replicas * step.micro_steps
-        self.meter.begin_step(steps)
         self._noise_due = self.noise.measures(steps, gradients, halved=step.halved) and exact
-        self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
-        self._norms_due = exact and self.meter.wants_norms(spacing)
+        self._variance_due = self._norms_due = False
+        if self.meter.on:
+            self.meter.begin_step(steps)
+            self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
+            self._norms_due = exact and self.meter.wants_norms(spacing)
         self._carried = [0.0] * self.norms_size
 
     @property
@@ -273,4 +273,5 @@ class GradientStatistics:
     def applied(self) -> None:
         """It is about to apply the gradients of the latest backward pass: what was found counts now."""
         self.noise.applied()
-        self.meter.applied(self._replicas)
+        if self.meter.on:
+            self.meter.applied(self._replicas)

@@ -72,23 +72,18 @@ class StrategyInForce:
         self._bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)
         self._stepped: tuple[int, float] | None = None
         profile = model.profile
-        self._plan = lower(builder.build(profile, Topology()), profile, Topology())
-        self._digest = self._plan.digest
-        self._given = self._plan.strategy.to_json()
-        self._tuner = self._tuner_for(builder, self._plan.strategy)
-        self._has_tuned = self._tuner is not None
+        self.plan = lower(builder.build(profile, Topology()), profile, Topology())
+        self._digest = self.plan.digest
+        self._given = self.plan.strategy.to_json()
+        self.tuner = self._tuner_for(builder, self.plan.strategy)
+        self._has_tuned = self.tuner is not None
         self._links: tuple[Topology, LinkTable] | None = None  # measured for a choice that was given up
-        self._key = _key(self._plan.strategy)
+        self._key = _key(self.plan.strategy)
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
         if not isinstance(builder, Auto):
             return None
         return StrategyTuner(self._context, settings_of(builder), self, strategy, self._number)
-
-    @property
-    def plan(self) -> SyncPlan:
-        """What is carried out at present."""
-        return self._plan
 
     @property
     def profile(self) -> ModelProfile:
@@ -119,7 +114,7 @@ class StrategyInForce:
     def label(self) -> str:
         """What a user calls the present strategy, and the one that is to take effect."""
         asked = self._asked.strategy if self._asked is not None else self._wanted
-        present = self._plan.strategy.label
+        present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
 
     @property
@@ -134,7 +129,7 @@ class StrategyInForce:
     @property
     def agenda(self) -> str:
         """What follows a step's reductions, on all ranks alike; empty for nothing."""
-        return self._tuner.agenda if self._tuner is not None else ""
+        return self.tuner.agenda if self.tuner is not None else ""
 
     @property
     def key(self) -> str | None:
@@ -142,9 +137,9 @@ class StrategyInForce:
 
         ``auto/`` stands before what a choice has led to: another group may have another, and both count.
         """
-        if self._tuner is None:
+        if self.tuner is None:
             return self._key
-        in_force = self._tuner.choice.settled and self._tuner.strategy == self._plan.strategy
+        in_force = self.tuner.choice.settled and self.tuner.strategy == self.plan.strategy
         return f"{CHOSEN}{self._key}" if in_force else None
 
     @property
@@ -178,7 +173,7 @@ class StrategyInForce:
         strategy = builder.build(self.profile, self.topology)
         self._model.check(lower(strategy, self.profile, self.topology))
         tuner = self._tuner_for(builder, strategy)
-        if tuner is None and self._tuner is None and not self.pending and strategy == self._plan.strategy:
+        if tuner is None and self.tuner is None and not self.pending and strategy == self.plan.strategy:
             return  # it is in force
         if tuner is not None:
             tuner.enter_group()
@@ -186,10 +181,10 @@ class StrategyInForce:
 
     def before_forward(self) -> None:
         """Between two steps, or in one: want what the tuner does."""
-        if self._tuner is not None:
-            self._tuner.tell(lambda: str(self.explain()))
-            wanted = self._tuner.strategy
-            self._wanted = wanted if wanted is not self._plan.strategy and wanted != self._plan.strategy else None
+        if self.tuner is not None:
+            self.tuner.tell(lambda: str(self.explain()))
+            wanted = self.tuner.strategy
+            self._wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True) -> SyncPlan:
         """Buckets are laid out: what was asked for is in force from here on.
@@ -197,27 +192,27 @@ class StrategyInForce:
         Args:
             switch: whether another strategy can take over now; else it is asked for still.
         """
-        strategy = self._plan.strategy
+        strategy = self.plan.strategy
         if switch:
             asked, self._asked = self._asked, None
             strategy, self._wanted = self._wanted or strategy, None
             if asked is not None:
-                if self._tuner is not None:
-                    self._links = self.topology, self._tuner.choice.links
-                self._tuner, strategy = asked.tuner, asked.strategy
+                if self.tuner is not None:
+                    self._links = self.topology, self.tuner.choice.links
+                self.tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
-        self._plan = lower(strategy, self.profile, self.topology)
-        self._digest, self._key = self._plan.digest, _key(strategy)
+        self.plan = lower(strategy, self.profile, self.topology)
+        self._digest, self._key = self.plan.digest, _key(strategy)
         self._takes += 0 if self._entering else 1
         self._step_s.clear()
         self._bucket_s.clear()
         self._stepped = None
-        return self._plan
+        return self.plan
 
     def follow_rows(self, tables: Mapping[int, CountsRows]) -> None:
         """These tables' rows travel, by the position of their buckets."""
         params = self.profile.params if tables else ()
-        self._rows = {params[self._plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
+        self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
     def reduced(self, bucket_s: Sequence[float]) -> None:
         """A pass's gradients are reduced, on all ranks.
@@ -229,8 +224,8 @@ class StrategyInForce:
             CommunicationFailedError: the group broke.
         """
         self._bucket_s.append(tuple(bucket_s))
-        if self._tuner is not None:
-            self._tuner.reduced()
+        if self.tuner is not None:
+            self.tuner.reduced()
 
     def stepped(self) -> None:
         """The optimizer was asked to step."""
@@ -245,29 +240,29 @@ class StrategyInForce:
         self._takes, self._entering = 0, True
         if self._asked is not None and self._asked.tuner is not None:
             self._asked.tuner.enter_group()
-        if self._tuner is not None:
-            self._tuner.enter_group()
+        if self.tuner is not None:
+            self.tuner.enter_group()
             self.before_forward()
-        return self.pending or lower(self._plan.strategy, self.profile, self.topology).digest != self._digest
+        return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self._digest
 
     def remember(self) -> None:
         """A step begins."""
         self._asked_before, self._entering = self._asked, False
-        if self._tuner is not None:
-            self._tuner.remember()
+        if self.tuner is not None:
+            self.tuner.remember()
 
     def roll_back(self) -> None:
         """It was lost, and with it what its body has asked for."""
         self._stepped, self._asked = None, self._asked_before
-        if self._tuner is not None:
-            self._tuner.roll_back()
+        if self.tuner is not None:
+            self.tuner.roll_back()
             self._wanted = None
 
     def capture(self) -> dict[str, Any]:
         """The strategy where it is another than at the beginning, and the tuner's state."""
         asked = self._asked
-        strategy = (asked.strategy if asked is not None else self._wanted or self._plan.strategy).to_json()
-        tuner = asked.tuner if asked is not None else self._tuner
+        strategy = (asked.strategy if asked is not None else self._wanted or self.plan.strategy).to_json()
+        tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
         return {
@@ -285,10 +280,10 @@ class StrategyInForce:
             return False
         strategy = Strategy.from_json(tree["strategy"]) if "strategy" in tree else Strategy.from_json(self._given)
         if "tuner" in tree:
-            self._tuner = self._restored(tree["tuner"], strategy)
+            self.tuner = self._restored(tree["tuner"], strategy)
             self._has_tuned = True
         self._asked = None
-        self._wanted = strategy if strategy != self._plan.strategy else None
+        self._wanted = strategy if strategy != self.plan.strategy else None
         return self._wanted is not None
 
     def _restored(self, tree: Mapping[str, Any] | None, strategy: Strategy) -> StrategyTuner | None:
@@ -303,11 +298,11 @@ class StrategyInForce:
         times: dict[int, float] = {}
         if self._bucket_s:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
-        choice = self._tuner.choice if self._tuner is not None else None
+        choice = self.tuner.choice if self.tuner is not None else None
         rows = dict(choice.rows) if choice is not None else {}
         known = self._links is not None and self._links[0] == self.topology
         return explain(
-            self._plan,
+            self.plan,
             with_rows(self.profile, {**rows, **self.touched}),
             self.topology,
             choice=choice,
