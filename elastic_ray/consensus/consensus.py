@@ -57,6 +57,9 @@ class RankConsensus:
         parts: what else rides on the control sums.
         warn: tells the job's user.
         is_last_epoch: True if no other one follows, as far as all ranks know.
+
+    Attributes:
+        announcer: what the ranks of the present group tell each other before collectives; unset before the first.
     """
 
     def __init__(
@@ -71,28 +74,25 @@ class RankConsensus:
     ) -> None:
         self._group = group
         self._parts = list(parts)
-        self._riding: tuple[int, list[tuple[ControlPart, int]], int] | None = None  # ranks, who rides, with how many
-        self._entered = False
+        self._riding: list[tuple[ControlPart, int]] = []  # parts that have something to say, with how many numbers
         self._warn, self._is_last_epoch = warn, is_last_epoch
         self._reads_differ = False
         self._changes = changes
         self._replicas = replicas
         self._position = position
-        self._announcing: tuple[int, Announcer | None] = 0, None  # in which generation
+        self.announcer: Announcer
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:
         """Have the numbers of these ride along as well; the same on all ranks, before the first group."""
         self._parts.extend(parts)
 
-    @property
-    def announcer(self) -> Announcer:
-        """What the ranks of the present generation tell each other before collectives."""
-        generation, announcer = self._announcing
-        if announcer is None or generation != self._group.generation:
-            announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + self._who_rides()[2])
-            self._announcing = self._group.generation, announcer
-        return announcer
+    def follow_group(self) -> None:
+        """The group is another one: what its ranks tell each other before collectives, and what rides on them."""
+        sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
+        self._riding = [(part, size) for part, size in sizes if size]
+        if self._group.members:
+            self.announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + sum(n for _, n in self._riding))
 
     def enter_group(self) -> None:
         """A group was entered: what was agreed on, or compared, in another one does not count in it."""
@@ -100,7 +100,6 @@ class RankConsensus:
         self._changes.begin()
         for part in self._parts:
             part.begin()
-        self._entered = True
 
     def announce(self, what: Announced, payload: Sequence[float] = (), plan: DataPlan | None = None) -> None:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
@@ -198,36 +197,27 @@ class RankConsensus:
     @property
     def control_size(self) -> int:
         """How many control values every reduction of gradients carries in the present group."""
-        return CONTROL_SIZE + self._who_rides()[2]
-
-    def _who_rides(self) -> tuple[int, list[tuple[ControlPart, int]], int]:
-        """Parts that have something to say, each with its size, and all of these; fixed once a group was entered."""
-        world_size = self._group.world_size
-        if self._riding is None or self._riding[0] != world_size or not self._entered:
-            sizes = [(part, part.size(world_size)) for part in self._parts]
-            riding = [(part, size) for part, size in sizes if size]
-            self._riding = world_size, riding, sum(size for _, size in riding)
-        return self._riding
+        return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
         """This rank's contribution to the control sums (``control_size`` values, exact in float32)."""
         return self._changes.values(rank) + self._part_values(rank)
 
     def _part_values(self, rank: int) -> list[float]:
-        world_size, riding, _ = self._who_rides()
-        values: list[float] = []
-        for part, _ in riding:
+        values, world_size = list[float](), self._group.world_size
+        for part, _ in self._riding:
             values.extend(part.values(rank, world_size))
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Every rank draws the same conclusions from the sums of all ranks' control values."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
-        self._conclude_parts(sums[CONTROL_SIZE:], world_size)
+        if self._riding:
+            self._conclude_parts(sums[CONTROL_SIZE:], world_size)
 
     def _conclude_parts(self, sums: Sequence[float], world_size: int) -> None:
         first = 0
-        for part, size in self._who_rides()[1]:
+        for part, size in self._riding:
             part.conclude(sums[first : first + size], world_size)
             first += size
 

@@ -351,13 +351,14 @@ class AdaptiveDataLoader(ResumableLoader):
         session, facts = self._session, functools.partial(self._plan.of, epoch, self._limits)
         while True:
             session.passes.check_group(loader_pass)
-            shape, cut = self._present_cut()
+            present = session.shape_changes
+            shape, cut = self._present_cut(present)
             read, changes = self._reading or (None, 0)
             # Also after a pass over this very loader that was nested in the last step.
-            if read is not loader_pass or changes != session.shape_changes:
+            if read is not loader_pass or changes != present:
                 cut.begin(loader_pass.position, session.progress.steps)
                 self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
-                self._reading = loader_pass, session.shape_changes
+                self._reading = loader_pass, present
             step = self._source.step(epoch, loader_pass.position, cut)
             if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
                 return None
@@ -381,10 +382,10 @@ class AdaptiveDataLoader(ResumableLoader):
         )
         return step.fetches
 
-    def _present_cut(self) -> tuple[BatchChoice, StepSplit]:
-        """The setting for the next step; it moves with the group and the batch only."""
+    def _present_cut(self, changes: int) -> tuple[BatchChoice, StepSplit]:
+        """The setting for the next step; it moves with the group and the batch only, which have made ``changes``."""
         session = self._session
-        if self._setting is None or self._setting[0] != session.shape_changes:
+        if self._setting is None or self._setting[0] != changes:
             shape = self.shape
             cut = StepSplit(
                 batch_size=self.current_batch_size,
@@ -396,7 +397,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 halving=self._halving(shape),
                 least=self._least_share(),
             )
-            self._setting = session.shape_changes, shape, cut
+            self._setting = changes, shape, cut
         return self._setting[1:]
 
     def _least_share(self) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, held_back, resolve
 from elastic_ray.batch.statistics import is_adam_like
 from placement.goodput.model import NoiseScale
+
+if TYPE_CHECKING:
+    from elastic_ray.adaptation.runner import PolicyRunner
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
 _BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
@@ -23,7 +26,7 @@ class LearningRates:
         rule: as of ``AdaptiveDataParallel(scaling_rule=...)``.
         noise: gives the noise of each parameter group, as far as it is known.
         epochs_done: epochs of data trained on.
-        rate_factor: what policies multiply all rates by.
+        policies: what they multiply all rates by.
         held: factors of the step before where they follow the noise, which all ranks share; changed in place.
 
     Attributes:
@@ -40,7 +43,7 @@ class LearningRates:
         *,
         noise: Callable[[], Sequence[NoiseScale | None]],
         epochs_done: Callable[[], float],
-        rate_factor: Callable[[], float],
+        policies: PolicyRunner,
         held: Callable[[], list[float]],
     ) -> None:
         self._optimizer = optimizer
@@ -49,7 +52,7 @@ class LearningRates:
         self._warms = not isinstance(self._rule, _BY_SCALE_AND_NOISE)
         self._noise = noise
         self._epochs_done = epochs_done
-        self._rate_factor = rate_factor
+        self._policies = policies
         self._held = held
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self.factor = 1.0
@@ -71,10 +74,10 @@ class LearningRates:
             The rates before, for :meth:`restore`; None where they are as they were.
         """
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
-        by_policy = self._rate_factor()
+        by_policy = self._policies.values.rate_factor
         if as_it_is and by_policy == 1.0:
-            self.factor = 1.0
             self._held()[:] = ()
+            self.factor = 1.0
             return None
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Sequence
@@ -73,21 +72,6 @@ _ADDED_UP = (
     "the loop began to add up gradients over several steps in a step that is cut in two to measure its noise: they "
     "count more than once. Later steps are not cut; let the loop add up gradients from its first step on"
 )
-
-
-@dataclasses.dataclass(slots=True)
-class _Seen:
-    """What a model has seen since its last update.
-
-    Attributes:
-        scaler_checked: whether a ``GradScaler`` that was not handed over was looked for.
-        called: whether the model was called.
-        forwarded: step whose first forward pass has been looked at.
-    """
-
-    scaler_checked: bool
-    called: bool = False
-    forwarded: object = None
 
 
 class AdaptiveDataParallel(torch.nn.Module):
@@ -171,17 +155,17 @@ class AdaptiveDataParallel(torch.nn.Module):
             check_process_group(session.group.rank_info.world_size)
         self._bounded_tables = bounded_tables(module)
         refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
-        # What moves in a step lies in an object of its own: torch.nn.Module looks at each attribute that is set.
-        self._seen = _Seen(scaler_checked=grad_scaler is not None)
+        # What moves in a step is set in the object's dictionary: torch.nn.Module looks long at each attribute.
+        self._called, self._scaler_checked = False, grad_scaler is not None
+        self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run = run = session.run
         self._optimizer, self._scaler = optimizer, grad_scaler
-        asked = session.adaptation.runner
         self._learning_rates = LearningRates(
             optimizer,
             scaling_rule,
             noise=lambda: self._tracker.by_group,
             epochs_done=lambda: run.ledger.epochs_done,
-            rate_factor=lambda: asked.values.rate_factor,
+            policies=session.adaptation.runner,
             held=lambda: self._tracker.held_factors,
         )
         if monitor is not None:
@@ -240,10 +224,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         """The module's forward."""
         if self._run.faults is not None:
             self._run.moment("forward")
-        self._seen.called = True
+        vars(self)["_called"] = True
         self._sync.before_forward()
-        if (step := self._run.ledger.outermost) is not self._seen.forwarded:
-            self._seen.forwarded = step
+        if (step := self._run.ledger.outermost) is not self._forwarded:
+            vars(self)["_forwarded"] = step
             self._sync.drop_halves()
             if step is not None and self._sync.is_open:
                 self._look_for_carried(step)
@@ -396,8 +380,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.before_update()
         self._run.replicas.trained(self.module)
         self._check_called()
-        if not self._seen.scaler_checked:
-            self._seen.scaler_checked = True
+        if not self._scaler_checked:
+            self._scaler_checked = True
             check_scaler(self._run)
         if self._trainable.left_out:
             self._trainable.drop_strangers()
@@ -427,18 +411,15 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
         update = functools.partial(self._tiles.update, apply, **kwargs)
-        result = (
-            self._kept.measured(update)
-            if self._statistics.meter.on and self._statistics.meter.wants_update
-            else update()
-        )
+        meter = self._statistics.meter
+        result = self._kept.measured(update) if meter.on and meter.wants_update else update()
         if self._tables.tables:
             self._tables.update()
         return result
 
     def _check_called(self) -> None:
         """Whether parameters that became trainable can be taken in."""
-        called, self._seen.called = self._seen.called, False
+        called, vars(self)["_called"] = self._called, False
         if not called and self._trainable.changed():
             raise RuntimeError(
                 "parameters became trainable, but the model is not called through AdaptiveDataParallel, which would "

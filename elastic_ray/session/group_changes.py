@@ -121,7 +121,7 @@ class GroupChanges:
                 run.registry.before_change(self._staying(prepared))
             left = generation
             taken = self._membership.take(generation)
-            run.group.follow()
+            self._follow()
             if taken is None:
                 raise CommunicationFailedError(f"generation {generation} was called off after it was agreed on")
             self._go_to(*taken)
@@ -168,14 +168,20 @@ class GroupChanges:
                 cause, generation = str(error), self._membership.generation
 
     def _take_next(self, timeout_s: float) -> int:
+        """Wait for a group and enter it; returns the loader passes that its furthest rank has ended."""
         try:
             spec, communicator = self._membership.take_next(timeout_s=timeout_s)
         except LostGroupError:
             if self._membership.stop_requested:
                 raise WorkerDismissed(stopped=True) from None
             raise
-        self._run.group.follow()
+        self._follow()
         return self._go_to(spec, communicator)
+
+    def _follow(self) -> None:
+        """The membership has taken another group."""
+        self._run.group.follow()
+        self._run.consensus.follow_group()
 
     def _go_to(self, spec: GenerationSpec, communicator: Communicator | None) -> int:
         """Enter a group that stands; returns the loader passes that its furthest rank has ended."""

@@ -81,7 +81,7 @@ def measure(world_size: int, layers: int, bucket_cap_mb: float | None = None) ->
         model = er.AdaptiveDataParallel(module, optimizer)
         data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * 8, 8))
         loader = er.AdaptiveDataLoader(data, batch_size=8)
-        frames, steps, first = Frames(), 0, current_session().group.rank_info.rank == 0
+        frames, steps, first = Frames(), 0, current_session().worker == "w1"
         for _ in er.remaining_epochs_until(1):
             for (x,) in loader:
                 if first:

@@ -132,6 +132,8 @@ class Steps:
     def resume(self, generation: int) -> Pause:
         return Pause(vote_s=0.5, group_s=0.75, state_s=0.25)
 
+    def follow_group(self) -> None: ...
+
     def enter_group(self) -> None:
         self.done.append("consensus")
 
@@ -310,6 +312,8 @@ class Two:
 
     generation = 1
     rank, world_size = 0, 2
+
+    def follow(self) -> None: ...
 
     @property
     def communicator(self) -> Two:

@@ -77,7 +77,7 @@ class State:
 class Parts:
     """A group, models and buffers."""
 
-    generation, buffer_layout, world_size = 3, 7, 2
+    generation, buffer_layout, world_size, mixed = 3, 7, 2, False
     gradients_wait = replaces_broken = False
     communicator: Any = "the group"
 
@@ -128,6 +128,8 @@ class Clock:
 class Policies:
     """Notes what is asked."""
 
+    active = True
+
     def __init__(self) -> None:
         self.asked = list[str]()
         self.ended: PassProgress | None = None
@@ -148,6 +150,8 @@ class Policies:
 class Stragglers:
     """Notes the steps that it is told of."""
 
+    slow = ()
+
     def __init__(self) -> None:
         self.uneven, self.steps = False, list[Any]()
 
@@ -158,9 +162,12 @@ class Stragglers:
 class Run:
     """The parts that the passes go through; a step may be begun in them."""
 
+    faults = True
+
     def __init__(self, failing: int = 0) -> None:
         self.states, self.sums, self.clock, self.meter = State(), StepSums(), Clock(), StepMeter()
         self.stragglers = Stragglers()
+        self.meter.ask()
         self.gpu_types = TypeShares(members=lambda: (), measured=lambda: ())
         self.ledger = StepLedger(self.states, recoverable=True)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()

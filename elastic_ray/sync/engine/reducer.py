@@ -225,7 +225,8 @@ class GradientReducer:
         if not (last or self._open):
             return
         self._weights.begin_pass(step)
-        self._weight = self._group.share(step)
+        rank = self._group.group.rank
+        self._weight = step.own_weight(rank) if self._drifts else step.weight(rank)
         self._statistics.begin_pass()
         self._reduces = last and world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
@@ -419,7 +420,7 @@ class GradientReducer:
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
-        self._consensus.conclude(values[: self._consensus.control_size], self._group.group.world_size)
+        self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
         self._statistics.take_shared(values[layout.shared], first=first)
         self._write_back(lambda: [count > 0 for count in self._tail[layout.step_tag.stop :].tolist()])
         self._ledger.mark_reduced()

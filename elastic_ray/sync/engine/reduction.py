@@ -13,7 +13,7 @@ from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
-from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 
 if TYPE_CHECKING:
     from elastic_ray.consensus.consensus import RankConsensus
@@ -54,10 +54,6 @@ class Reduction:
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
 
-    @property
-    def _gradients(self) -> GradientCollectives:
-        return self._group.group.communicator.gradients
-
     def begin_step(self, steps: int) -> bool:
         """A step begins.
 
@@ -67,8 +63,7 @@ class Reduction:
         Returns:
             Whether its gradients travel in a form that gives statistics.
         """
-        if self._asked:
-            self.end_step()
+        self.end_step()
         self._written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
         self._owing = owing = list[OwingOperation]()
@@ -85,15 +80,17 @@ class Reduction:
 
     def launch(self, index: int) -> None:
         """Start the first round of a bucket that is full; of the last one with the tail."""
-        layout = self._layout
+        layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
             self._asked, self._finite, self._written = False, None, set()
             for owing in self._owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works[index] += layout.operations[index].launch(layout.buckets[index], self._gradients)
+        self._works[index] += layout.operations[index].launch(
+            layout.buckets[index], self._group.group.communicator.gradients
+        )
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
-            self._works[index].append(self._gradients.all_reduce(layout.tail))
+            self._works[index].append(gradients.all_reduce(layout.tail))
 
     def finish(self, *, checks: bool) -> None:
         """Wait, and go on in rounds until every bucket holds the sum; as many rounds on every rank.
@@ -125,7 +122,7 @@ class Reduction:
         works, self._works[index] = self._works[index], []
         for work in works:
             self._consensus.wait(work)
-        self._works[index] = list(operation.go_on(bucket, self._gradients, finished))
+        self._works[index] = list(operation.go_on(bucket, self._group.group.communicator.gradients, finished))
         if self._works[index]:
             return True
         self._took_s[index] = time.perf_counter() - self._began_s[index]
@@ -142,7 +139,7 @@ class Reduction:
         """Tell each other what all ranks must know of gradients that none of them holds; whether all are finite."""
         mine = [bucket.numbers() for bucket in self._layout.sliced]
         told = torch.cat(mine)
-        self._consensus.wait(self._gradients.all_reduce(told))
+        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         for bucket, numbers in zip(self._layout.sliced, torch.split(told, [len(each) for each in mine]), strict=True):
             bucket.know(numbers)
         return all(bucket.finite for bucket in self._layout.sliced)
@@ -154,7 +151,7 @@ class Reduction:
 
     def _add_up(self, values: Sequence[float]) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64)
-        self._consensus.wait(self._gradients.all_reduce(told))
+        self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
         return found
 
@@ -203,8 +200,10 @@ class Reduction:
         """The step before is over."""
         if self._asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
-        else:
-            self.applied()
+            return
+        for operation in self._layout.operations:
+            if type(operation) is not AllReduceOperation:
+                operation.commit()
 
     def void(self) -> None:
         """What the last passes have left in operations does not count."""

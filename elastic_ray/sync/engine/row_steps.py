@@ -31,11 +31,7 @@ class RowSteps:
         self._tables: Sequence[TableGradient] = ()
         self._looks = True  # sparse buffers may be there without tables
         optimizer.register_load_state_dict_post_hook(lambda _: self.look_again())
-        # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
-        self._hooks = (
-            optimizer.register_step_pre_hook(InnerHook(self._before)),
-            optimizer.register_step_post_hook(InnerHook(self._after)),
-        )
+        self._hooks: tuple[Any, Any] | None = None
 
     def follow(self, tables: Sequence[TableGradient]) -> None:
         """From now on there are these tables."""
@@ -48,7 +44,18 @@ class RowSteps:
 
     def stand_inside(self) -> None:
         """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
-        if self._tables:
+        # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
+        needed = bool(self._tables) or self._looks
+        if needed and self._hooks is None:
+            self._hooks = (
+                self._optimizer.register_step_pre_hook(InnerHook(self._before)),
+                self._optimizer.register_step_post_hook(InnerHook(self._after)),
+            )
+        elif not needed and self._hooks is not None:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = None
+        if self._tables and self._hooks is not None:
             before, after = self._hooks
             befores: Any = self._optimizer._optimizer_step_pre_hooks  # an OrderedDict, whatever torch declares
             afters: Any = self._optimizer._optimizer_step_post_hooks

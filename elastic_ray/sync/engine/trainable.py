@@ -21,6 +21,9 @@ class Trainable:
         module: the model.
         optimizer: steps its parameters.
 
+    Attributes:
+        left_out: parameters that are not trained, or not taken in yet.
+
     Raises:
         ValueError: the optimizer holds other parameters than the module's.
     """
@@ -55,9 +58,8 @@ class Trainable:
 
     def changed(self) -> bool:
         """Whether there are parameters to be taken in."""
-        return (bool(self.left_out) and any(p.requires_grad for p in self.left_out)) or len(
-            self._optimizer.param_groups
-        ) != len(self._sizes)
+        more = bool(self.left_out) and any(p.requires_grad for p in self.left_out)
+        return more or len(self._optimizer.param_groups) != len(self._sizes)
 
     def take_in(self) -> None:
         """Follow what user code has unfrozen, or added to the optimizer.
