@@ -442,7 +442,7 @@ class GradientReducer:
         first = 0
         for bucket in self._buckets:
             last = first + len(bucket.params)
-            if not self.reduction.has_written(bucket.index):
+            if bucket.index not in self.reduction.written:
                 bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 

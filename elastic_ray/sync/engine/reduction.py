@@ -35,6 +35,9 @@ class Reduction:
         consensus: waits.
         layout: of the buckets.
         grad_scale: AMP's present loss scale, 1 without AMP.
+
+    Attributes:
+        written: positions of buckets whose sums are in ``.grad`` already.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Reduction:
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
-        self._written: set[int] = set()  # buckets whose sums are in .grad already
+        self.written: set[int] = set()
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
 
@@ -64,7 +67,7 @@ class Reduction:
             Whether its gradients travel in a form that gives statistics.
         """
         self.end_step()
-        self._written = set()  # also where nothing is reduced any more: this rank may have become the only one
+        self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
         self._owing = owing = list[OwingOperation]()
         for each in self._layout.operations:
@@ -83,7 +86,7 @@ class Reduction:
         layout, gradients = self._layout, self._group.group.communicator.gradients
         self._began_s[index] = time.perf_counter()
         if index == 0:
-            self._asked, self._finite, self._written = False, None, set()
+            self._asked, self._finite, self.written = False, None, set()
             for owing in self._owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
         self._works[index] += layout.operations[index].launch(
@@ -132,7 +135,7 @@ class Reduction:
             self._finite = False
         elif bucket.complete and index < len(self._layout.buckets) - 1:
             bucket.write_back(lambda: ())
-            self._written.add(index)
+            self.written.add(index)
         return False
 
     def _tell_sizes(self) -> bool:
@@ -154,10 +157,6 @@ class Reduction:
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
         return found
-
-    def has_written(self, index: int) -> bool:
-        """Whether a bucket's sum is in ``.grad`` already."""
-        return index in self._written
 
     def is_finite(self) -> bool:
         """Whether the last pass has given finite gradients; the same on all ranks."""

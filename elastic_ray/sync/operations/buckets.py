@@ -6,7 +6,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,7 @@ class Bucket:
         additions: how often the pass adds to that ``.grad``.
     """
 
+    sliced: ClassVar[bool] = False  # each rank receives the whole mean
     index: int
     group: int
     params: list[torch.nn.Parameter]
@@ -80,11 +81,6 @@ class Bucket:
     def drop_carried(self) -> None:
         """What :meth:`carry` has kept is not needed any more."""
         self.carried = None
-
-    @property
-    def sliced(self) -> bool:
-        """Whether each rank receives a part of the mean."""
-        return False
 
     @property
     def dtype(self) -> torch.dtype:

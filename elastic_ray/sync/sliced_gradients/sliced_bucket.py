@@ -40,6 +40,8 @@ class SlicedBucket(Bucket):
         owners: of their optimizer state.
     """
 
+    sliced = True
+
     def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: SpanOwners) -> None:
         made = build_bucket(index, group, params, 0)
         super().__init__(index=index, group=group, params=made.params, flat=made.flat, body=made.body, views=made.views)
@@ -51,11 +53,6 @@ class SlicedBucket(Bucket):
         self._kept: list[tuple[Piece, Tensor]] | None = None  # what this rank has added up; None before
         self._received: list[tuple[Piece, Tensor]] = []
         self._numbers: list[list[float]] = []
-
-    @property
-    def sliced(self) -> bool:
-        """Whether each rank receives a part of the mean."""
-        return True
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

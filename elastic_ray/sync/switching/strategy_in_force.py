@@ -229,7 +229,7 @@ class StrategyInForce:
 
     def stepped(self) -> None:
         """The optimizer was asked to step."""
-        now_s, steps = time.perf_counter(), self._context.ledger.steps
+        now_s, steps = time.perf_counter(), self._context.states.progress.steps
         if self._stepped is not None and steps == self._stepped[0] + 1:
             self._step_s.append(now_s - self._stepped[1])
         self._stepped = steps, now_s
