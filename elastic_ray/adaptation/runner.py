@@ -12,7 +12,7 @@ import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.ballot import PolicyBallot, Verdict
 from elastic_ray.adaptation.hook_caller import HookCaller, HookTimeoutError
@@ -23,17 +23,13 @@ from elastic_ray.adaptation.shared_values import SharedValues
 from elastic_ray.adaptation.view import PolicyView
 from elastic_ray.adaptation.watched import WatchedMetrics
 
+if TYPE_CHECKING:
+    from elastic_ray.session.adaptation import Adaptation
+
 logger = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_REQUESTS = 1000  # of one answer: a generator may never end
-
-
-class Applies(Protocol):
-    """Carries out requests on this rank, as every rank does between the same two steps."""
-
-    def apply(self, request: Request, values: SharedValues) -> str:
-        """Carry one out; returns why it cannot be, empty where it was."""
 
 
 class PolicyRunner:
@@ -52,7 +48,7 @@ class PolicyRunner:
 
     def __init__(
         self,
-        applies: Applies,
+        applies: Adaptation,
         tell: Callable[[str, str, Mapping[str, Any]], None],
         tell_here: Callable[[str, str, Mapping[str, Any]], None],
     ) -> None:

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
 from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
@@ -16,35 +16,14 @@ from placement.goodput.mixed import MixedObservation
 from placement.goodput.model import GoodputModel
 from placement.knowledge.knowledge import Prior
 
+if TYPE_CHECKING:
+    from elastic_ray.membership.messages import GenerationSpec
+
 # A fit costs about 20 ms of the controller's thread.
 FIT_EVERY_S = 2.0
 _GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still be on their way
 _RATES = 64
 _TELL = 0.1  # relative change of a step time that is told
-
-
-class PlannedGroup(Protocol):
-    """A generation of the job's workers, as far as its batch depends on it."""
-
-    @property
-    def generation(self) -> int:
-        """Its number."""
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that its workers are on."""
-
-    @property
-    def world_size(self) -> int:
-        """Its workers."""
-
-    @property
-    def batch(self) -> BatchChoice | None:
-        """The batch it begins with, None for the loader's own."""
-
-    @property
-    def equal_shares(self) -> bool:
-        """Whether no rank of it takes more than others."""
 
 
 class BatchPlanner:
@@ -192,7 +171,7 @@ class BatchPlanner:
                 tuner.set_noise(self._measured.noise)
         return self._tuners[gpu]
 
-    def choose(self, group: PlannedGroup, gpu: str | None = "") -> BatchChoice | None:
+    def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
         """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
         if self.loader is None:
             return None
@@ -206,7 +185,7 @@ class BatchPlanner:
             del self._gpus[generation]
         return choice
 
-    def take_over(self, group: PlannedGroup, gpu: str | None) -> None:
+    def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
         """The generation in effect was chosen for by a controller before this one."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)

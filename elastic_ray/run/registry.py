@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.halving import LEAST_HALF, UNHALVED_STEPS, Halving
 from elastic_ray.batch.noise_scale import NoiseSignal
@@ -21,19 +21,9 @@ from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
+    from elastic_ray.parallel.buffers import BufferSync
 
 Noise = Callable[[], "NoiseScale | None"]
-
-
-class Buffers(Protocol):
-    """What makes a model's buffers equal on all ranks, in collectives whose sizes follow from their layout."""
-
-    @property
-    def layout(self) -> object:
-        """What must be the same on all ranks."""
-
-    def __call__(self, communicator: Communicator) -> None:
-        """Synchronise."""
 
 
 class HookPoint(enum.Enum):
@@ -189,7 +179,7 @@ class Registry:
         self.models = ModelRegistry()
         self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
-        self._buffers: list[Buffers] = []
+        self._buffers: list[BufferSync] = []
         self._gradients: list[GroupDependent] = []
         self.saving = SaveAgreement()
         self._least_share = 1
@@ -231,7 +221,7 @@ class Registry:
         """Have ``signal`` give what rank 0 knows of a newly wrapped model's gradient signal."""
         self.models.add_signal(signal)
 
-    def add_buffers(self, buffers: Buffers) -> None:
+    def add_buffers(self, buffers: BufferSync) -> None:
         """A model's buffers, synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)
 

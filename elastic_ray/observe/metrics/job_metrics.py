@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.events import JobEvent, JobStatus
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.observe.metrics.samples import JobLabels, Speed, end_samples, event_samples, gauge_samples
+from elastic_ray.observe.metrics.samples import JobLabels, end_samples, event_samples, gauge_samples
 from placement.instruments import Guarded, WriteSamples
 
+if TYPE_CHECKING:
+    from elastic_ray.batch.planner import BatchPlanner
+
 PERIOD_S = 1.0
-
-
-class JobSpeed(Speed, Protocol):
-    """The same, and what tells the model's name."""
-
-    @property
-    def loader(self) -> LoaderInfo | None:
-        """The training loader; None before a worker is ready."""
 
 
 class JobMetrics:
@@ -36,7 +30,7 @@ class JobMetrics:
     def __init__(
         self,
         spec: JobSpec,
-        speed: JobSpeed,
+        speed: BatchPlanner,
         status: Callable[[], JobStatus],
         events: Callable[[], Sequence[JobEvent]],
         write: WriteSamples,

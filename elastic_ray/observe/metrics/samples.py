@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
 from elastic_ray.observe.metrics import instruments as of
 from elastic_ray.record.outlook import TimeSpent
 from placement.instruments import Sample, label_value
+
+if TYPE_CHECKING:
+    from elastic_ray.batch.planner import BatchPlanner
 
 _PARTS = tuple(field.name for field in dataclasses.fields(TimeSpent))
 _CAUSES = {
@@ -26,22 +29,6 @@ _REASONS = {
     EventKind.RESTART: "restart",
     EventKind.PREEMPTED: "preempted",
 }
-
-
-class Speed(Protocol):
-    """What is known of a job's speed and batch."""
-
-    @property
-    def latest(self) -> StepReport | None:
-        """Rank 0's latest step report."""
-
-    @property
-    def noise_scale(self) -> float | None:
-        """[samples]; None while it is not known."""
-
-    @property
-    def efficiency(self) -> float | None:
-        """Statistical efficiency of the present batch; None before there is a model."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +51,7 @@ class JobLabels:
         return label_value(self.job), label_value(self.tenant), label_value(self.model)
 
 
-def gauge_samples(status: JobStatus, speed: Speed, labels: JobLabels) -> tuple[Sample, ...]:
+def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
     """The present value of every gauge that has one; an ended job has no speed any more."""
     whose = labels.values
     spent = [(part.removesuffix("_s"), getattr(status, part, None)) for part in _PARTS]
@@ -83,7 +70,9 @@ def gauge_samples(status: JobStatus, speed: Speed, labels: JobLabels) -> tuple[S
     return tuple(found)
 
 
-def _speed_samples(status: JobStatus, speed: Speed, report: StepReport, whose: tuple[str, ...]) -> Iterable[Sample]:
+def _speed_samples(
+    status: JobStatus, speed: BatchPlanner, report: StepReport, whose: tuple[str, ...]
+) -> Iterable[Sample]:
     """Of a job that trains."""
     return (
         *of.GLOBAL_BATCH.sample(report.batch_size or None, *whose),

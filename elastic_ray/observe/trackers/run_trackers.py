@@ -8,7 +8,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.checkpoints.run_directory import RunStorage
@@ -22,6 +22,9 @@ from elastic_ray.observe.trackers.tracker_thread import TrackerThread
 from elastic_ray.sealed import Raised
 from elastic_ray.state.resume_point import ResumePoint
 
+if TYPE_CHECKING:
+    from elastic_ray.batch.planner import BatchPlanner
+
 logger = logging.getLogger("elastic_ray.job")
 
 _POLL_S = 0.02
@@ -29,25 +32,6 @@ _BOARD_S = 5.0
 _MOST_HELD = 5000
 _BEGUN = "begun"
 _GENERATIONS = 4  # whose members are remembered
-
-
-class Planner(Protocol):
-    """What is known of the job's speed and batch."""
-
-    @property
-    def latest(self) -> StepReport | None:
-        """Rank 0's latest step report."""
-
-    @property
-    def throughput(self) -> float:
-        """[samples/s], measured."""
-
-    @property
-    def noise_scale(self) -> float | None:
-        """[samples]; None while it is not known."""
-
-    def goodput(self) -> float | None:
-        """[samples/s]; None before there is a model."""
 
 
 class RunTrackers:
@@ -164,7 +148,7 @@ class RunTrackers:
         for thread, tracker in zip(self._threads[-len(self._callbacks) :], self._callbacks, strict=False):
             thread.call("after_exception", functools.partial(tell, tracker))
 
-    def tick(self, now_s: float, planner: Planner, group: GenerationSpec | None) -> None:
+    def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
         """Some ten times a second [s, monotonic], with the present generation."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +20,14 @@ from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket, SpanOwners
+from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 from elastic_ray.sync.spec import Owner, Reduce, Rows
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.rows import RowsOperation
 from elastic_ray.sync.tables.table_gradient import TableGradient
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
@@ -33,7 +37,7 @@ def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
 
 
 def make_bucket(
-    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: SpanOwners
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer
 ) -> GradientBucket:
     """The bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
     if isinstance(plan.sync, Rows):

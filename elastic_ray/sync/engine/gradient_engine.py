@@ -20,7 +20,6 @@ from elastic_ray.sync.engine.factory import make_operation
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
-from elastic_ray.sync.engine.protocol import DividedState
 from elastic_ray.sync.engine.reducer import GradientReducer
 from elastic_ray.sync.engine.row_steps import RowSteps
 from elastic_ray.sync.engine.summing_group import SummingGroup
@@ -35,6 +34,7 @@ from elastic_ray.sync.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.sharded.model_tables import ModelTables
 
 
@@ -76,7 +76,7 @@ class GradientEngine:
         check_finite: bool,
         scaler: Any = None,
         tables: ModelTables,
-        divided: DividedState,
+        divided: TiledOptimizer,
     ) -> None:
         self._context = context
         self._module = module

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,34 +13,12 @@ from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.owing import SettlingOperation
 from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket, SpanOwners
+from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 
-
-class Sequel(Protocol):
-    """What follows a pass's reductions, on all ranks alike."""
-
-    @property
-    def agenda(self) -> str:
-        """What must be equal on all ranks for that."""
-
-    @property
-    def takes(self) -> int:
-        """How often buckets were laid out anew since the present group was entered; equal on all ranks."""
-
-    def reduced(self, bucket_s: Sequence[float]) -> None:
-        """All buckets hold their sums, each so many seconds after its reduction was begun."""
-
-
-class RidingStatistics(Protocol):
-    """How much of the gradients' statistics rides on reductions."""
-
-    @property
-    def norms_size(self) -> int:
-        """Numbers of local norms."""
-
-    @property
-    def shared_size(self) -> int:
-        """Numbers that rank 0 tells."""
+if TYPE_CHECKING:
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+    from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+    from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 
 
 class BucketLayout:
@@ -75,9 +53,9 @@ class BucketLayout:
         groups: Sequence[Sequence[torch.nn.Parameter]],
         plan: SyncPlan,
         control_size: int,
-        sequel: Sequel,
-        statistics: RidingStatistics,
-        owners: SpanOwners,
+        sequel: StrategyInForce,
+        statistics: GradientStatistics,
+        owners: TiledOptimizer,
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:

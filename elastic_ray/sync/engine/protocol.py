@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
-
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.plan import SyncPlan
-from elastic_ray.sync.profile import ModelProfile
-from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
 from elastic_ray.sync.spec import Strategy
 
 
@@ -79,44 +74,3 @@ class GradientSync(GroupDependent, Protocol):
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state."""
-
-
-class DividedState(Protocol):
-    """A model's optimizer state, as far as a strategy divides it among the ranks.
-
-    Methods that communicate raise CommunicationFailedError where the group breaks.
-    """
-
-    def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Buckets were laid out for another strategy, other parameters or another group."""
-
-    @property
-    def owners(self) -> object:
-        """The ranks that own each part; another object where they are others than before."""
-
-    def owned_spans(self, params: Sequence[torch.nn.Parameter]) -> list[list[OwnedSpan]]:
-        """The parts of each parameter."""
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether the state is not divided as the plan wants it."""
-
-    def settle_between_steps(self) -> None:
-        """Divide it so; all ranks call it before a step."""
-
-    def enter_group(self) -> None:
-        """A group was entered, and all ranks hold the same state."""
-
-    def hand_over(self, stays: Sequence[bool]) -> None:
-        """Ranks of the present group are about to leave, all but those that stay."""
-
-    @property
-    def divided(self) -> bool:
-        """Whether it lies with several ranks; the same on all."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether this rank can save the whole state."""
-
-    def gather(self) -> None:
-        """Have rank 0 hold the whole state until the next update."""

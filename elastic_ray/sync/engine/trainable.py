@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from elastic_ray.state.pieces import shared_out
 from elastic_ray.state.tree import OptimizerState, Stateful
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+    from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
 
 class Trainable:
@@ -131,32 +135,6 @@ class Trainable:
         self._lay_out(wrapped=True)
 
 
-class DividedStates(Protocol):
-    """States of parameters of which each rank holds a part."""
-
-    @property
-    def tiled(self) -> Sequence[torch.nn.Parameter]:
-        """These parameters."""
-
-    def capture(self) -> dict[str, Any] | None:
-        """What all ranks share of them, without the states; None where there are none."""
-
-    def gathered(self) -> Mapping[torch.nn.Parameter, Mapping[str, Any]] | None:
-        """The whole states where this rank has them."""
-
-    def kept(self) -> dict[str, Any]:
-        """This rank's part."""
-
-    def written(self, rank: int) -> Mapping[torch.nn.Parameter, Mapping[str, Any]] | None:
-        """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole states."""
-
-    def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
-        """Take over what was captured; the optimizer holds the ``whole`` states, or this rank's part is looked at.
-
-        `UnreadTensor` may stand for tensors of whole states: what this rank is to hold is read once that is known.
-        """
-
-
 class TrainedState(OptimizerState):
     """An optimizer's state, with which of its parameters are trained; ``rebuild`` follows when others are.
 
@@ -181,7 +159,7 @@ class TrainedState(OptimizerState):
         trainable: Trainable,
         rebuild: Callable[[], None],
         carried: Stateful,
-        divided: DividedStates,
+        divided: TiledOptimizer | ShardedOptimizer,
     ) -> None:
         super().__init__(optimizer)
         self._trainable = trainable

@@ -13,7 +13,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,21 +29,14 @@ from torch.utils._pytree import tree_leaves
 
 from elastic_ray.sync.sharded_parameters.checks import ALONE, OF_NO_GROUP
 
+if TYPE_CHECKING:
+    from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+
 _NUMBERS = itertools.count()
 _NAME = "elastic_ray_"
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 _ALONE: dict[str, DeviceMesh] = {}
 _MAKING = threading.Lock()
-
-
-class ModelCollectives(Protocol):
-    """Collectives among the ranks of the present generation."""
-
-    def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """A reduction over all ranks, in place."""
-
-    def gather(self, output: Tensor, tensor: Tensor) -> None:
-        """Every rank's tensor, in rank order."""
 
 
 class _Done(dist._Work):  # type: ignore[name-defined,misc]
@@ -65,14 +58,14 @@ class ShardProcessGroup(dist.ProcessGroup):
         collectives: makes them; None for a group of one.
     """
 
-    def __init__(self, rank: int, world_size: int, collectives: ModelCollectives | None) -> None:
+    def __init__(self, rank: int, world_size: int, collectives: ShardCollectives | None) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._alone = collectives is None
         # Torch's caches keep meshes for as long as the process lives: they must not keep the run and its model as well.
         self._known = weakref.ref(collectives) if collectives is not None else lambda: None
 
     @property
-    def _collectives(self) -> ModelCollectives | None:
+    def _collectives(self) -> ShardCollectives | None:
         """None for a group of one.
 
         Raises:
@@ -120,7 +113,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 
 
 def make_mesh(
-    device_type: str, rank: int, world_size: int, collectives: ModelCollectives | None, *, name: str = ""
+    device_type: str, rank: int, world_size: int, collectives: ShardCollectives | None, *, name: str = ""
 ) -> DeviceMesh:
     """A mesh that no other equals: torch remembers what it has worked out for a mesh, and takes an equal one for it.
 

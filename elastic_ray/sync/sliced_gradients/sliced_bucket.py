@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from elastic_ray.sync.operations.buckets import Bucket, build_bucket
-from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, Piece, pieces_of
+from elastic_ray.sync.sliced_gradients.routes import Piece, pieces_of
 from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 
 NUMBERS = 3
 """What ranks tell each other of each parameter: the squared norm of what a rank adds up, its NaNs, its infinities."""
-
-
-class SpanOwners(Protocol):
-    """Which ranks own which part of the optimizer state."""
-
-    @property
-    def owners(self) -> object:
-        """Another object where they are others than before."""
-
-    def owned_spans(self, params: Sequence[torch.nn.Parameter]) -> list[list[OwnedSpan]]:
-        """The spans of each parameter."""
 
 
 class SlicedBucket(Bucket):
@@ -42,7 +34,7 @@ class SlicedBucket(Bucket):
 
     sliced = True
 
-    def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: SpanOwners) -> None:
+    def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: TiledOptimizer) -> None:
         made = build_bucket(index, group, params, 0)
         super().__init__(index=index, group=group, params=made.params, flat=made.flat, body=made.body, views=made.views)
         self._owners = owners

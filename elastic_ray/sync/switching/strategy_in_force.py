@@ -28,11 +28,12 @@ from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Strategy
-from elastic_ray.sync.switching.tuned_model import CountsRows, PlannedModel
 from elastic_ray.sync.switching.tuner import StrategyTuner, settings_of
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
+    from elastic_ray.sync.engine.gradient_engine import GradientEngine
+    from elastic_ray.sync.tables.row_bucket import RowBucket
 
 _KEPT_TIMES = 31
 
@@ -58,7 +59,7 @@ class StrategyInForce:
         StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
-    def __init__(self, context: Run, model: PlannedModel, builder: StrategyBuilder, number: int) -> None:
+    def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
         self._context = context
         self._model = model
         self._number = number
@@ -67,7 +68,7 @@ class StrategyInForce:
         self._takes = 0
         self._entering = True
         self._wanted: Strategy | None = None  # by the tuner, or by the state of another rank
-        self._rows: Mapping[str, CountsRows] = {}
+        self._rows: Mapping[str, RowBucket] = {}
         self._step_s: deque[float] = deque(maxlen=_KEPT_TIMES)
         self._bucket_s: deque[Sequence[float]] = deque(maxlen=_KEPT_TIMES)
         self._stepped: tuple[int, float] | None = None
@@ -209,7 +210,7 @@ class StrategyInForce:
         self._stepped = None
         return self.plan
 
-    def follow_rows(self, tables: Mapping[int, CountsRows]) -> None:
+    def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
         """These tables' rows travel, by the position of their buckets."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}

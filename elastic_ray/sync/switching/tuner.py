@@ -29,10 +29,10 @@ from elastic_ray.sync.choosing.choice import (
 from elastic_ray.sync.choosing.considering import consider, with_rows
 from elastic_ray.sync.choosing.links import LinkTable, Probe, probes
 from elastic_ray.sync.spec import Strategy
-from elastic_ray.sync.switching.tuned_model import TunedModel
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
+    from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
 
 _WATCH_EVERY = 64
 """Steps between two looks at the rows that are touched."""
@@ -55,7 +55,7 @@ class StrategyTuner:
     """
 
     def __init__(
-        self, context: Run, settings: ChoiceSettings, model: TunedModel, strategy: Strategy, number: int
+        self, context: Run, settings: ChoiceSettings, model: StrategyInForce, strategy: Strategy, number: int
     ) -> None:
         self._context = context
         self._settings = settings

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from elastic_ray.batch.statistics import squared_norm
 
-
-class RowWeights(Protocol):
-    """Weights of a table's elements."""
-
-    def of(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """Those of some rows; of all for None."""
+if TYPE_CHECKING:
+    from elastic_ray.sync.tables.row_preconditioner import RowPreconditioner
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +53,11 @@ class TouchedRows:
         """All of it times ``factor``."""
         return dataclasses.replace(self, values=self.values * factor)
 
-    def squared_norm(self, preconditioner: RowWeights | None) -> torch.Tensor:
+    def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
         """||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
-    def of(self, weights: RowWeights | None) -> torch.Tensor | None:
+    def of(self, weights: RowPreconditioner | None) -> torch.Tensor | None:
         """A table's weights that belong to these rows, flat."""
         return None if weights is None else weights.of(self.ids).reshape(-1)
 

@@ -10,28 +10,15 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
+
 _ONE_AT_A_TIME = threading.Lock()  # torch's generators are the process's
-
-
-class UnmadeParam(Protocol):
-    """A parameter of a sharded model."""
-
-    @property
-    def name(self) -> str:
-        """The first of its names in the model."""
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The user's object."""
-
-    @property
-    def local(self) -> Tensor:
-        """What stands in for its rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,7 +77,7 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
 
 
 def initialise(
-    module: nn.Module, params: Sequence[UnmadeParam], seed: int, keep: Callable[[int, Tensor], None]
+    module: nn.Module, params: Sequence[ShardedParam], seed: int, keep: Callable[[int, Tensor], None]
 ) -> None:
     """Make a model's parameters and buffers, as building it in memory behind ``torch.manual_seed(seed)`` does.
 
