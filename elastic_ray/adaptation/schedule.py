@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     """KungFu's ``"value:length,value:length"``: values that hold one after the other, each for some length.
@@ -28,13 +26,3 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
             f"as '10:2,100:4' (10 for two steps, then 100 for four), but got {text!r}"
         )
     return found
-
-
-def value_at(schedule: Sequence[tuple[int, float]], now: float, after: int) -> int:
-    """The value that holds where ``now`` of the lengths have passed; ``after`` when all have."""
-    end = 0.0
-    for value, length in schedule:
-        end += length
-        if now < end:
-            return value
-    return after

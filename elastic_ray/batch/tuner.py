@@ -241,24 +241,6 @@ class BatchTuner:
             steps=self._steps,
         )
 
-    @classmethod
-    def from_snapshot(cls, snapshot: TunerSnapshot) -> BatchTuner:
-        """A tuner that knows what the snapshot does; fit again to have its model."""
-        tuner = cls(snapshot.limits)
-        for o in snapshot.observations:
-            tuner.observe(
-                nodes=o.nodes,
-                replicas=o.replicas,
-                atomic_bsz=int(o.atomic_bsz),
-                accum_steps=o.accum_steps,
-                step_time=o.step_time,
-                grad_time=o.grad_time,
-                steps=max(int(o.count), 1),
-            )
-        tuner._noise, tuner._upper = snapshot.noise, snapshot.upper
-        tuner._batch_size, tuner._steps = snapshot.batch_size, snapshot.steps
-        return tuner
-
     def fit(self) -> GoodputModel | None:
         """Fit now and use the result; None while steps or the noise scale are missing."""
         self.set_model(fit_snapshot(self.snapshot()))

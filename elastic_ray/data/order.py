@@ -235,7 +235,8 @@ class StreamSharder(Generic[Item]):
 
     def start_epoch(self, epoch: int, *, position: int = 0) -> None:
         """Open the stream for `epoch` and go to `position`. Raises ValueError if it ends before that."""
-        self._epoch = sharding.DataPosition(epoch=epoch, position=position).epoch
+        sharding.check_place(epoch=epoch, position=position)
+        self._epoch = epoch
         self._random = PrivateRandom(seed=self._seed, epoch=epoch)
         self._ahead: deque[Item] = deque()
         self._position = self._drawn = 0

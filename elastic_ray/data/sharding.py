@@ -10,7 +10,6 @@ shrinks or fails; a step that failed is drawn again by calling the same function
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,30 +20,10 @@ from elastic_ray.data.shares import Shares, by_weight
 Indices = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class DataPosition:
-    """How far the job has come in its data; of two values the larger one is further on.
-
-    Attributes:
-        epoch: number of epochs finished, >= 0.
-        position: samples of this epoch's order that committed steps have used, >= 0.
-    """
-
-    epoch: int = 0
-    position: int = 0
-
-    def __post_init__(self) -> None:
-        _check_count("epoch", self.epoch, at_least=0)
-        _check_count("position", self.position, at_least=0)
-
-    def advance(self, samples: int) -> DataPosition:
-        """The progress after a committed step that used `samples` samples."""
-        _check_count("samples", samples, at_least=0)
-        return DataPosition(epoch=self.epoch, position=self.position + samples)
-
-    def next_epoch(self) -> DataPosition:
-        """The progress at the start of the epoch that follows."""
-        return DataPosition(epoch=self.epoch + 1, position=0)
+def check_place(*, epoch: int, position: int) -> None:
+    """Raise TypeError or ValueError unless these are an epoch, and how many of its samples steps have used."""
+    _check_count("epoch", epoch, at_least=0)
+    _check_count("position", position, at_least=0)
 
 
 def epoch_generator(*, seed: int, epoch: int) -> np.random.Generator:
@@ -202,20 +181,6 @@ def rank_slices(
     start = int(sizes[:rank].sum())
     edges = [start, *(start + int(edge) for edge in np.cumsum(sizes[rank]))]
     return [slice(first, last) for first, last in itertools.pairwise(edges) if first < last]
-
-
-def rank_indices(step_indices: Indices, *, rank: int, world_size: int, micro_steps: int = 1) -> list[Indices]:
-    """The indices that `rank` takes in each micro-step of the step that uses `step_indices`.
-
-    Over all ranks and micro-steps the pieces are disjoint and together `step_indices`, in their order.
-
-    Raises:
-        ValueError: bad input, or rank outside 0..world_size-1.
-    """
-    if step_indices.ndim != 1:
-        raise ValueError(f"step_indices must have one dimension, but got shape {step_indices.shape}")
-    slices = rank_slices(len(step_indices), rank=rank, world_size=world_size, micro_steps=micro_steps)
-    return [step_indices[piece] for piece in slices]
 
 
 def _even(counts: Indices, parts: int) -> Indices:

@@ -372,16 +372,11 @@ def test_memory_is_bounded_and_keeps_the_latest() -> None:
     assert observations[-1].atomic_bsz == 499
 
 
-def test_a_snapshot_is_a_value_that_another_tuner_goes_on_from() -> None:
+def test_a_snapshot_is_a_value_that_another_process_fits() -> None:
     tuner = tuner_at(choice(64))
     measure(tuner, choice(128))
-    tuner.out_of_memory(512)
     snapshot = pickle.loads(pickle.dumps(tuner.snapshot()))
-    assert snapshot == tuner.snapshot()
-    again = BatchTuner.from_snapshot(snapshot)
-    assert again.snapshot() == snapshot
-    assert again.fit() == fit_snapshot(snapshot) == tuner.fit()
-    assert again.decide(1, 1, choice(128)) == tuner.decide(1, 1, choice(128))
+    assert snapshot == tuner.snapshot() and fit_snapshot(snapshot) == tuner.fit()
 
 
 # --- limits ---

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from elastic_ray.data.arrow import ArrowDataset
 from elastic_ray.data.order import order_for
-from elastic_ray.data.sharding import can_switch, rank_indices, step_size
+from elastic_ray.data.sharding import can_switch, step_size
+from tests.data.pieces import rank_indices
 
 ROWS, GROUP = 500, 20
 

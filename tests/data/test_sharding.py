@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.data.sharding import (
-    DataPosition,
     can_switch,
+    check_place,
     epoch_generator,
     micro_steps_for,
-    rank_indices,
     rank_slices,
     split,
     step_size,
 )
 from elastic_ray.data.shares import Shares
+from tests.data.pieces import rank_indices
 
 worlds = st.integers(1, 8)
 attempts = st.lists(st.tuples(worlds, st.integers(0, 40), st.integers(1, 5), st.booleans()), min_size=1, max_size=60)
@@ -129,18 +129,11 @@ def test_can_switch_waits_for_the_tail() -> None:
     assert not can_switch(position=3, total=3, world_size=4), "the next epoch could not start"
 
 
-def test_progress_moves_on_and_compares() -> None:
-    start = DataPosition(epoch=2, position=5)
-    assert start.advance(3) == DataPosition(epoch=2, position=8)
-    assert start.next_epoch() == DataPosition(epoch=3, position=0) > start.advance(100) > start
-    assert {start: 1}[DataPosition(epoch=2, position=5)] == 1
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: DataPosition(epoch=-1), ValueError, "epoch must be at least 0, but got -1"),
-        (lambda: DataPosition(position=1.5), TypeError, "position must be an integer, but got 1.5 of type float"),
+        (lambda: check_place(epoch=-1, position=0), ValueError, "epoch must be at least 0, but got -1"),
+        (lambda: check_place(epoch=0, position=1.5), TypeError, "position must be an integer, but got 1.5"),
         (lambda: step_size(position=11, total=10, batch_size=4, world_size=2), ValueError, "0..10"),
         (lambda: step_size(position=0, total=10, batch_size=1, world_size=2), ValueError, "fewer workers"),
         (lambda: split(0, world_size=2), ValueError, "count must be at least 1"),
@@ -148,7 +141,6 @@ def test_progress_moves_on_and_compares() -> None:
         (lambda: can_switch(position=0, total=10, world_size=0), ValueError, "world_size must be at least 1"),
         (lambda: split(4, world_size=2, micro_steps=0), ValueError, "micro_steps must be at least 1"),
         (lambda: rank_slices(4, rank=2, world_size=2), ValueError, r"rank must be in 0\.\.1"),
-        (lambda: rank_indices(np.zeros((2, 2), np.int64), rank=0, world_size=1), ValueError, "one dimension"),
         (lambda: epoch_generator(seed=-3, epoch=0), ValueError, "seed must be at least 0, but got -3"),
     ],
 )

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from elastic_ray.data.sharding import rank_indices
 from elastic_ray.membership.changes import MembershipConfig
 from elastic_ray.membership.instructions import (
     AllLost,
@@ -34,6 +33,7 @@ from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated, Lost, Ready, Reserved, Stimulus, TimePassed
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
+from tests.data.pieces import rank_indices
 from tests.membership.driver import Ledger
 from tests.membership.simulated_groups import Groups, State
 from tests.membership.simulated_worker import SimWorker
