@@ -32,6 +32,7 @@ from elastic_ray.state.unread import TakesUnread, read_all
 if TYPE_CHECKING:
     from elastic_ray.run.registry import Registry
 
+_SAYS_ENOUGH = CommunicationFailedError, UnsafeStateError, UnreadableStateError
 _OF_EVERY_RUN = {"run", "shape"}
 _SAME_STATES = "train_loop_per_worker must register the same state on every worker before its first epoch"
 
@@ -58,13 +59,13 @@ def _named(name: str, what: str) -> Iterator[None]:
     """
     try:
         yield
+    except _SAYS_ENOUGH:
+        raise
     except Exception as error:
         raise _named_error(name, what, error) from error
 
 
-def _named_error(name: str, what: str, error: Exception) -> Exception:
-    if isinstance(error, (CommunicationFailedError, UnsafeStateError, UnreadableStateError)):
-        return error
+def _named_error(name: str, what: str, error: Exception) -> RuntimeError:
     return RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}")
 
 
@@ -79,7 +80,9 @@ class _Rollback:
         try:
             found = self.capture()
             return copy.deepcopy(found) if found is not None else None
-        except Exception as error:
+        except _SAYS_ENOUGH:
+            raise
+        except Exception as error:  # no context manager, for this is part of every step
             raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
     def take_back(self, snapshot: Any) -> None:
