@@ -35,7 +35,7 @@ from placement.simulator.workloads.traces import TraceJob
 from placement.storage.line_file import LineFile
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import TellingCore, tell
-from tests.placement.views import cluster, model, node, view
+from tests.placement.views import AT_ONCE, cluster, model, node, view
 
 SEEN = Observation(1, 2, 32.0, 1, 0.1 + 0.2, grad_time=1 / 3, count=7.0)
 FULL = JobView(
@@ -248,7 +248,7 @@ def test_a_policy_of_the_users_own_is_given(tmp_path: Path) -> None:
 
     mine.__name__ = "goodput"  # the name alone says nothing
     policy = make_policy(mine)
-    life = only_life(lines_of([NodesChanged(cluster=cluster(4)), JobHeartbeat(view=view("a"))], policy))
+    life = only_life(lines_of([NodesChanged(cluster=cluster(4)), JobHeartbeat(view=view("a"))], policy, AT_ONCE))
     with pytest.raises(InputError, match="of the user's own"):
         replay(life)
     (record,) = replay(dataclasses.replace(life, settling=False), policy=policy)
