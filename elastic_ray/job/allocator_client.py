@@ -16,7 +16,7 @@ from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import find_allocator
 from placement.allocator.instructions import HeartbeatReply
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Bill, JobView
 from placement.knowledge.store import StorageRoot
 
 logger = logging.getLogger("elastic_ray.job")
@@ -56,6 +56,7 @@ class AllocatorClient:
         self._over = False
         self._due_s = 0.0
         self._attained_s = 0.0
+        self._bill: Bill | None = None
         self._seen_s = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
 
@@ -81,7 +82,7 @@ class AllocatorClient:
         view, now_s = self._view(), time.monotonic()
         self._attained_s += view.workers * (now_s - self._seen_s)
         self._seen_s = now_s
-        return dataclasses.replace(view, attained_s=self._attained_s)
+        return dataclasses.replace(view, attained_s=self._attained_s, bill=self._bill)
 
     async def _beat(self) -> None:
         """Send one heartbeat, and pass the allocator's answer on."""
@@ -98,6 +99,7 @@ class AllocatorClient:
             self._allocator, self._root_is_known = None, False
             return
         self._root_is_known, self._answers = answer.knows_root, True
+        self._bill = answer.bill or self._bill
         self._hear(answer)
 
     async def _answer(self, beat: Any) -> HeartbeatReply:

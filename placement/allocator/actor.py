@@ -204,7 +204,7 @@ class Allocator:
         return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
-            cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
+            bill=self._scaler.bill(view.job) if self._scaler is not None else None,
             note=self._note(view),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
         )

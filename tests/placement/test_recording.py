@@ -16,7 +16,7 @@ from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Bill, JobView
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
@@ -59,6 +59,7 @@ FULL = JobView(
     label_selector={"ray.io/accelerator-type": "in(T4,A100)"},
     growth_limit=6,
     attained_s=12.75,
+    bill=Bill(usd=1.25, attained_s=12.5, worker_usd_per_h=0.5),
     restarts=2,
     fingerprint="net on 1 CPU",
     progress=Progress(done=5.5, epoch_ends=(2.0, 4.0), epochs=9.0, stride=2, usual_epoch=2.1, usual_ends=(3.0,)),
