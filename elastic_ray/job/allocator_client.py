@@ -16,13 +16,14 @@ from elastic_ray.checkpoints.run_directory import resolve
 from elastic_ray.job_spec import JobSpec
 from placement.allocator.actor import find_allocator
 from placement.allocator.instructions import HeartbeatReply
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Bill, JobView
 from placement.knowledge.store import StorageRoot
 
 logger = logging.getLogger("elastic_ray.job")
 
 _HEARTBEAT_S = 1.0
-_TIMEOUT_S = 5.0
+_SLOW_S = 5.0  # without an answer after which the log says so
+_LOST_S = 60.0  # a call that nobody answers is lost; an allocator that is gone for good fails it long before
 
 
 class AllocatorClient:
@@ -55,6 +56,7 @@ class AllocatorClient:
         self._over = False
         self._due_s = 0.0
         self._attained_s = 0.0
+        self._bill: Bill | None = None
         self._seen_s = time.monotonic()
         self._beating: asyncio.Task[None] | None = None
 
@@ -80,7 +82,7 @@ class AllocatorClient:
         view, now_s = self._view(), time.monotonic()
         self._attained_s += view.workers * (now_s - self._seen_s)
         self._seen_s = now_s
-        return dataclasses.replace(view, attained_s=self._attained_s)
+        return dataclasses.replace(view, attained_s=self._attained_s, bill=self._bill)
 
     async def _beat(self) -> None:
         """Send one heartbeat, and pass the allocator's answer on."""
@@ -91,16 +93,27 @@ class AllocatorClient:
                 return
             root = None if self._root_is_known else self._root
             beat = self._allocator.heartbeat.remote(self._seen(), self._controller, root)
-            answer = await asyncio.wait_for(beat, _TIMEOUT_S)
+            answer = await self._answer(beat)
         except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
-            reason = str(error) or type(error).__name__
-            if self._answers:
-                logger.info("job %s: the allocator does not answer (%s); trying again", self._spec.job, reason)
-            self._answers = False
+            self._complain(f"{str(error) or type(error).__name__}; trying again")
             self._allocator, self._root_is_known = None, False
             return
         self._root_is_known, self._answers = answer.knows_root, True
+        self._bill = answer.bill or self._bill
         self._hear(answer)
+
+    async def _answer(self, beat: Any) -> HeartbeatReply:
+        """Wait for the answer to a heartbeat: another one would only add to what a busy allocator has to do."""
+        answer: asyncio.Future[HeartbeatReply] = asyncio.ensure_future(beat)
+        if not (await asyncio.wait([answer], timeout=_SLOW_S))[0]:
+            self._complain(f"nothing for {_SLOW_S:g} s; waiting")
+        return await asyncio.wait_for(answer, _LOST_S)
+
+    def _complain(self, reason: str) -> None:
+        """Log that the allocator does not answer, once until it does."""
+        if self._answers:
+            logger.info("job %s: the allocator does not answer (%s)", self._spec.job, reason)
+        self._answers = False
 
     def _find(self) -> Any:
         # Whether the policy may rule was asked at submission; here it only makes a lost allocator anew.

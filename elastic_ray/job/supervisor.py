@@ -414,7 +414,8 @@ class JobSupervisor:
         self.journal_state()
 
     def _hear_allocator(self, answer: HeartbeatReply) -> None:
-        self.record.allocator_told(answer.note, answer.cost_usd, answer.start_s)
+        cost_usd = None if answer.bill is None else answer.bill.usd
+        self.record.allocator_told(answer.note, cost_usd, answer.start_s)
         if answer.priors:
             self._batches.advise(answer.priors)
 

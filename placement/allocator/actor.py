@@ -30,7 +30,7 @@ from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.recording import Recorder
-from placement.allocator.snapshot import AllocatorLook, CoreSnapshot, DecisionRecord
+from placement.allocator.snapshot import AllocatorLook, CoreSnapshot
 from placement.allocator.waiting import StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
@@ -174,7 +174,8 @@ class Allocator:
         self._controllers = Controllers(self._mourn)
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
         self._ended_s: dict[str, float] = {}
-        self._logged: DecisionRecord | None = None
+        self._logged = 0
+        self._alarm: asyncio.TimerHandle | None = None
         self._life = secrets.token_hex(4)
         self._decision_cpu_s: float | None = None
         load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
@@ -198,15 +199,19 @@ class Allocator:
         self._controllers.heard(view.job, controller)
         self._ended_s.pop(view.job, None)
         # Up to now what a newcomer holds counted as others' use, and no decision may rest on that.
-        cluster = None if view.job in core.jobs else self._usable(view.job)
+        cluster = self._usable(view.job) if not core.knows(view.job) and self._holds(view) else None
         self._handle(JobHeartbeat(view=view, cluster=cluster))
         return HeartbeatReply(
             priors=self._knowledge.priors(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
-            cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
+            bill=self._scaler.bill(view.job) if self._scaler is not None else None,
             note=self._note(view),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
         )
+
+    def _holds(self, view: JobView) -> bool:
+        """True if a job may have placement groups; the many new ones of a burst have none."""
+        return bool(view.allocation) or any(view.job in node.reserved for nodes in self._history for node in nodes)
 
     def _note(self, view: JobView) -> str:
         if self._scaler is None:
@@ -378,21 +383,26 @@ class Allocator:
         self._log_news()
         for instruction in instructions:
             self._controllers.post(instruction)
+        if self._core.due_s is not None and self._alarm is None:
+            wait_s = max(self._core.due_s - steady_s, 0.0)
+            self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
+
+    def _ring(self) -> None:
+        """What has come since the first urgent event is decided together."""
+        self._alarm = None
+        self._handle(TimePassed())
 
     def _log_news(self) -> None:
         """One line per decision that was made since the last call."""
         assert self._core is not None, "events come after the start"
-        log = self._core.log
-        fresh: list[DecisionRecord] = []
-        for record in reversed(log):
-            if record is self._logged:
-                break
-            fresh.append(record)
-        self._recorder.decided(reversed(fresh))
-        for record in reversed(fresh):
+        new = self._core.recorded - self._logged
+        if not new:
+            return
+        self._logged, fresh = self._core.recorded, self._core.log[-new:]
+        self._recorder.decided(fresh)
+        for record in fresh:
             # Of a job's own size, its events tell, with the same reason; `elastic-ray allocator` lists all decisions.
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
-        self._logged = log[-1] if log else None
 
     def _mourn(self, job: str) -> None:
         """A job's controller is gone for good: what it held is given back for it."""

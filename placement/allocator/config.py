@@ -17,8 +17,9 @@ class AllocatorConfig:
     """Times and thresholds of the core, times in seconds.
 
     Attributes:
-        min_interval_s: pause after a decision before one that nothing forces (a changed model, more
-            room); an arrival, an end, changed limits or a lost node are decided at once.
+        gather_s: time from an arrival, an end, changed limits or a lost node to the decision, one for all that came
+            in it.
+        min_interval_s: pause after a decision before one that nothing forces (a changed model, more room).
         refresh_s: time after which everything is decided again though nothing happened.
         silence_s: a job that sends no heartbeat for so long is dropped.
         settle_s: after a start beside jobs that already run, time from the first heartbeat to hear from all.
@@ -40,6 +41,7 @@ class AllocatorConfig:
             (docs/simulator.md); None records nothing.
     """
 
+    gather_s: float = 0.1
     min_interval_s: float = 2.0
     refresh_s: float = 30.0
     silence_s: float = 10.0

@@ -22,13 +22,17 @@ from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
 from placement.policies.shared.base import Policy
 
+_BETWEEN_TICKS_S = 2.0
+"""Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy."""
+
 
 class AllocatorCore:
     """Decides who gets what; pure: the clock comes with each event, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
-    rarely without a cause. Heartbeats without news decide nothing. The plan may count on what shrinking jobs
-    still hold: a growing job's reservation simply stays pending until they have given it back.
+    rarely without a cause. One decision serves all that comes within ``gather_s``; ``due_s`` says when it is due, and
+    the core is then to be told ``TimePassed``. Heartbeats without news decide nothing. The plan may count on what
+    shrinking jobs still hold: a growing job's reservation simply stays pending until they have given it back.
 
     Args:
         policy: decides the counts.
@@ -68,6 +72,8 @@ class AllocatorCore:
         self._changed_s = float("-inf")
         self._unjudged = False
         self._urgent: Trigger | None = None
+        self._urgent_s = 0.0
+        self._ticked_s: float | None = None
         self._pending: Trigger | None = None
 
     @property
@@ -102,9 +108,20 @@ class AllocatorCore:
         return not self._settling
 
     @property
+    def due_s(self) -> float | None:
+        """Time of the next decision that an event calls for [s, the clock for intervals]; None for no such event."""
+        if self._urgent is None or self._settling or self._config.rounds:
+            return None
+        return self._urgent_s + self._config.gather_s
+
+    @property
     def jobs(self) -> tuple[str, ...]:
         """Names of the known jobs."""
         return tuple(self._jobs)
+
+    def knows(self, job: str) -> bool:
+        """True if it has heard of this job."""
+        return job in self._jobs
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
         """Everything it knows, as frozen values; of the log the records after number ``after``, counted from 1."""
@@ -158,7 +175,7 @@ class AllocatorCore:
                 self._take_nodes(event.cluster)
         elif isinstance(event, JobEnded):
             if self._jobs.pop(event.job, None) is not None:
-                self._urgent = Trigger.END
+                self._hurry(Trigger.END)
                 if self._knowledge is not None:
                     if event.view is not None:
                         self._knowledge.learn(event.view, now_s)
@@ -206,7 +223,7 @@ class AllocatorCore:
         job = self._jobs.get(view.job)
         if job is None:
             self._jobs[view.job] = KnownJob.arrived(view, steady_s)
-            self._urgent = Trigger.ARRIVAL
+            self._hurry(Trigger.ARRIVAL)
             return
         job.hear(view, steady_s)
         if self._settling:  # nothing was decided yet: what it has is what it is to have
@@ -215,7 +232,7 @@ class AllocatorCore:
             return  # the next round looks at everything anyway
         news = trigger_of(job.decided_on, view, self._config.model_change)
         if news == Trigger.LIMITS:
-            self._urgent = self._urgent or news
+            self._hurry(news)
         elif news:
             self._pending = self._pending or news
 
@@ -233,17 +250,28 @@ class AllocatorCore:
         except AllocationError:
             urgent = True
         if urgent:
-            self._urgent = self._urgent or Trigger.NODES
+            self._hurry(Trigger.NODES)
         else:
             self._pending = self._pending or Trigger.NODES
 
+    def _hurry(self, trigger: Trigger) -> None:
+        """Something calls for a decision within ``gather_s``."""
+        if self._urgent is None:
+            self._urgent, self._urgent_s = trigger, self._steady_s or 0.0
+
     def _drop_silent(self, now_s: float, steady_s: float) -> None:
+        """Drop the jobs that are silent; time in which the allocator was too busy to listen does not count."""
+        busy_s = 0.0 if self._ticked_s is None else steady_s - self._ticked_s - _BETWEEN_TICKS_S
+        self._ticked_s = steady_s
+        if busy_s > 0:
+            for job in self._jobs.values():
+                job.excuse(min(steady_s, job.heard_s + busy_s))
         for name in [n for n, job in self._jobs.items() if steady_s - job.heard_s > self._config.silence_s]:
             job = self._jobs.pop(name)
             silent_s = steady_s - job.heard_s
             reason = f"no heartbeat for {silent_s:.1f} s, above silence_s = {self._config.silence_s:g} s"
             self._record(now_s, Trigger.SILENCE, name, sum(job.target.values()), {}, reason)
-            self._urgent = Trigger.END
+            self._hurry(Trigger.END)
 
     def _due(self, now_s: float) -> Trigger | None:
         """The trigger of a decision that is due now."""
@@ -251,7 +279,8 @@ class AllocatorCore:
             self._urgent = self._pending = None
             return None
         if self._urgent:
-            return self._urgent
+            gathered = self._config.rounds or now_s >= self._urgent_s + self._config.gather_s
+            return self._urgent if gathered else None
         rested_s = now_s - max(self._changed_s, self._decided_at_s)
         if self._pending and not self._config.rounds and rested_s >= self._config.min_interval_s:
             return self._pending
@@ -337,7 +366,7 @@ class AllocatorCore:
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
             if job.judge(reasons[kind], now_s):
-                self._urgent = self._urgent or Trigger.NODES
+                self._hurry(Trigger.NODES)
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:
         """Tell such jobs so, once; nodes that are just joining get some time."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
+from placement.cluster.jobs import Bill
 from placement.knowledge.knowledge import Prior
 
 
@@ -50,13 +51,13 @@ class HeartbeatReply:
     Attributes:
         priors: by GPU type, what others of the job's model have measured where the job has no model of its own.
         knows_root: whether the allocator knows where the job's results are; if not, the next heartbeat is to say it.
-        cost_usd: what the job has cost so far [USD]; None where the allocator knows no prices.
+        bill: what the job has cost so far, for the next heartbeats to say; None where the allocator knows no prices.
         note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
         start_s: of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told.
     """
 
     priors: Mapping[str, Prior]
     knows_root: bool
-    cost_usd: float | None = None
+    bill: Bill | None = None
     note: str = ""
     start_s: float | None = None

@@ -41,7 +41,7 @@ class KnownJob:
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
-        """Its silence was not its own."""
+        """Its silence until then was not its own."""
         self.heard_s = now_s
 
     def decided(self) -> None:

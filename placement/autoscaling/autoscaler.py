@@ -17,7 +17,7 @@ from placement.autoscaling.objectives.base import Account, Demand, Objective, Wa
 from placement.autoscaling.objectives.registry import make_objective
 from placement.checks import check_number
 from placement.cluster.cluster import Allocation, Cluster, Node, Resources
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Bill, JobView
 from placement.cluster.node_types import NodeType, check_types, type_of
 from placement.goodput.speeds import GoodputCache
 from placement.planning.constraints import Constraints
@@ -82,14 +82,6 @@ class ScalingDecision:
         )
 
 
-@dataclasses.dataclass(slots=True)
-class _Bill:
-    """What a job has cost [USD], and how many of its worker-seconds that counts."""
-
-    usd: float = 0.0
-    attained_s: float = 0.0
-
-
 class Autoscaler:
     """Decides about nodes; soft state: made anew beside a running cluster it takes what is there for what was asked.
 
@@ -128,7 +120,7 @@ class Autoscaler:
         self._wanted: Mapping[str, int] = {}
         self._released: tuple[str, ...] = ()
         self._targets: collections.deque[tuple[float, Mapping[str, int]]] = collections.deque()
-        self._bills: dict[str, _Bill] = {}
+        self._bills: dict[str, Bill] = {}
         self._forgotten: set[str] = set()
         self._account = Account()
         self._counted_s: float | None = None
@@ -138,15 +130,23 @@ class Autoscaler:
         """What each job has cost [USD]: its part of the nodes that it had workers on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
-    def cost_usd(self, job: str) -> float | None:
-        """What one job has cost [USD]; None before it was seen. Cheap: asked with each heartbeat."""
-        bill = self._bills.get(job)
-        return None if bill is None else bill.usd
+    @property
+    def account(self) -> Account:
+        """What the cluster has cost lately."""
+        return self._account
+
+    def resume(self, account: Account) -> None:
+        """Continue the account of the autoscaler that ran before this one."""
+        self._account = account
+
+    def bill(self, job: str) -> Bill | None:
+        """What one job has cost; None before it was seen. Cheap: asked with each heartbeat."""
+        return self._bills.get(job)
 
     def forget(self, job: str) -> float:
         """The job has ended; what it has cost [USD]. May be called while ``decide`` is on its way in another thread."""
         self._forgotten.add(job)
-        return self._bills.pop(job, _Bill()).usd
+        return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
         """The provider says that it has no node of this type now; another one is asked for instead."""
@@ -235,6 +235,9 @@ class Autoscaler:
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
         """Each job pays its workers' part of their nodes, at present prices for what it has had since the last look.
 
+        One that has no workers by now pays for those that it had at the last look. A job that is seen for the first
+        time brings its bill of the allocator before.
+
         How long that was, the job says, by a monotonic clock: by the one of these looks, setting a machine's clock ten
         hours ahead would cost each job ten hours.
 
@@ -253,10 +256,11 @@ class Autoscaler:
             for node, workers in view.allocation.items():
                 kind = of.get(node)
                 usd_per_h += 0.0 if kind is None else kind.usd_per_h * workers / max(kind.slots(view), workers)
-            bill = self._bills.setdefault(view.job, _Bill())
+            bill = self._bills.get(view.job) or view.bill or Bill()
             held_s = max(view.attained_s - bill.attained_s, 0.0)  # a controller that is started anew counts from 0
-            bill.usd += usd_per_h / max(view.workers, 1) * held_s / 3600.0
-            bill.attained_s = view.attained_s
+            price = usd_per_h / view.workers if view.workers else bill.worker_usd_per_h
+            usd = bill.usd + price * held_s / 3600.0
+            self._bills[view.job] = Bill(usd=usd, attained_s=view.attained_s, worker_usd_per_h=price)
         self._forgotten -= forgotten
 
     def _used(

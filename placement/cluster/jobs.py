@@ -30,6 +30,22 @@ SPOT_USES: tuple[str, ...] = get_args(SpotUse)
 WorkerKind: TypeAlias = "tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]"
 """Bundle and label selector: jobs of one kind of worker have interchangeable workers."""
 
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What a job has cost: counted by the allocator, kept by the job's controller for the allocator after it.
+
+    Attributes:
+        usd: so far [USD].
+        attained_s: worker-seconds that it counts (``JobView.attained_s``).
+        worker_usd_per_h: price of one of the job's workers when it was last counted [USD/h].
+    """
+
+    usd: float = 0.0
+    attained_s: float = 0.0
+    worker_usd_per_h: float = 0.0
+
+
 # A job that nothing is known of starts with two: a live resize takes the second one back if it was of no use.
 FIRST_WORKERS = 2
 
@@ -66,6 +82,7 @@ class JobView:
         growth_limit: the most workers that exploration allows now, for policies that only know what the job has
             run itself; None where nothing limits it.
         attained_s: worker-seconds that the job has held so far.
+        bill: what it has cost, as an allocator has told it last; None where none knew prices.
         restarts: changes of its workers so far, the first start not counted.
         fingerprint: jobs with the same one train the same model, so that what is measured on one holds for all.
         progress: how far it is; None while it has told nothing, its workers having yet to start.
@@ -109,6 +126,7 @@ class JobView:
     label_selector: Mapping[str, str] = dataclasses.field(default_factory=dict)
     growth_limit: int | None = None
     attained_s: float = 0.0
+    bill: Bill | None = None
     restarts: int = 0
     fingerprint: str | None = None
     progress: Progress | None = None

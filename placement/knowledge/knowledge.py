@@ -57,17 +57,22 @@ class _Family:
     """
 
     seen: dict[Shape, tuple[Observation, float]] = dataclasses.field(default_factory=dict)
+    own: set[Shape] = dataclasses.field(default_factory=set)
     cached: tuple[Observation, ...] | None = None
     fits: dict[bool, ThroughputModel] = dataclasses.field(default_factory=dict)
     fitted_to: tuple[Observation, ...] | None = None
     most: int = 0
     noise: dict[int, tuple[NoiseScale, Batches, float]] = dataclasses.field(default_factory=dict)
 
-    def take(self, observation: Observation, seen_s: float) -> bool:
-        """Add one measurement; whether it was news."""
+    def take(self, observation: Observation, seen_s: float, *, stored: bool = False) -> bool:
+        """Add one measurement; whether it was news. A stored one never replaces one that a job has told itself."""
         shape = shape_of(observation)
         known = self.seen.get(shape)
-        if known is not None and (known[0] == observation or known[1] > seen_s):
+        if stored and (shape in self.own or (known is not None and known[1] > seen_s)):
+            return False
+        if not stored:
+            self.own.add(shape)
+        if known is not None and known[0] == observation:
             return False
         if known is None or _corrects(observation, known[0]):
             self.fits.clear()  # a model that has not seen a shape may be wrong by half there, and idle GPUs cost more
@@ -84,6 +89,7 @@ class _Family:
         old = [shape for shape, (_, seen_s) in self.seen.items() if now_s - seen_s > forget_s]
         for shape in old:
             del self.seen[shape]
+            self.own.discard(shape)
         if self.cached is None or old:
             self.cached = self._told()
         return self.cached
@@ -230,8 +236,8 @@ class Knowledge:
             if gpu not in view.models and known.observations.get(gpu)
         }
 
-    def measurements(self, fingerprints: Collection[str]) -> Measurements:
-        """All that is known of these models, for keeping."""
+    def measurements(self, fingerprints: Collection[str], now_s: float) -> Measurements:
+        """All that is known of these models and still counts, for keeping."""
         steps: list[KnownStep] = []
         noises: list[KnownNoise] = []
         known = [(name, gpu) for name in sorted(fingerprints) for gpu in sorted(self._families.get(name, ()))]
@@ -240,28 +246,38 @@ class Knowledge:
             steps += [
                 KnownStep(fingerprint=name, gpu_type=gpu, machines=about, observation=observation, seen_s=seen_s)
                 for _, (observation, seen_s) in sorted(family.seen.items())
+                if not self._is_old(seen_s, now_s)
             ]
             noises += [
                 KnownNoise(fingerprint=name, gpu_type=gpu, epoch=epoch, noise=noise, batches=batches, seen_s=seen_s)
                 for epoch, (noise, batches, seen_s) in sorted(family.noise.items())
+                if not self._is_old(seen_s, now_s)
             ]
-        lengths = self._lengths.of(fingerprints)
+        lengths = tuple(each for each in self._lengths.of(fingerprints) if not self._is_old(each.seen_s, now_s))
         return Measurements(steps=tuple(steps), noises=tuple(noises), lengths=lengths)
 
     def recall(self, measurements: Measurements, now_s: float) -> None:
-        """Take in what was kept; what was measured on other machines than these, or too long ago, is left out."""
+        """Take in what was kept; what was measured on other machines than these, or too long ago, is left out.
+
+        A time ahead of now, by the clock of who wrote it, counts as now.
+        """
         for step in measurements.steps:
             here = self._machines.setdefault(step.gpu_type, step.machines)
             if (here and step.machines and not here & step.machines) or self._is_old(step.seen_s, now_s):
                 continue
-            self._family(step.fingerprint, step.gpu_type).take(step.observation, step.seen_s)
-        self._lengths.recall(each for each in measurements.lengths if not self._is_old(each.seen_s, now_s))
+            self._family(step.fingerprint, step.gpu_type).take(step.observation, min(step.seen_s, now_s), stored=True)
+        self._lengths.recall(
+            dataclasses.replace(each, seen_s=min(each.seen_s, now_s))
+            for each in measurements.lengths
+            if not self._is_old(each.seen_s, now_s)
+        )
         for noise in measurements.noises:
             if self._is_old(noise.seen_s, now_s):
                 continue
             family = self._family(noise.fingerprint, noise.gpu_type)
-            if noise.epoch not in family.noise or family.noise[noise.epoch][2] < noise.seen_s:
-                family.noise[noise.epoch] = noise.noise, noise.batches, noise.seen_s
+            seen_s = min(noise.seen_s, now_s)
+            if noise.epoch not in family.noise or family.noise[noise.epoch][2] < seen_s:
+                family.noise[noise.epoch] = noise.noise, noise.batches, seen_s
 
     def _family(self, fingerprint: str, gpu: str) -> _Family:
         return self._families.setdefault(fingerprint, {}).setdefault(gpu, _Family())

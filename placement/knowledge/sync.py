@@ -133,7 +133,7 @@ class KnowledgeSync:
 
     async def _save(self, key: tuple[str, str], root: _RootState) -> None:
         """Write what is known of one root's models; a failure is logged, and leaves the version to be written later."""
-        version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints)
+        version, measurements = self._knowledge.version, self._knowledge.measurements(root.fingerprints, time.time())
         root.begin()
         try:
             if measurements.steps:

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from placement.autoscaling.autoscaler import Autoscaler, ScalingDecision
 from placement.autoscaling.config import Autoscaling
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Bill, JobView
 from placement.planning.constraints import Constraints
 from placement.policies.shared.base import Policy
+from placement.ray_cluster import notes
 from placement.ray_cluster.node_requests import NodeRequests, refusals
 
 logger = logging.getLogger("placement.nodes")
@@ -45,9 +46,9 @@ class ClusterScaler:
         """What each job has cost so far [USD]."""
         return self._autoscaler.spent_usd
 
-    def cost_usd(self, job: str) -> float | None:
-        """What one job has cost so far [USD]; None before the first look that saw it."""
-        return self._autoscaler.cost_usd(job)
+    def bill(self, job: str) -> Bill | None:
+        """What one job has cost so far; None before the first look that saw it."""
+        return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
         """The cluster as jobs are to see it: a node that is given up is one that drains."""
@@ -79,11 +80,13 @@ class ClusterScaler:
         """Take in failed launches, decide anew, and ask Ray for the nodes; calls block, and what is new is logged."""
         if self._refused_s is None:
             self._refused_s = now_s
+            self._autoscaler.resume(notes.account())
         for refusal in refusals(self._refused_s):
             self._refused_s = max(self._refused_s, refusal.at_s)
             logger.warning("no node of type %s: %s", refusal.node_type, refusal.why)
             self._autoscaler.refuse(refusal.node_type, refusal.why, now_s)
         before, decision = self.decision, self._autoscaler.decide(views, cluster, now_s)
+        notes.keep_account(self._autoscaler.account)
         self._requests.ask(decision.bundles(self._config.node_types))
         if before is None or (before.nodes, before.release) != (decision.nodes, decision.release):
             for reason in decision.reasons.values():

@@ -1,4 +1,4 @@
-"""SHELL: where controllers of jobs keep notes in Ray's control store, and the end of those that none will read.
+"""SHELL: where controllers and the allocator keep notes in Ray's control store, and the end of those none will read.
 
 A controller that ends deletes its own. One that is ended for good from outside (``ray.kill``, its namespace cleared)
 cannot, and Redis behind the control store would keep them over restarts of the cluster.
@@ -6,8 +6,12 @@ cannot, and Redis behind the control store would keep them over restarts of the 
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 from ray.experimental import internal_kv
 
+from placement.autoscaling.objectives.base import Account
 from placement.ray_cluster import named_actors
 from placement.ray_cluster.snapshot import is_dead
 
@@ -15,6 +19,21 @@ NAMESPACE = named_actors.NAMESPACE.encode()
 _CONTROLLERS = "controller/"
 TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""
+
+_ACCOUNT = b"allocator/account"
+
+
+def keep_account(account: Account) -> None:
+    """Note what the cluster has cost, for the next allocator. Blocks for a moment."""
+    internal_kv._internal_kv_put(
+        _ACCOUNT, json.dumps(dataclasses.asdict(account)).encode(), overwrite=True, namespace=NAMESPACE
+    )
+
+
+def account() -> Account:
+    """What the cluster has cost, as the allocator before has noted it; an empty account for the first one."""
+    text = internal_kv._internal_kv_get(_ACCOUNT, namespace=NAMESPACE)
+    return Account() if text is None else Account(**json.loads(text))
 
 
 def key_of(controller: str, name: str) -> bytes:

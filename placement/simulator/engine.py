@@ -179,8 +179,8 @@ class _Simulation:
         known = Knowledge() if self.knowledge else None
         nodes = self.nodes if self.autoscale is None else Cluster()
         pace = self.rules.pace
-        config = dataclasses.replace(
-            _ROUNDS, rounds=rounds, min_interval_s=pace.min_interval_s, refresh_s=pace.refresh_s
+        config = dataclasses.replace(  # nothing to gather: all that comes at one moment of a trace is told at once
+            _ROUNDS, gather_s=0.0, rounds=rounds, min_interval_s=pace.min_interval_s, refresh_s=pace.refresh_s
         )
         world = World(jobs, nodes, self.policy, config, known)
         if self.autoscale is not None:

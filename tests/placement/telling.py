@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
@@ -51,6 +52,7 @@ def tell(
     lengths: Lengths = Lengths(),  # noqa: B008
 ) -> TellingCore:
     """Simulate these jobs, which ask all the time what others know; the core that decided, with all its lines."""
+    config = dataclasses.replace(config, gather_s=0.0)
     knowledge, cluster = Knowledge(), parse_cluster(nodes)
     jobs = []
     for spec in trace:

@@ -32,7 +32,7 @@ from placement.cluster.node_types import NodeType
 from placement.instruments import Instrument, Sample
 from placement.policies import GoodputPolicy
 from tests.observe.metrics.panels import metrics_of, queries
-from tests.placement.views import cluster, view
+from tests.placement.views import AT_ONCE, cluster, view
 
 
 def snapshot(nodes: Iterable[Node] = (), jobs: Iterable[JobState] = ()) -> CoreSnapshot:
@@ -128,7 +128,7 @@ class Written:
 
 def test_a_real_core_tells_its_decisions_and_prices() -> None:
     """Five jobs that scale want more than eight CPUs: a slot has a price."""
-    core, written = AllocatorCore(GoodputPolicy(), AllocatorConfig()), Written()
+    core, written = AllocatorCore(GoodputPolicy(), AT_ONCE), Written()
     assert core.decided_for is None
     metrics = AllocatorMetrics(written)
     core.handle(NodesChanged(cluster=cluster(4, 4)), 0.0)

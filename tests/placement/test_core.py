@@ -17,14 +17,14 @@ from placement.allocator.instructions import Allocate, Instruction, Unsatisfiabl
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView
 from placement.policies import FixedPolicy, GoodputPolicy, Policy, Target
-from tests.placement.views import cluster, model, node, view
+from tests.placement.views import AT_ONCE, cluster, model, node, view
 
 
 class World:
     """Jobs that do at once what they are told, and report it with their next heartbeat."""
 
     def __init__(self, *cpus: float, policy: Policy | None = None, settling: bool = False) -> None:
-        self.core = AllocatorCore(policy or GoodputPolicy(), settling=settling)
+        self.core = AllocatorCore(policy or GoodputPolicy(), AT_ONCE, settling=settling)
         self.views: dict[str, JobView] = {}
         self.now_s = 0.0
         self.send(NodesChanged(cluster=cluster(*cpus)))
@@ -360,6 +360,56 @@ def test_a_job_is_told_which_of_its_nodes_are_about_to_go() -> None:
     assert isinstance(again, Allocate) and again.repeated and again.draining == told.draining
 
 
+# --- bursts ---
+
+
+def test_one_decision_serves_all_that_comes_in_a_burst_and_no_job_that_runs_is_dropped() -> None:
+    """400 jobs come while 60 run and an allocator is too busy to hear anybody: for 12 s, then for 3 s in each 3.5."""
+    core = AllocatorCore(FixedPolicy())
+    gather_s = AllocatorConfig().gather_s
+    core.handle(NodesChanged(cluster=cluster(*[8.0] * 64)), 0.0)
+    running = [view(f"r{i}", max_workers=1) for i in range(60)]
+    for each in running:
+        core.handle(JobHeartbeat(view=each), 0.01)
+    assert core.due_s == pytest.approx(0.01 + gather_s) and not core.log, "the first news sets the time"
+    assert len(core.handle(TimePassed(), core.due_s or 0.0)) == 60 and core.due_s is None
+
+    now_s = 1.0
+    core.handle(TimePassed(), now_s)
+    for i in range(400):
+        now_s += 12.0 / 400
+        core.handle(JobHeartbeat(view=view(f"a{i}", max_workers=1, submitted_s=1.0 + i)), now_s)
+    for _ in range(2):
+        core.handle(TimePassed(), now_s)
+        now_s += 3.0
+        core.handle(TimePassed(), now_s)
+        now_s += 0.5
+    state = core.snapshot()
+    assert len(state.jobs) == 460 and all(job.target for job in state.jobs.values())
+    assert not [record for record in state.log if record.trigger == "silence"]
+    for _ in range(30):  # now it listens, and nobody says anything
+        now_s += 0.5
+        core.handle(TimePassed(), now_s)
+    assert not core.jobs
+
+
+def test_a_burst_of_milliseconds_is_one_decision() -> None:
+    class Counted(FixedPolicy):
+        calls = 0
+
+        def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+            Counted.calls += 1
+            return super().decide(jobs, cluster, now_s)
+
+    core = AllocatorCore(Counted())
+    core.handle(NodesChanged(cluster=cluster(*[8.0] * 64)), 0.0)
+    for i in range(400):
+        core.handle(JobHeartbeat(view=view(f"a{i}", max_workers=1)), 0.05 * i / 400)
+        assert core.due_s == pytest.approx(AllocatorConfig().gather_s)
+    core.handle(TimePassed(), core.due_s or 0.0)
+    assert Counted.calls == 1 and all(job.target for job in core.snapshot().jobs.values())
+
+
 # --- clocks ---
 
 
@@ -391,7 +441,7 @@ def test_both_clocks_are_one_until_the_time_of_day_is_set() -> None:
 @given(steps=st.lists(st.sampled_from((0.0, 0.0, -600.0, -3600.0, 5.0, 3600.0, 1e6)), min_size=5, max_size=40))
 def test_however_the_clock_is_set_news_are_decided_at_once_and_nobody_counts_as_silent(steps: list[float]) -> None:
     """Each second the clock may be set; then a job says that it lives, and another one arrives or ends."""
-    set_clock, core = SetClock(), AllocatorCore(GoodputPolicy())
+    set_clock, core = SetClock(), AllocatorCore(GoodputPolicy(), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(64)), *set_clock.passes(0.0))
     steady = view("steady", max_workers=2)
     core.handle(JobHeartbeat(view=steady), *set_clock.passes(0.1))

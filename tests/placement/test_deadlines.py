@@ -16,7 +16,7 @@ from placement.goodput.step_time import ThroughputModel
 from placement.planning.deadlines import minimum_satisfactory_share
 from placement.planning.plan import make_plan
 from placement.policies import POLICIES, make_policy
-from tests.placement.views import cluster, view
+from tests.placement.views import AT_ONCE, cluster, view
 
 every = pytest.mark.parametrize("name", sorted(POLICIES))
 
@@ -105,7 +105,7 @@ def test_a_higher_priority_comes_before_a_promise() -> None:
 
 def test_the_core_remembers_what_it_promised() -> None:
     """A job whose length becomes known later does not take what another one was promised, though it came earlier."""
-    core = AllocatorCore(make_policy("goodput"))
+    core = AllocatorCore(make_policy("goodput"), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(8)), 1000.0)
     early = dated("early", 1026.0, submitted_s=1.0, progress=None)
     late = dated("late", 1020.0, submitted_s=2.0)

@@ -8,11 +8,11 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
 from placement.cluster.jobs import JobView
 from placement.policies import POLICIES, GoodputPolicy, make_policy
-from tests.placement.views import cluster, model, view
+from tests.placement.views import AT_ONCE, cluster, model, view
 
 
 def running(*views: JobView, cpus: int = 4, policy: str = "goodput") -> AllocatorCore:
-    core = AllocatorCore(make_policy(policy))
+    core = AllocatorCore(make_policy(policy), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(cpus)), 0.0)
     for each in views:
         core.handle(JobHeartbeat(view=each), 1.0)
@@ -57,4 +57,4 @@ def test_asking_changes_nothing_under_any_policy(name: str) -> None:
 
 def test_unknown_jobs_are_named() -> None:
     with pytest.raises(KeyError, match="must be one of"):
-        AllocatorCore(GoodputPolicy()).explain("nobody")
+        AllocatorCore(GoodputPolicy(), AT_ONCE).explain("nobody")

@@ -33,7 +33,8 @@ def test_jobs_pay_their_part_of_their_nodes() -> None:
     for attained_s in (0.0, 3600.0, 2 * 3600.0):
         scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
     assert scaler.spent_usd == {"a": pytest.approx(2.0)}
-    assert scaler.cost_usd("a") == pytest.approx(2.0) and scaler.cost_usd("b") is None
+    bill = scaler.bill("a")
+    assert bill is not None and bill.usd == pytest.approx(2.0) and scaler.bill("b") is None
     assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
 
 
@@ -49,6 +50,21 @@ def test_a_job_whose_controller_was_started_anew_keeps_its_cost() -> None:
     for attained_s in (4 * 3600.0, 0.0, 4 * 3600.0):
         scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
     assert scaler.spent_usd == {"a": pytest.approx(8.0)}
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_autoscaler_that_is_made_anew_goes_on_with_the_bill_at_the_prices_that_were_paid(waits: bool) -> None:
+    first, on_it = autoscaler(), running(4)
+    for attained_s in (0.0, 4 * 3600.0):
+        first.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
+    now = view("a", max_workers=4) if waits else on_it
+    told = dataclasses.replace(now, attained_s=8 * 3600.0, bill=first.bill("a"))
+    dear = Autoscaler([dataclasses.replace(FOUR, usd_per_h=12.0)], make_policy("goodput"))
+    dear.resume(first.account)
+    dear.decide([told], HERE, NOW)
+    # An hour at 4 USD, and the hour since at the present price, or the last known one where it has no node by now.
+    assert dear.spent_usd == {"a": pytest.approx(4.0 + (4.0 if waits else 12.0))}
+    assert dear.account.hours == first.account.hours
 
 
 def test_the_cost_of_an_ended_job_does_not_come_back_with_older_views() -> None:

@@ -15,7 +15,7 @@ from placement.goodput.fitting import Observation
 from placement.goodput.remaining import remaining
 from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
 from placement.policies import GoodputPolicy
-from tests.placement.views import cluster, model, node, view
+from tests.placement.views import AT_ONCE, cluster, model, node, view
 
 MODEL = model()
 
@@ -97,7 +97,7 @@ def test_the_newest_measurement_of_a_shape_counts() -> None:
 
 def test_the_core_lets_a_newcomer_start_where_others_have_been() -> None:
     def first_size(knowledge: Knowledge | None) -> int:
-        core = AllocatorCore(GoodputPolicy(), knowledge=knowledge)
+        core = AllocatorCore(GoodputPolicy(), AT_ONCE, knowledge=knowledge)
         core.handle(NodesChanged(cluster=cluster(8, 8)), 0.0)
         core.handle(JobHeartbeat(view=measured("old", (1, 2, 4))), 1.0)
         core.handle(JobHeartbeat(view=fresh()), 2.0)

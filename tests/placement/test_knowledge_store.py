@@ -17,7 +17,7 @@ import pytest
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
 from placement.goodput.fitting import Observation
 from placement.knowledge.knowledge import Knowledge
-from placement.knowledge.records import Measurements
+from placement.knowledge.records import KnownStep, Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
 from tests.placement.test_knowledge import fresh, measured
 from tests.placement.views import node
@@ -52,7 +52,7 @@ def files(path: Path) -> list[Path]:
 def test_what_is_kept_is_its_users_own(tmp_path: Path, private: bool) -> None:
     (runs := tmp_path / "runs").mkdir(mode=0o755)
     root = StorageRoot(path=str(runs), filesystem=pyarrow.fs.LocalFileSystem(), private=private)
-    KnowledgeStore(root, "first").save(knowing(1).measurements(["resnet"]))
+    KnowledgeStore(root, "first").save(knowing(1).measurements(["resnet"], NOW_S))
     modes = [path.stat().st_mode & 0o777 for path in (runs, runs / ".elastic_ray", runs / FOLDER, *files(runs))]
     assert modes == ([0o755, 0o700, 0o700, 0o600] if private else [0o755, 0o755, 0o755, 0o644])
 
@@ -61,7 +61,7 @@ def test_what_is_kept_is_its_users_own(tmp_path: Path, private: bool) -> None:
 def test_what_is_written_comes_back_to_the_bit(tmp_path: Path, local: bool) -> None:
     root = root_at(tmp_path, local=local)
     assert KnowledgeStore(root, "first").load() == Measurements()
-    measurements = knowing(1, 2, 4).measurements(["resnet"])
+    measurements = knowing(1, 2, 4).measurements(["resnet"], NOW_S)
     assert len(measurements.steps) == 3 and len(measurements.noises) == 1
     KnowledgeStore(root, "first").save(measurements)
     assert [path.name for path in files(tmp_path)] == ["first.parquet"]
@@ -76,9 +76,9 @@ def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
     root = root_at(tmp_path)
     one, two = KnowledgeStore(root, "one"), KnowledgeStore(root, "two")
     one.load(), two.load()
-    one.save(knowing(1, 2).measurements(["resnet"]))
-    two.save(knowing(4).measurements(["resnet"]))
-    one.save(knowing(1, 2, 8).measurements(["resnet"]))
+    one.save(knowing(1, 2).measurements(["resnet"], NOW_S))
+    two.save(knowing(4).measurements(["resnet"], NOW_S))
+    one.save(knowing(1, 2, 8).measurements(["resnet"], NOW_S))
     both = knowing()
     both.recall(KnowledgeStore(root, "three").load(), NOW_S)
     assert known_sizes(both) == {1, 2, 4, 8}
@@ -86,15 +86,15 @@ def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
 
 def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
     root = root_at(tmp_path)
-    KnowledgeStore(root, "dead").save(knowing(1, 2).measurements(["resnet"]))
-    KnowledgeStore(root, "elsewhere").save(knowing(1, 2, cpus=64).measurements(["resnet"]))
+    KnowledgeStore(root, "dead").save(knowing(1, 2).measurements(["resnet"], NOW_S))
+    KnowledgeStore(root, "elsewhere").save(knowing(1, 2, cpus=64).measurements(["resnet"], NOW_S))
     store, knowledge = KnowledgeStore(root, "living"), knowing()
     knowledge.recall(store.load(), NOW_S)
-    store.save(knowledge.measurements(["resnet"]))
+    store.save(knowledge.measurements(["resnet"], NOW_S))
     assert len(files(tmp_path)) == 3, "a young file may have a living writer"
     for path in files(tmp_path):
         os.utime(path, (NOW_S - 7200, NOW_S - 7200))
-    store.save(knowledge.measurements(["resnet"]))
+    store.save(knowledge.measurements(["resnet"], NOW_S))
     assert [path.name for path in files(tmp_path)] == ["elsewhere.parquet", "living.parquet"], "other machines' stays"
     assert {o.observation.replicas for o in KnowledgeStore(root, "next").load().steps} == {1, 2}
 
@@ -102,7 +102,7 @@ def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["torn", "foreign", "no format", "text", "wrong value"])
 def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
     root = root_at(tmp_path)
-    KnowledgeStore(root, "good").save(knowing(1, 2).measurements(["resnet"]))
+    KnowledgeStore(root, "good").save(knowing(1, 2).measurements(["resnet"], NOW_S))
     good = files(tmp_path)[0]
     bad = good.with_name("bad.parquet")
     if harm == "torn":
@@ -125,7 +125,7 @@ def test_a_bad_file_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogC
 
 def test_another_machine_is_recognised_when_the_file_is_read(tmp_path: Path) -> None:
     root = root_at(tmp_path)
-    KnowledgeStore(root, "old").save(knowing(1, 2).measurements(["resnet"]))
+    KnowledgeStore(root, "old").save(knowing(1, 2).measurements(["resnet"], NOW_S))
     measurements = KnowledgeStore(root, "new").load()
     here, there, unsure = knowing(cpus=8), knowing(cpus=64), Knowledge()
     for knowledge in (here, there, unsure):
@@ -141,12 +141,43 @@ def test_the_newest_counts_and_the_too_old_does_not(tmp_path: Path) -> None:
     older = knowing(at_s=NOW_S)
     older.learn(slow, NOW_S - 60.0)
     before = known(knowledge)
-    knowledge.recall(older.measurements(["resnet"]), NOW_S)
+    knowledge.recall(older.measurements(["resnet"], NOW_S), NOW_S)
     assert known(knowledge) == before
     ancient = knowing(4, at_s=NOW_S - 31 * 86400.0)
-    knowledge.recall(ancient.measurements(["resnet"]), NOW_S)
+    knowledge.recall(ancient.measurements(["resnet"], NOW_S), NOW_S)
     assert known_sizes(knowledge) == {1, 2}
 
 
 def known(knowledge: Knowledge) -> Any:
-    return [step.observation for step in knowledge.measurements(["resnet"]).steps]
+    return [step.observation for step in knowledge.measurements(["resnet"], NOW_S).steps]
+
+
+def stored(replicas: int, step_time: float, seen_s: float) -> Measurements:
+    """One measurement as a file holds it, of another writer with a clock of its own."""
+    observation = dataclasses.replace(measured("x", (replicas,)).observations["T4"][0], step_time=step_time)
+    machines = frozenset({"8 CPU"})
+    step = KnownStep(fingerprint="resnet", gpu_type="T4", machines=machines, observation=observation, seen_s=seen_s)
+    return Measurements(steps=(step,))
+
+
+@pytest.mark.parametrize("ahead_s", [-10.0, 10.0, 1e9])
+@pytest.mark.parametrize("stored_first", [True, False])
+def test_a_stored_measurement_never_replaces_one_that_a_job_has_told(ahead_s: float, stored_first: bool) -> None:
+    knowledge, file = knowing(), stored(2, 9.0, NOW_S + ahead_s)
+    job = measured("a", (2,))
+    for recalls in (stored_first, not stored_first):
+        if recalls:
+            knowledge.recall(file, NOW_S)
+        else:
+            knowledge.learn(job, NOW_S - 60.0)
+    assert known(knowledge) == list(job.observations["T4"])
+
+
+def test_a_time_ahead_of_now_counts_as_now_and_what_is_too_old_is_not_written_again() -> None:
+    knowledge, days = knowing(), 86400.0
+    knowledge.recall(stored(2, 0.5, NOW_S + 365 * days), NOW_S)
+    assert [step.seen_s for step in knowledge.measurements(["resnet"], NOW_S).steps] == [NOW_S]
+    knowledge.learn(measured("a", (4,)), NOW_S + 29 * days)
+    kept = knowledge.measurements(["resnet"], NOW_S + 31 * days)
+    assert {step.observation.replicas for step in kept.steps} == {4}
+    assert knowledge.measurements(["resnet"], NOW_S + 61 * days) == Measurements()

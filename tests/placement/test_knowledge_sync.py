@@ -16,7 +16,7 @@ from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
 from placement.knowledge.sync import KnowledgeSync
 from tests.hanging_storage import HangingStorage
 from tests.placement.test_knowledge import measured
-from tests.placement.test_knowledge_store import knowing
+from tests.placement.test_knowledge_store import NOW_S, knowing
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -34,7 +34,7 @@ def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
     hanging, recalled = HangingStorage(tmp_path), list[Measurements]()
     away = StorageRoot(path="runs", filesystem=hanging.filesystem)
     here = StorageRoot(path=str(tmp_path / "here"), filesystem=pyarrow.fs.LocalFileSystem())
-    KnowledgeStore(away, "other").save(knowing(1, 2).measurements(["resnet"]))
+    KnowledgeStore(away, "other").save(knowing(1, 2).measurements(["resnet"], NOW_S))
 
     async def run() -> None:
         knowledge = knowing(1)

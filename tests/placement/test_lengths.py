@@ -21,7 +21,7 @@ from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
 from placement.knowledge.records import KnownLength, Measurements, covers, merged, newest
 from placement.knowledge.store import KnowledgeStore, StorageRoot
 from placement.policies import GoodputPolicy
-from tests.placement.views import model, node, view
+from tests.placement.views import AT_ONCE, model, node, view
 
 lengths = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=12)
 
@@ -98,7 +98,7 @@ def test_jobs_learn_from_those_that_ended_in_their_own_iterations() -> None:
 
 
 def test_shorter_jobs_come_first_though_none_has_said_how_long_it_is() -> None:
-    core = AllocatorCore(GoodputPolicy(), knowledge=Knowledge())
+    core = AllocatorCore(GoodputPolicy(), AT_ONCE, knowledge=Knowledge())
     core.handle(NodesChanged(cluster=Cluster(nodes=(node("n0", 8),))), 0.0)
     for fingerprint, total in (("short", 1e3), ("long", 1e6)):
         for i in range(4):

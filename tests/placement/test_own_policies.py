@@ -19,7 +19,7 @@ from placement.cluster.jobs import JobView
 from placement.policies import FairSharePolicy, Target, make_policy
 from placement.simulator.cli import main
 from tests.placement.simulator.worlds import profiles, trace
-from tests.placement.views import cluster, view
+from tests.placement.views import AT_ONCE, cluster, view
 
 
 def two_each(jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> dict[str, int]:
@@ -56,7 +56,7 @@ FILE = "def all_to_the_first(jobs, cluster, now_s):\n    return {j.job: 4 * (i =
 
 
 def sizes(policy: Any) -> tuple[dict[str, int], AllocatorCore]:
-    core = AllocatorCore(make_policy(policy))
+    core = AllocatorCore(make_policy(policy), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(8)), 0.0)
     core.handle(JobHeartbeat(view=view("a")), 1.0)
     core.handle(JobHeartbeat(view=view("b", submitted_s=1.0)), 2.0)
@@ -134,7 +134,7 @@ def raising(jobs: Any, cluster: Any, now_s: float) -> Any:
     ],
 )
 def test_a_broken_policy_is_named_with_the_rule_and_changes_nothing(policy: Any, rule: str, words: str) -> None:
-    core = AllocatorCore(make_policy(policy))
+    core = AllocatorCore(make_policy(policy), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(8)), 0.0)
     for name in "ab":
         core.handle(JobHeartbeat(view=view(name, max_workers=99, allocation={"n0": 1})), 1.0)

@@ -16,7 +16,7 @@ from placement.allocator.config import AllocatorConfig
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import JobView
+from placement.cluster.jobs import Bill, JobView
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
@@ -35,7 +35,7 @@ from placement.simulator.workloads.traces import TraceJob
 from placement.storage.line_file import LineFile
 from tests.placement.simulator.worlds import profiles
 from tests.placement.telling import TellingCore, tell
-from tests.placement.views import cluster, model, node, view
+from tests.placement.views import AT_ONCE, cluster, model, node, view
 
 SEEN = Observation(1, 2, 32.0, 1, 0.1 + 0.2, grad_time=1 / 3, count=7.0)
 FULL = JobView(
@@ -59,6 +59,7 @@ FULL = JobView(
     label_selector={"ray.io/accelerator-type": "in(T4,A100)"},
     growth_limit=6,
     attained_s=12.75,
+    bill=Bill(usd=1.25, attained_s=12.5, worker_usd_per_h=0.5),
     restarts=2,
     fingerprint="net on 1 CPU",
     progress=Progress(done=5.5, epoch_ends=(2.0, 4.0), epochs=9.0, stride=2, usual_epoch=2.1, usual_ends=(3.0,)),
@@ -248,7 +249,7 @@ def test_a_policy_of_the_users_own_is_given(tmp_path: Path) -> None:
 
     mine.__name__ = "goodput"  # the name alone says nothing
     policy = make_policy(mine)
-    life = only_life(lines_of([NodesChanged(cluster=cluster(4)), JobHeartbeat(view=view("a"))], policy))
+    life = only_life(lines_of([NodesChanged(cluster=cluster(4)), JobHeartbeat(view=view("a"))], policy, AT_ONCE))
     with pytest.raises(InputError, match="of the user's own"):
         replay(life)
     (record,) = replay(dataclasses.replace(life, settling=False), policy=policy)

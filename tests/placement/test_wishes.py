@@ -27,7 +27,7 @@ from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
 from placement.policies.shared.shapes import goodputs as shape_goodputs
 from tests.placement.test_constraints import carried_out, clusters, constrained_views, every, policy, rules, sizes
-from tests.placement.views import cluster, model, view
+from tests.placement.views import AT_ONCE, cluster, model, view
 
 # Two workers are slower than one: no other policy has a use for them.
 SLOW = GoodputModel(ThroughputModel(0.02, 1e-5, 5.0, 1.0, 5.0, 1.0, 1.5), NoiseScale(sqr=1.0, var=0.01), 64)
@@ -172,7 +172,7 @@ def test_granted_workers_stay_on_one_gpu_type_and_off_whole_nodes() -> None:
 
 
 def test_the_core_decides_at_once_on_a_changed_wish_and_says_why() -> None:
-    core = AllocatorCore(GoodputPolicy())
+    core = AllocatorCore(GoodputPolicy(), AT_ONCE)
     job = alone("a", max_workers=3)
     core.handle(NodesChanged(cluster=cluster(4)), 0.0)
     core.handle(JobHeartbeat(view=job), 0.0)

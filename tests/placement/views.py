@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from placement.allocator.config import AllocatorConfig
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.cluster.oracle import TraceJobView
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
+
+AT_ONCE = AllocatorConfig(gather_s=0.0)
+"""Each event is decided by itself."""
 
 
 def node(node_id: str, cpus: float, free: float | None = None, **kwargs: Any) -> Node:

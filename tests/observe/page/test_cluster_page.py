@@ -33,7 +33,9 @@ class World:
 
     def __init__(self, *cpus: float, tenants: tuple[Tenant, ...] = ()) -> None:
         self.tenants = tenants
-        self.core = AllocatorCore(make_policy("goodput"), AllocatorConfig(min_interval_s=0.0, tenants=tenants))
+        self.core = AllocatorCore(
+            make_policy("goodput"), AllocatorConfig(gather_s=0.0, min_interval_s=0.0, tenants=tenants)
+        )
         self.page = ClusterPage("test", actions=True)
         self.cluster = cluster(*cpus)
         self.core.handle(NodesChanged(cluster=self.cluster), 1000.0)
