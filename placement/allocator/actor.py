@@ -38,6 +38,7 @@ from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import KnowledgeSync
+from placement.planning.plan import possible_nodes
 from placement.ray_cluster.cluster_scaler import ClusterScaler
 from placement.ray_cluster.dashboard_process import DashboardProcess
 from placement.ray_cluster.grafana import cluster_writer
@@ -206,6 +207,7 @@ class Allocator:
             cost_usd=self._scaler.cost_usd(view.job) if self._scaler is not None else None,
             note=self._note(view),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
+            nodes=len(possible_nodes(view, core.cluster)),
         )
 
     def _note(self, view: JobView) -> str:

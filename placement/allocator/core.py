@@ -102,6 +102,11 @@ class AllocatorCore:
         return not self._settling
 
     @property
+    def cluster(self) -> Cluster:
+        """The nodes as it was last told of them."""
+        return self._cluster
+
+    @property
     def jobs(self) -> tuple[str, ...]:
         """Names of the known jobs."""
         return tuple(self._jobs)

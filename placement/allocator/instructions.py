@@ -53,6 +53,7 @@ class HeartbeatReply:
         cost_usd: what the job has cost so far [USD]; None where the allocator knows no prices.
         note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
         start_s: of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told.
+        nodes: how many nodes there are that could run a worker of the job, were they empty.
     """
 
     priors: Mapping[str, Prior]
@@ -60,3 +61,4 @@ class HeartbeatReply:
     cost_usd: float | None = None
     note: str = ""
     start_s: float | None = None
+    nodes: int = 1
