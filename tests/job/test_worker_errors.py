@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ray.consensus.intents import RanksDisagreeError
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.worker_errors import REMEMBER_S, WorkerError, WorkerErrors
 from elastic_ray.sealed import Raised
 from elastic_ray.worker.error_origin import ErrorOrigin, origin_of
-from tests.job.jobs import kinds, run
+from tests.job.jobs import kinds, run, start
 
 HERE = ErrorOrigin(kind="builtins.ValueError", place="train.py:7")
 DISK = ErrorOrigin(kind="builtins.OSError", place="train.py:9", of_node=True)
@@ -73,6 +76,32 @@ def test_an_origin_is_the_type_and_the_innermost_line_of_the_users_code() -> Non
 def test_errors_of_devices_and_killed_processes_are_of_the_node(error: BaseException) -> None:
     assert origin(of_text(error)).of_node
     assert origin(read_wrapped).of_node
+
+
+class Broken(torch.utils.data.Dataset[int]):
+    """Kills the process that reads it, or cannot be read."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.EIO, "Input/output error", "/data/shard-17")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["kill", "read"])
+def test_a_real_dataloader_tells_of_a_killed_process_and_of_a_disk(how: str) -> None:
+    def read() -> None:
+        for _ in torch.utils.data.DataLoader(Broken(how), num_workers=1):
+            pass
+
+    found = origin(read)
+    assert found.of_node and found.place.startswith(__file__)
 
 
 def test_others_are_not() -> None:
@@ -196,3 +225,15 @@ def test_a_disk_that_fails_under_one_worker_costs_the_job_that_worker(ray_cluste
     assert EventKind.FAILURE in kinds(handle) and EventKind.RESTART not in kinds(handle)
     assert account.worlds[:2] == [2, 1] and len(account.final) == 1
     assert len(account.pids) == 3 or account.worlds == [2, 1], "a fresh process replaces it"
+
+
+@pytest.mark.thorough
+@pytest.mark.ray_cluster(num_cpus=4)
+@pytest.mark.timeout(600)
+def test_who_raises_after_the_last_step_ends_the_job_though_others_have_returned(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    handle = start(tmp_path, workers=2, epochs=2, raise_at_end=True)
+    with pytest.raises(KeyError, match="in the last evaluation"):
+        handle.result(timeout=180)
+    assert handle.status().phase is JobPhase.FAILED

@@ -24,7 +24,8 @@ def train(config: dict[str, Any]) -> str:
     (step) and hold_lock_s, starve (folder: the second process to build its model runs out of memory), tear_at
     (step), tear (ranks that then run out of memory half-way through optimizer.step(), once each), skip_at and
     return_at (steps at which rank 1 does something else than the others), nan_at (step at which rank 1's loss is
-    NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model).
+    NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model), raise_at_end
+    (rank 1 does).
     """
     import torch
 
@@ -98,6 +99,8 @@ def train(config: dict[str, Any]) -> str:
         metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
         if not config.get("rank_0_reports") or context.get_world_rank() == 0:
             er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
+    if config.get("raise_at_end") and context.get_world_rank() == 1:
+        raise KeyError("in the last evaluation")
     final = state_hash(model, optimizer, scheduler)
     told = current_session().progress.summary()
     trace.write("final", hash=final, done=told.done, epoch_ends=told.epoch_ends)
