@@ -441,6 +441,7 @@ class JobSupervisor:
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,
             slow_nodes=self._messages.stragglers.slow_nodes(time.monotonic()),
+            node_failures=self._errors.failures(time.monotonic()),
         )
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:

@@ -144,7 +144,7 @@ class WorkerMessages:
                 message.loader.check_shares(self._spec.min_workers)
             except ValueError as error:
                 if self._group.machine.is_newcomer(message.worker):
-                    self._lose(message.worker, error, newcomer=True)
+                    self._lose(message.worker, error, newcomer=True, trained=False)
                 else:
                     self._job.finish(JobPhase.FAILED, error=error)
                 return
@@ -214,9 +214,9 @@ class WorkerMessages:
             logger.info("job %s: the error of worker %s ends it: %s", self._spec.job, worker, verdict.reason)
             self._job.finish(JobPhase.FAILED, error=verdict.ends)
             return
-        self._lose(worker, result.error, newcomer=newcomer)
+        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained)
 
-    def _lose(self, worker: str, error: BaseException | Raised | None, *, newcomer: bool) -> None:
+    def _lose(self, worker: str, error: BaseException | Raised | None, *, newcomer: bool, trained: bool) -> None:
         """Continue without a worker that has raised; the next joiner waits longer after a newcomer."""
         record = self._group.machine.workers.get(worker)
         node = record.node if record is not None else ""
@@ -226,4 +226,5 @@ class WorkerMessages:
         told = f"joiner {worker} is given up" if newcomer else f"worker {worker} on node {node[:8]} is lost"
         kind = EventKind.CANCELLED if newcomer else EventKind.WARNING
         self._events.note(kind, f"{told}, it raised {cause}", detail=detail)
+        self._errors.note(node, worker, cause, starting=not trained, now_s=time.monotonic())
         self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer))

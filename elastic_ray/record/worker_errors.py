@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ray.record.losses import Losses
 from elastic_ray.worker.error_origin import ErrorOrigin
+from placement.cluster.node_record import FORGET_S, NodeFailure
 
 if TYPE_CHECKING:
     from elastic_ray.sealed import Raised
@@ -22,6 +23,8 @@ SEVERAL_NODES = 3
 """Nodes that must see an error of a device, or failed starts, before these are the program's."""
 
 _STARTS_PER_WORKER = 3
+_MOST_NOTED = 32  # failures that the allocator is told of
+_CAUSE = 120  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class WorkerErrors:
         self._members: list[tuple[float, WorkerError]] = []
         self._starts: list[WorkerError] = []
         self._last: WorkerError | None = None
+        self._noted: list[tuple[float, NodeFailure]] = []
 
     def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> Verdict:
         """Judge the exception of a worker that trained.
@@ -86,10 +90,9 @@ class WorkerErrors:
         if origin is None or origin.refusal:
             return Verdict(ends=error.raised, reason="elastic_ray raised it")
         if not others_train and not origin.of_node:
-            return Verdict(ends=error.raised, reason="no other worker trains on")
+            return self._programs(error, "no other worker trains on")
         if (before := self._same(error, now_s)) is not None:
-            why = f"worker {before.worker} raised the same at the same place"
-            return Verdict(ends=before.raised, reason=why)
+            return self._programs(before, f"worker {before.worker} raised the same at the same place")
         # Several workers of a node that meet its fault in one step are one failure.
         counted = any((each.node, each.steps) == (error.node, error.steps) for _, each in self._members)
         self._members.append((now_s, error))
@@ -113,7 +116,7 @@ class WorkerErrors:
         """
         before = self._same(error, now_s) if joined else None
         if before is not None:
-            return Verdict(ends=before.raised, reason=f"worker {before.worker} raised the same at the same place")
+            return self._programs(before, f"worker {before.worker} raised the same at the same place")
         return Verdict(ends=None, reason="it has not trained a step")
 
     def of_start(self, error: WorkerError, *, nodes: int, wanted: int) -> Verdict:
@@ -130,12 +133,27 @@ class WorkerErrors:
         self._last = error
         failed = {each.node for each in self._starts}
         if any(error.is_like(each) and each.node != error.node for each in self._starts):
-            return Verdict(ends=error.raised, reason="starts on two nodes failed alike")
+            return self._programs(error, "starts on two nodes failed alike")
         if len(failed) >= min(SEVERAL_NODES, max(1, nodes)):
-            return Verdict(ends=error.raised, reason=f"starts failed on {len(failed)} node(s)")
+            return self._programs(error, f"starts failed on {len(failed)} node(s)")
         if len(self._starts) >= _STARTS_PER_WORKER * max(1, wanted):
-            return Verdict(ends=error.raised, reason=f"{len(self._starts)} starts failed")
+            return self._programs(error, f"{len(self._starts)} starts failed")
         return Verdict(ends=None, reason="other nodes may start it")
+
+    def _programs(self, error: WorkerError, reason: str) -> Verdict:
+        """The error is the program's: no node is to blame for those that were noted before."""
+        self._noted = []
+        return Verdict(ends=error.raised, reason=reason)
+
+    def note(self, node: str, worker: str, cause: str, *, starting: bool, now_s: float) -> None:
+        """Note a worker that failed for the allocator; ``starting``: it had trained nothing."""
+        failure = NodeFailure(node=node, worker=worker, cause=cause[:_CAUSE], age_s=0.0, starting=starting)
+        self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
+
+    def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
+        """Return the workers that failed in the last day."""
+        aged = (dataclasses.replace(each, age_s=max(0.0, now_s - at_s)) for at_s, each in self._noted)
+        return tuple(each for each in aged if each.age_s < FORGET_S)
 
     def all_lost(self) -> BaseException | Raised | None:
         """Return the exception that cost the job its last worker; None if something else did."""
