@@ -81,7 +81,7 @@ class WorkersLostError(WorkerGroupError):
 
 
 class TrainFunctionError(WorkerGroupError):
-    """The user's train function raised; never retried, for it would raise again.
+    """The user's train function raised on several workers, or on the last one; not retried: it would raise again.
 
     Instances come from :meth:`of` and are, wherever Python allows it, of the user's type as well:
     both ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.

@@ -53,8 +53,8 @@ class RunSettings:
     Attributes:
         storage_path: directory of the run (of the runs, before the job has a name), on ``storage_filesystem``.
         storage_filesystem: ``pyarrow.fs.FileSystem``, or None when ``storage_path`` is a URI or local path.
-        max_failures: restarts from the last checkpoint after machine failures that cost all members; 0 for as long as
-            the job makes progress, -1 for no limit.
+        max_failures: restarts from the last checkpoint after machine failures that cost all members, and members lost
+            to exceptions of their own; 0 for as long as the job makes progress, -1 for no limit.
         num_to_keep: checkpoints kept; None = all.
         checkpoint_score_attribute: metric that ranks checkpoints, None = the latest are kept.
         checkpoint_score_order: "max" or "min".

@@ -301,6 +301,24 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
         return None
 
 
+def forgive(name: str) -> str:
+    """Have the allocator forget the failures of the node with this address or beginning of its id; returns its id.
+
+    Raises:
+        ClickException: no or several living nodes are meant, or nothing failed there.
+    """
+    living = [node for node in ray_nodes() if node["Alive"]]
+    meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]
+    if len(meant) != 1:
+        raise click.ClickException(
+            f"--forgive must name one living node by its id, the beginning of that, or its address, but {name!r} "
+            f"means {len(meant)}; `elastic-ray nodes` lists them"
+        )
+    if not _ask_allocator("forgive", meant[0]):
+        raise click.ClickException(f"no worker has failed on node {name}, as far as the allocator knows")
+    return str(meant[0])
+
+
 def ray_nodes() -> list[dict[str, Any]]:
     """Nodes as Ray lists them, dead ones included."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]

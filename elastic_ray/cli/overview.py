@@ -12,6 +12,7 @@ from elastic_ray.cli.output import count, say, show_json, show_table
 from elastic_ray.cli.rows import (
     DECISION_COLUMNS,
     NODE_COLUMNS,
+    SHORT_ID,
     decision_cells,
     decisions,
     node_cells,
@@ -26,17 +27,25 @@ NO_ALLOCATOR = "this cluster has no allocator yet: it starts with the first elas
 
 
 @click.command(short_help="List the nodes.")
+@click.option("--forgive", metavar="NODE", help="Forget the workers that failed on a node: it was mended.")
 @json_option
-def nodes(as_json: bool) -> None:
-    """List the cluster's nodes, what elastic jobs may use of them, and which jobs are there."""
+def nodes(forgive: str | None, as_json: bool) -> None:
+    """List the cluster's nodes, what elastic jobs may use of them, which jobs are there, and where workers failed."""
     from elastic_ray.cli import cluster
 
     cluster.connect()
+    if forgive is not None:
+        node = cluster.forgive(forgive)
+        say(f"what failed on node {node[:SHORT_ID]} is forgotten")
+        return
     rows = node_rows(cluster.ray_nodes(), cluster.snapshot())
     if as_json:
         show_json(rows)
-    else:
-        show_table(NODE_COLUMNS, [node_cells(row) for row in rows], empty="no nodes")
+        return
+    show_table(NODE_COLUMNS, [node_cells(row) for row in rows], empty="no nodes")
+    for row in rows:
+        if row.failures is not None:
+            say(str(row.failures))
 
 
 @click.command(short_help="Choose the cluster's policy.")

@@ -11,6 +11,7 @@ from elastic_ray.cli.output import ago
 from elastic_ray.driver.display import status_fields
 from elastic_ray.events import JobPhase, JobStatus, Pause
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
+from placement.cluster.node_record import NodeHistory
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
@@ -34,7 +35,7 @@ JOB_COLUMNS = (
     "AGE",
     "WHY",
 )
-NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "JOBS")
+NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "FAILED", "JOBS")
 DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
@@ -266,6 +267,7 @@ class NodeRow:
         market: ``spot`` or ``on-demand``, where a label says so.
         jobs: planned workers by job.
         labels: all labels.
+        failures: what is known of workers that failed there; None for nothing.
     """
 
     node_id: str
@@ -277,6 +279,7 @@ class NodeRow:
     market: str
     jobs: Mapping[str, int]
     labels: Mapping[str, str]
+    failures: NodeHistory | None = None
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
@@ -287,6 +290,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
         snapshot: the allocator's; None if there is none.
     """
     cluster = snapshot.cluster.by_id() if snapshot is not None else {}
+    failed = {each.node: each for each in snapshot.node_failures} if snapshot is not None else {}
     rows = []
     for node in nodes:
         if not node["Alive"]:
@@ -305,6 +309,7 @@ def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None)
                 market=labels.get(MARKET_LABEL, ""),
                 jobs={job: state.target[node_id] for job, state in sorted(jobs.items()) if node_id in state.target},
                 labels=labels,
+                failures=failed.get(node_id),
             )
         )
     return tuple(sorted(rows, key=lambda row: (row.address, row.node_id)))
@@ -320,6 +325,7 @@ def node_cells(row: NodeRow) -> tuple[str, ...]:
         row.market or "-",
         _share(row, "GPU"),
         _share(row, "CPU"),
+        "-" if row.failures is None else f"{row.failures.failures}",
         " ".join(f"{job}:{workers}" for job, workers in row.jobs.items()) or "-",
     )
 

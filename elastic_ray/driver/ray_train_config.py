@@ -230,7 +230,7 @@ def _check_failures(config: FailureConfig) -> None:
         )
     reason = (
         "a preempted node costs an elastic job workers, not a restart, so there is nothing to count "
-        "(only the loss of all workers counts, in max_failures); leave it out"
+        "(max_failures counts losses of all workers, and workers that raised); leave it out"
     )
     given, default = config.max_preemption_failures, FailureConfig().max_preemption_failures
     _refuse("FailureConfig", "max_preemption_failures", given, default, reason)

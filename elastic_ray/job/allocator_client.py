@@ -34,6 +34,9 @@ class AllocatorClient:
         controller: handle of its controller.
         view: the job as the allocator is to see it now.
         hear: takes the allocator's answers: what others have measured of the job's model, and what to tell its user.
+
+    Attributes:
+        nodes: how many nodes there are that could run a worker of the job, as the allocator said last.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class AllocatorClient:
         self._controller = controller
         self._view = view
         self._hear = hear
+        self.nodes = 1
         filesystem, path = resolve(spec.storage_path, spec.storage_filesystem)
         root = posixpath.dirname(path) if spec.trial is None else spec.trial.knowledge_path
         self._root = StorageRoot(path=root, filesystem=filesystem, private=spec.elastic.private_files)
@@ -98,7 +102,7 @@ class AllocatorClient:
             self._complain(f"{str(error) or type(error).__name__}; trying again")
             self._allocator, self._root_is_known = None, False
             return
-        self._root_is_known, self._answers = answer.knows_root, True
+        self._root_is_known, self._answers, self.nodes = answer.knows_root, True, answer.nodes
         self._bill = answer.bill or self._bill
         self._hear(answer)
 

@@ -45,6 +45,7 @@ def controller_state(
         held_at=held_at,
         weight=weight,
         failures=losses.failures,
+        raised=losses.raised,
         lost=losses.lost,
         fruitless=losses.fruitless,
         saved_steps=losses.saved_steps,

@@ -35,6 +35,7 @@ from elastic_ray.record.controller_state import ControllerState, from_text, run_
 from elastic_ray.record.event_log import EventLog
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.record import JobRecord
+from elastic_ray.record.worker_errors import WorkerErrors
 from elastic_ray.record.writer import RecordWriter
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.warm_pool.sizing import read_config
@@ -83,6 +84,7 @@ class JobSupervisor:
         self._reports = ReportIntake(spec, self.record, self._writer, self.events.storage, self._trackers)
         self._allocator = AllocatorClient(spec, controller, self._view, self._hear_allocator)
         self._losses = Losses(spec.max_failures, restart=spec.elastic.restart)
+        self._errors = WorkerErrors(self._losses)
         self._preemption = Preemption(spec.elastic.join_timeout_s)
         self._parts = parts = JobContext(
             spec=spec,
@@ -98,7 +100,7 @@ class JobSupervisor:
             allocator=self._allocator,
         )
         self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
-        self._messages, self._batches = WorkerMessages(self, parts), BatchChanges(parts)
+        self._messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
@@ -234,6 +236,7 @@ class JobSupervisor:
                 return
             self._losses.some_lost(before, after)
         history.settled(note, time.monotonic())
+        self._errors.settled()
         self.record.running()
         self._allocator.soon()
 
@@ -251,8 +254,11 @@ class JobSupervisor:
         if not self._losses.all_lost(point.steps if point is not None else 0):
             from elastic_ray.errors import WorkersLostError  # imports ray.train, which a start must not wait for
 
-            failures, limit = self._losses.failures, self._spec.max_failures
-            self.finish(JobPhase.FAILED, error=WorkersLostError(self._spec.job, failures, limit, reason))
+            losses, limit = self._losses, self._spec.max_failures
+            if losses.raised:
+                reason += f"; workers that were lost to errors of their own before: {losses.raised}"
+            lost = WorkersLostError(self._spec.job, losses.failures, limit, reason)
+            self.finish(JobPhase.FAILED, error=self._errors.all_lost() or lost)
             return
         self._starter.start_again(reason)
 
@@ -345,7 +351,11 @@ class JobSupervisor:
         self._trackers.recall(state.trackers, events)
         self._metrics.recall(len(events))
         self._losses.recall(
-            lost=state.lost, failures=state.failures, fruitless=state.fruitless, saved_steps=state.saved_steps
+            lost=state.lost,
+            failures=state.failures,
+            raised=state.raised,
+            fruitless=state.fruitless,
+            saved_steps=state.saved_steps,
         )
         self.group.history.recall(state, now_s)
         self._revivals = (*(at_s for at_s in state.revivals if now_s - at_s < _REVIVALS_WITHIN_S), now_s)
@@ -432,6 +442,7 @@ class JobSupervisor:
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,
             slow_nodes=self._messages.stragglers.slow_nodes(time.monotonic()),
+            node_failures=self._errors.failures(time.monotonic()),
         )
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:

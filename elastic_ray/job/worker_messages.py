@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -12,8 +13,10 @@ from elastic_ray.batch.tuner import BatchDoesNotFitError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.context import JobContext
 from elastic_ray.job.straggler_replacement import StragglerReplacement
+from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
 from elastic_ray.record.outlook import steps_to_reach
+from elastic_ray.record.worker_errors import WorkerError, WorkerErrors
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.worker.messages import (
     GroupLost,
@@ -34,7 +37,9 @@ from elastic_ray.worker.messages import (
 )
 from placement.text import printable, printable_lines
 
-_TRACEBACK = 8_000  # characters of a joiner's, from the end
+logger = logging.getLogger("elastic_ray.job")
+
+_TRACEBACK = 8_000  # characters, from the end
 _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
@@ -57,14 +62,15 @@ class WorkerMessages:
     Args:
         job: the job.
         parts: of it.
+        errors: judges the exceptions of its workers.
 
     Attributes:
         stragglers: workers that are slow.
         torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
     """
 
-    def __init__(self, job: HearingJob, parts: JobContext) -> None:
-        self._job = job
+    def __init__(self, job: HearingJob, parts: JobContext, errors: WorkerErrors) -> None:
+        self._job, self._errors = job, errors
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
         self._reports, self._group, self._spec = parts.reports, parts.group, parts.spec
         self._allocator = parts.allocator
@@ -137,7 +143,10 @@ class WorkerMessages:
             try:
                 message.loader.check_shares(self._spec.min_workers)
             except ValueError as error:
-                self._job.finish(JobPhase.FAILED, error=error)
+                if self._group.machine.is_newcomer(message.worker):
+                    self._lose(message.worker, error, newcomer=True, trained=False)
+                else:
+                    self._job.finish(JobPhase.FAILED, error=error)
                 return
         self._planner.open(message.loader)
         self._group.take(message)
@@ -160,6 +169,8 @@ class WorkerMessages:
         """A run of the train function has ended."""
         trains = self._group.machine.current is not None
         match result:
+            case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:
+                self._job.finish(JobPhase.FAILED, error=error)
             case RunFinished(value=value, rank=rank, steps=steps):
                 self._job.returned(worker, value)
                 self._group.take(Finished(worker=worker, rank=rank, steps=steps))
@@ -177,15 +188,43 @@ class WorkerMessages:
                 self._group.take(Lost(worker=worker, cause=cause))
             case RunOutOfMemory(cause=cause) if trains:  # the others go on without it
                 self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {cause}"))
-            case RunFailed(error=error, trained=False) if self._group.machine.is_newcomer(worker):
-                self._give_up(worker, error)
-            case RunFailed(error=error):  # RunOutOfMemory is one
-                self._job.finish(JobPhase.FAILED, error=error)
+            case RunFailed():  # RunOutOfMemory is one
+                self._raised(worker, result)
 
-    def _give_up(self, worker: str, error: BaseException | Raised | None) -> None:
-        """A joiner has failed before it trained a step: the others go on without it, and the next one waits."""
+    def _raised(self, worker: str, result: RunFailed) -> None:
+        """A worker's train function has raised: only that worker is lost, unless the error is the program's."""
+        machine, now_s = self._group.machine, time.monotonic()
+        record = machine.workers.get(worker)
+        error = WorkerError(
+            worker=worker,
+            node=record.node if record is not None else "",
+            steps=result.steps,
+            origin=result.origin,
+            raised=result.error,
+        )
+        newcomer = not result.trained and machine.is_newcomer(worker)
+        if newcomer:
+            joined = record is not None and record.phase is WorkerPhase.MEMBER
+            verdict = self._errors.of_newcomer(error, joined=joined, now_s=now_s)
+        elif not result.trained and machine.current is None and not (record is not None and record.has_state):
+            verdict = self._errors.of_start(error, nodes=self._allocator.nodes, wanted=machine.target_workers)
+        else:
+            verdict = self._errors.of_member(error, others_train=self._group.others_train(worker), now_s=now_s)
+        if verdict.ends is not None:
+            logger.info("job %s: the error of worker %s ends it: %s", self._spec.job, worker, verdict.reason)
+            self._job.finish(JobPhase.FAILED, error=verdict.ends)
+            return
+        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained)
+
+    def _lose(self, worker: str, error: BaseException | Raised | None, *, newcomer: bool, trained: bool) -> None:
+        """Continue without a worker that has raised; the next joiner waits longer after a newcomer."""
+        record = self._group.machine.workers.get(worker)
+        node = record.node if record is not None else ""
         text = error.traceback_text if isinstance(error, Raised) else f"{type(error).__name__}: {error}"
         cause = printable(text.strip().rsplit("\n", 1)[-1])
-        detail = {"traceback": printable_lines(text)[-_TRACEBACK:]}
-        self._events.note(EventKind.CANCELLED, f"joiner {worker} is given up, it raised {cause}", detail=detail)
-        self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=True))
+        detail = {"worker": worker, "node": node, "traceback": printable_lines(text)[-_TRACEBACK:]}
+        told = f"joiner {worker} is given up" if newcomer else f"worker {worker} on node {node[:8]} is lost"
+        kind = EventKind.CANCELLED if newcomer else EventKind.WARNING
+        self._events.note(kind, f"{told}, it raised {cause}", detail=detail)
+        self._errors.note(node, worker, cause, starting=not trained, now_s=time.monotonic())
+        self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer))

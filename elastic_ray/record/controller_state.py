@@ -35,6 +35,7 @@ class ControllerState:
         held_at: number of workers that its driver holds it at.
         weight: what its speed counts.
         failures: restarts from a checkpoint.
+        raised: workers that were lost to an exception of their own.
         lost: losses so far, in whole jobs.
         fruitless: restarts since it had a new checkpoint.
         saved_steps: steps of its newest checkpoint at its last restart.
@@ -91,6 +92,7 @@ class ControllerState:
     return_value: str | None = None
     trackers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     launched_at_s: float | None = None
+    raised: int = 0
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:

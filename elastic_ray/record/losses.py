@@ -10,7 +10,8 @@ MOST_FRUITLESS = 3  # restarts without a new checkpoint between them: what ends 
 class Losses:
     """Losses of members and of the whole job.
 
-    A loss of all workers is a failure, of which ``FailureConfig.max_failures`` allows so many. Where that is 0, as Ray
+    A loss of all workers is a failure, and so is that of one to an exception of its own; ``FailureConfig.max_failures``
+    allows so many. Where that is 0, as Ray
     Train has it by default, the job restarts for as long as it makes progress. To be preempted, saved between two
     steps, is no failure.
 
@@ -21,6 +22,7 @@ class Losses:
     Attributes:
         lost: losses so far, in whole jobs.
         failures: losses of all workers.
+        raised: workers that were lost to an exception of their own.
         fruitless: restarts since a checkpoint was newer than at the one before.
         saved_steps: steps of the newest checkpoint at the last restart.
     """
@@ -29,15 +31,21 @@ class Losses:
         self._max_failures = max_failures
         self._restart = restart
         self.lost = 0.0
-        self.failures = self.fruitless = self.saved_steps = 0
+        self.failures = self.raised = self.fruitless = self.saved_steps = 0
 
-    def recall(self, *, lost: float, failures: int, fruitless: int, saved_steps: int) -> None:
+    def recall(self, *, lost: float, failures: int, raised: int, fruitless: int, saved_steps: int) -> None:
         """What the controller before this one has counted."""
-        self.lost, self.failures, self.fruitless, self.saved_steps = lost, failures, fruitless, saved_steps
+        self.lost, self.failures, self.raised = lost, failures, raised
+        self.fruitless, self.saved_steps = fruitless, saved_steps
 
     def some_lost(self, before: int, after: int) -> None:
         """A group has lost members; each counts as its part of the job, for what takes one often takes the others."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
+
+    def one_raised(self) -> bool:
+        """Count a worker that is lost to its own exception; returns whether the others may train on."""
+        self.raised += 1
+        return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def all_lost(self, saved_steps: int) -> bool:
         """The whole job is lost; returns whether it may restart.
@@ -48,7 +56,7 @@ class Losses:
         self.lost += 1.0
         self.failures += 1
         if self._max_failures:
-            return self._max_failures < 0 or self.failures <= self._max_failures
+            return self._max_failures < 0 or self.failures + self.raised <= self._max_failures
         if saved_steps > self.saved_steps:
             self.fruitless, self.saved_steps = 0, saved_steps
         self.fruitless += 1

@@ -31,6 +31,7 @@ from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.setup import ProcessInfo
 from placement.cluster.jobs import JobView
+from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 
 
@@ -70,6 +71,7 @@ def allocator_view(
     may_be_stopped: bool,
     weight: float,
     slow_nodes: Mapping[str, float],
+    node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
     """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
@@ -110,6 +112,7 @@ def allocator_view(
         observations=planner.observations,
         atomic_bsz_ranges=planner.atomic_bsz_ranges,
         slow_nodes=slow_nodes,
+        node_failures=node_failures,
         mixed_gpu_types=spec.scheduling.mixed_gpu_types,
         sizes=spec.scheduling.allowed_sizes,
     )

@@ -18,6 +18,7 @@ from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import PrepareFailed, Ready, Rerun, Signal, StepFailed, Switched
 from elastic_ray.sealed import Raised, Sealed
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.worker.error_origin import ErrorOrigin
 from elastic_ray.worker.setup import ProcessInfo
 
 
@@ -215,11 +216,15 @@ class RunFailed(RunEnd):
 
     Attributes:
         error: what was raised.
+        origin: where that comes from; None of what went wrong beside the train function.
         trained: whether this worker has committed a step by then.
+        steps: committed steps of all loaders by then.
     """
 
     error: BaseException | Raised | None = None
+    origin: ErrorOrigin | None = None
     trained: bool = False
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

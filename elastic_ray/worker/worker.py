@@ -37,6 +37,7 @@ from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
 from elastic_ray.worker.controller_watchdog import ControllerWatchdog, Registration
+from elastic_ray.worker.error_origin import origin_of
 from elastic_ray.worker.messages import (
     GroupLost,
     RunEnd,
@@ -265,9 +266,10 @@ class Worker:
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
+                origin, steps = origin_of(error), session.progress.loader_steps
                 if _is_out_of_memory(error) and not session.synced:
-                    return _end(RunOutOfMemory, error=raised, cause=_first_line(error))
-                return _end(RunFailed, error=raised, trained=session.has_trained)
+                    return _end(RunOutOfMemory, error=raised, origin=origin, cause=_first_line(error))
+                return _end(RunFailed, error=raised, origin=origin, trained=session.has_trained, steps=steps)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)

@@ -27,7 +27,7 @@ from elastic_ray.membership.instructions import (
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import Cancel, ControllerMessage
 from elastic_ray.membership.recovery import SurvivingWorker
-from elastic_ray.membership.roster import number
+from elastic_ray.membership.roster import WorkerPhase, number
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.history import SizeHistory
@@ -169,6 +169,11 @@ class WorkerGroup:
         """Members, and those that are about to be, whose train function runs."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
+
+    def others_train(self, worker: str) -> bool:
+        """True if other workers hold the state, and none has returned from the train function."""
+        others = {each.worker for each in (*self.machine.holders(), *self.machine.entering())}
+        return bool(others - self.returned - {worker}) and not self.machine.in_phase(WorkerPhase.FINISHED)
 
     def take(self, stimulus: Stimulus) -> None:
         """Let the membership machine decide, and do what it says."""

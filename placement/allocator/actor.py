@@ -24,7 +24,7 @@ from placement.allocator.clock import SteadyClock
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation
 from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
@@ -38,6 +38,7 @@ from placement.cluster.jobs import JobView
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import KnowledgeSync
+from placement.planning.plan import possible_nodes
 from placement.ray_cluster.cluster_scaler import ClusterScaler
 from placement.ray_cluster.dashboard_process import DashboardProcess
 from placement.ray_cluster.grafana import cluster_writer
@@ -205,8 +206,9 @@ class Allocator:
             priors=self._knowledge.priors(view, time.time()),
             knows_root=self._knowledge_sync.knows(view.job),
             bill=self._scaler.bill(view.job) if self._scaler is not None else None,
-            note=self._note(view),
+            note="; ".join(filter(None, (self._note(view), core.avoids.get(view.job, "")))),
             start_s=None if view.workers else self._starts.of(view.job, time.time()),
+            nodes=len(possible_nodes(view, core.cluster)),
         )
 
     def _holds(self, view: JobView) -> bool:
@@ -265,6 +267,12 @@ class Allocator:
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
         """The last decision about the cluster's size, and what each job has cost so far [USD]."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
+
+    async def forgive(self, node: str) -> bool:
+        """Forget the failures of a node; returns whether there were any."""
+        had = any(each.node == node for each in (await self._start()).snapshot().node_failures)
+        self._handle(NodeForgiven(node=node))
+        return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
         """A caller wants the policy with this identity, or this configuration: None if both rule; else what is there.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
 from placement.allocator.explaining import Explanation, explain
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.known_job import KnownJob
@@ -17,7 +17,9 @@ from placement.allocator.significance import trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
+from placement.cluster.node_record import NodeRecord
 from placement.knowledge.knowledge import Knowledge
+from placement.planning.failing_nodes import avoid_failing
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
 from placement.policies.shared.base import Policy
@@ -59,6 +61,8 @@ class AllocatorCore:
         self._obtainable: tuple[Node, ...] = ()
         self._node_ids: frozenset[str] = frozenset()
         self._jobs: dict[str, KnownJob] = {}
+        self._nodes = NodeRecord()
+        self._avoids: Mapping[str, str] = {}
         self._log: collections.deque[DecisionRecord] = collections.deque(maxlen=self._config.log_length)
         self._recorded = 0
         self._settling = settling
@@ -115,6 +119,16 @@ class AllocatorCore:
         return self._urgent_s + self._config.gather_s
 
     @property
+    def cluster(self) -> Cluster:
+        """The nodes as it was last told of them."""
+        return self._cluster
+
+    @property
+    def avoids(self) -> Mapping[str, str]:
+        """By job, the nodes that the last decision closed to it, and why, a sentence."""
+        return self._avoids
+
+    @property
     def jobs(self) -> tuple[str, ...]:
         """Names of the known jobs."""
         return tuple(self._jobs)
@@ -141,6 +155,9 @@ class AllocatorCore:
                 for name, job in self._jobs.items()
             },
             log=tuple(itertools.islice(self._log, max(len(self._log) - new, 0), None)),
+            node_failures=tuple(
+                each for each in self._nodes.rows(self._steady_s or 0.0) if each.node in self._node_ids
+            ),
         )
 
     def explain(self, job: str) -> Explanation:
@@ -174,6 +191,8 @@ class AllocatorCore:
             if event.cluster is not None:
                 self._take_nodes(event.cluster)
         elif isinstance(event, JobEnded):
+            if event.view is not None:
+                self._nodes.ended(event.view)
             if self._jobs.pop(event.job, None) is not None:
                 self._hurry(Trigger.END)
                 if self._knowledge is not None:
@@ -183,11 +202,15 @@ class AllocatorCore:
         elif isinstance(event, NodesChanged):
             self._obtainable = event.obtainable
             self._take_nodes(event.cluster)
+        elif isinstance(event, NodeForgiven):
+            if self._nodes.forgive(event.node, steady_s):
+                self._pending = self._pending or Trigger.NODES
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, TimePassed):
+            self._nodes.forget(steady_s)
             self._drop_silent(now_s, steady_s)
         if self._settling:
             self._unjudged = True
@@ -220,6 +243,7 @@ class AllocatorCore:
             self._settled_s = steady_s + self._config.settle_s
         if self._knowledge is not None:
             self._knowledge.learn(view, now_s)
+        self._nodes.hear(view, steady_s)
         job = self._jobs.get(view.job)
         if job is None:
             self._jobs[view.job] = KnownJob.arrived(view, steady_s)
@@ -292,6 +316,7 @@ class AllocatorCore:
         self._urgent = self._pending = None
         self._decided_s, self._decided_at_s, self._decided_for = now_s, steady_s, trigger
         views = self.views(now_s)
+        self._avoids = avoid_failing(views, self._cluster, self._nodes.avoided(steady_s))[2]
         for job in self._jobs.values():
             job.decided()
         try:
@@ -308,7 +333,9 @@ class AllocatorCore:
         return self._carry_out(plan, trigger, now_s, steady_s)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
-        return make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed, self._granted)
+        views, cluster, notes = avoid_failing(views, cluster, self._nodes.avoided(self._steady_s or 0.0))
+        plan = make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed, self._granted)
+        return plan.noted(notes) if notes else plan
 
     def views(self, now_s: float) -> list[JobView]:
         """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""

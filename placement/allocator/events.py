@@ -63,4 +63,11 @@ class Recalled:
     measurements: Measurements
 
 
-Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | TimePassed | Recalled
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeForgiven:
+    """An operator has mended a node: its failures are forgotten."""
+
+    node: str
+
+
+Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | NodeForgiven | TimePassed | Recalled

@@ -54,6 +54,7 @@ class HeartbeatReply:
         bill: what the job has cost so far, for the next heartbeats to say; None where the allocator knows no prices.
         note: what the job's user must be told now, of its deadline, its budget or nodes that cannot be had.
         start_s: of a job without workers, when jobs that run now will have left it room [s]; None: it cannot be told.
+        nodes: how many nodes there are that could run a worker of the job, were they empty.
     """
 
     priors: Mapping[str, Prior]
@@ -61,3 +62,4 @@ class HeartbeatReply:
     bill: Bill | None = None
     note: str = ""
     start_s: float | None = None
+    nodes: int = 1

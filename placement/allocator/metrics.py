@@ -29,7 +29,10 @@ NODES_MISSING = gauge("elastic_nodes_missing", "Of these, nodes that are not the
 SLOT_PRICE = gauge(
     "elastic_slot_price", "Dual price of one slot: what the last decision's value would gain by it.", "gpu_type"
 )
-INSTRUMENTS = (SLOTS, JOBS, DECISION_SECONDS, DECISIONS, NODES_WANTED, NODES_MISSING, SLOT_PRICE)
+NODES_AVOIDED = gauge(
+    "elastic_nodes_avoided", "Nodes that are avoided since workers failed there, by whom: all jobs, or some.", "by"
+)
+INSTRUMENTS = (SLOTS, JOBS, DECISION_SECONDS, DECISIONS, NODES_WANTED, NODES_MISSING, SLOT_PRICE, NODES_AVOIDED)
 
 _SLOT_STATES = ("used", "starting", "idle", "draining", "other")
 _PHASES = ("waiting", "starting", "running")
@@ -52,6 +55,9 @@ def cluster_samples(
         prices: of the policy's solver, by GPU type.
     """
     found = [*_slot_samples(core.cluster.nodes, core.jobs.values()), *_phase_samples(core.jobs.values())]
+    avoided = [each for each in core.node_failures if each.by_all or each.avoided_by]
+    by_all = sum(each.by_all for each in avoided)
+    found += [*NODES_AVOIDED.sample(by_all, "all"), *NODES_AVOIDED.sample(len(avoided) - by_all, "some")]
     for gpu_type, price in prices.items():
         found += SLOT_PRICE.sample(price, label_value(gpu_type or _NO_TYPE))
     if scaling is not None:

@@ -31,6 +31,8 @@ def trigger_of(before: JobView, after: JobView, model_change: float) -> Trigger 
         return Trigger.LIMITS
     if before.slow_nodes.keys() != after.slow_nodes.keys():
         return Trigger.NODES
+    if {each.worker for each in before.node_failures} != {each.worker for each in after.node_failures}:
+        return Trigger.NODES
     if abs(after.weight - before.weight) > model_change * before.weight:
         return Trigger.WEIGHT
     if before.fingerprint != after.fingerprint:  # others may know the model

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.cluster.node_record import NodeHistory
 from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant
 from placement.text import printable
@@ -81,13 +82,18 @@ class JobState:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSnapshot:
-    """The allocator at one moment, for the CLI, dashboards and tests."""
+    """The allocator at one moment, for the CLI, dashboards and tests.
+
+    Attributes:
+        node_failures: living nodes on which workers have failed.
+    """
 
     policy: str
     settled: bool
     cluster: Cluster
     jobs: Mapping[str, JobState]
     log: tuple[DecisionRecord, ...]
+    node_failures: tuple[NodeHistory, ...] = ()
     constraints: Constraints = Constraints()  # noqa: RUF009  # it is frozen
 
 

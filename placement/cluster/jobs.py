@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from placement.checks import check_number
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Resources
 from placement.cluster.labels import check_selector
+from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
@@ -100,6 +101,7 @@ class JobView:
         budget_usd: what it may cost [USD]; None if it does not matter.
         slow_nodes: by node id, how many times longer than usual a step takes on a node that the job has or has just
             left, where that was seen.
+        node_failures: workers that failed, by their node (``placement.cluster.node_record``).
         mixed_gpu_types: whether its workers may be on GPUs of several types, with shares by speed; policies
             that keep a job on one type, or do not look at types, ignore it.
         sizes: numbers of workers that it can train with, where not all between the least and the most will do
@@ -143,6 +145,7 @@ class JobView:
     spot: SpotUse = "prefer"
     budget_usd: float | None = None
     slow_nodes: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    node_failures: tuple[NodeFailure, ...] = ()
     mixed_gpu_types: bool = False
     sizes: AllowedSizes = ANY_SIZE
 

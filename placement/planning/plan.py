@@ -216,6 +216,11 @@ def _fits(view: JobView, room: FreeResources) -> str:
     return f"{int(room.slots(view).sum())} x {describe(view.bundle)} fit onto all nodes"
 
 
+def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
+    """Return the nodes that could run a worker of the job, were they empty."""
+    return [node for node in cluster.nodes if node.matches(view.selector) and slots(node.total, view.bundle)]
+
+
 def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
     """Why the job's minimum could not run even if all nodes were empty.
 

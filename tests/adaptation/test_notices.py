@@ -45,7 +45,7 @@ class Parts:
 
 
 def hear(parts: Parts, *messages: Any) -> None:
-    intake = WorkerMessages(None, parts)  # type: ignore[arg-type]
+    intake = WorkerMessages(None, parts, None)  # type: ignore[arg-type]
     for message in messages:
         asyncio.run(intake.hear(message))
 

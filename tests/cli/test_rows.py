@@ -72,7 +72,14 @@ def spec(job: str, submission: str = "") -> JobSpec:
 def snapshot(*views: JobView) -> CoreSnapshot:
     jobs = {view.job: JobState(view=view, target={NODE.node_id: 3}, reason="because", heard_s=0.0) for view in views}
     fields: dict[str, Any] = {field.name: None for field in dataclasses.fields(CoreSnapshot)}
-    told = {"policy": "goodput", "settled": True, "cluster": Cluster(nodes=(NODE,)), "jobs": jobs, "log": (RECORD,)}
+    told = {
+        "policy": "goodput",
+        "settled": True,
+        "cluster": Cluster(nodes=(NODE,)),
+        "jobs": jobs,
+        "log": (RECORD,),
+        "node_failures": (),
+    }
     return CoreSnapshot(**{**fields, **told})
 
 
@@ -124,7 +131,7 @@ def test_nodes_show_what_elastic_jobs_may_use_and_who_is_there() -> None:
     dead = {"NodeID": "dead", "Alive": False, "NodeManagerAddress": "10.0.0.2", "Resources": {}}
     (row,) = node_rows([living, dead], snapshot(JobView(job="a", bundle={"CPU": 1})))
     assert row.total == {"CPU": 8.0, "GPU": 4.0}
-    assert node_cells(row) == ("abcdef01", "10.0.0.1", "draining", "T4", "spot", "3/4", "6/8", "a:3")
+    assert node_cells(row) == ("abcdef01", "10.0.0.1", "draining", "T4", "spot", "3/4", "6/8", "-", "a:3")
     (alone,) = node_rows([living], None)
     assert alone.free is None and node_cells(alone)[5] == "4" and len(NODE_COLUMNS) == len(node_cells(alone))
 

@@ -38,9 +38,9 @@ def test_by_default_a_job_restarts_for_as_long_as_it_makes_progress() -> None:
 
 def test_what_was_counted_is_recalled() -> None:
     losses = Losses(max_failures=0)
-    losses.recall(lost=3.0, failures=3, fruitless=3, saved_steps=7)
+    losses.recall(lost=3.0, failures=3, raised=0, fruitless=3, saved_steps=7)
     assert not losses.all_lost(7)
-    losses.recall(lost=3.0, failures=3, fruitless=3, saved_steps=7)
+    losses.recall(lost=3.0, failures=3, raised=0, fruitless=3, saved_steps=7)
     assert losses.all_lost(8)
 
 

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -19,11 +20,12 @@ def train(config: dict[str, Any]) -> str:
     """Train a small network.
 
     ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint,
-    checkpoint_at (step), raise_at (step), hold_lock_at (step) and hold_lock_s, starve (folder: the second process to
-    build its model runs out of memory), tear_at (step), tear (ranks that then run out of memory half-way through
-    optimizer.step(), once each), skip_at and return_at (steps at which rank 1 does something else than the others),
-    nan_at (step at which rank 1's loss is NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy
-    (of the model).
+    checkpoint_at (step), raise_at (step), disk_fails_at (step at which one worker's disk does, once), hold_lock_at
+    (step) and hold_lock_s, starve (folder: the second process to build its model runs out of memory), tear_at
+    (step), tear (ranks that then run out of memory half-way through optimizer.step(), once each), skip_at and
+    return_at (steps at which rank 1 does something else than the others), nan_at (step at which rank 1's loss is
+    NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model), raise_at_end
+    (rank 1 does).
     """
     import torch
 
@@ -76,6 +78,8 @@ def train(config: dict[str, Any]) -> str:
                 return "early"
             if config.get("skip_at") == own:
                 continue
+            if config.get("disk_fails_at", math.inf) <= own and _touched_first(Path(config["trace"]) / "disk"):
+                raise OSError(5, "Input/output error", "/data/shard-17")
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model(x), y)
             if config.get("nan_at") == own:
@@ -90,11 +94,13 @@ def train(config: dict[str, Any]) -> str:
                 ctypes.PyDLL(None).usleep(int(config["hold_lock_s"] * 1e6))
             if config.get("checkpoint_at") == context.get_global_step():
                 er.report({}, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
-            if config.get("raise_at") == context.get_global_step() and context.get_world_rank() == 1:
+            if config.get("raise_at") == context.get_global_step():
                 raise KeyError("the user's own mistake")
         metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
         if not config.get("rank_0_reports") or context.get_world_rank() == 0:
             er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
+    if config.get("raise_at_end") and context.get_world_rank() == 1:
+        raise KeyError("in the last evaluation")
     final = state_hash(model, optimizer, scheduler)
     told = current_session().progress.summary()
     trace.write("final", hash=final, done=told.done, epoch_ends=told.epoch_ends)
@@ -135,6 +141,15 @@ def _torn_adam(config: dict[str, Any]) -> Any:
             return super().step(closure)
 
     return TornAdam
+
+
+def _touched_first(path: Path) -> bool:
+    """Whether the file was not there; it is, afterwards."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _first_in(folder: Path) -> bool:

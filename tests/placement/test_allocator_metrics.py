@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from placement.allocator.metrics import (
     DECISIONS,
     INSTRUMENTS,
     JOBS,
+    NODES_AVOIDED,
     NODES_MISSING,
     NODES_WANTED,
     PERIOD_S,
@@ -28,6 +30,7 @@ from placement.allocator.metrics import (
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Cluster, Node
+from placement.cluster.node_record import NodeFailure, NodeRecord
 from placement.cluster.node_types import NodeType
 from placement.instruments import Instrument, Sample
 from placement.policies import GoodputPolicy
@@ -102,6 +105,16 @@ def test_nodes_wanted_by_type_and_market() -> None:
     samples = cluster_samples(snapshot(), decision, types)
     assert values(samples, NODES_WANTED) == {("spot", "spot"): 3, ("stays", "on-demand"): 0}
     assert values(samples, NODES_MISSING) == {("spot", "spot"): 2, ("stays", "on-demand"): 0}
+
+
+def test_nodes_that_are_avoided_by_whom() -> None:
+    record = NodeRecord()
+    for job, node_id in (("a", "n0"), ("b", "n0"), ("a", "n1")):
+        failure = NodeFailure(node=node_id, worker=f"w{node_id}", cause="OSError", age_s=0.0, starting=True)
+        record.hear(view(job, node_failures=(failure,)), 0.0)
+    core = dataclasses.replace(snapshot(), node_failures=record.rows(1.0))
+    assert values(cluster_samples(core), NODES_AVOIDED) == {("all",): 1, ("some",): 1}
+    assert values(cluster_samples(snapshot()), NODES_AVOIDED) == {("all",): 0, ("some",): 0}
 
 
 def test_a_thousand_jobs_are_a_few_series() -> None:

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import Bill, JobView
 from placement.cluster.memory_need import MemoryNeed
+from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
 from placement.errors import InputError
@@ -76,6 +77,7 @@ FULL = JobView(
     spot="mixed",
     budget_usd=12.5,
     slow_nodes={"n1": 1.5},
+    node_failures=(NodeFailure(node="n1", worker="w2", cause="OSError", age_s=1.25, starting=True),),
     mixed_gpu_types=True,
     sizes=AllowedSizes(sizes=(2, 4, 8), memory=MemoryNeed(available_bytes=80 << 30, sharded_bytes=90 << 30, copies=3)),
 )
@@ -109,6 +111,7 @@ EVENTS: tuple[Event, ...] = (
     JobEnded(job="a", view=FULL),
     JobEnded(job="b"),
     NodesChanged(cluster=NODES, obtainable=(node("n9", 2),)),
+    NodeForgiven(node="n1"),
     TimePassed(),
     Recalled(measurements=KNOWN),
 )

@@ -92,9 +92,12 @@ class ClusterPage:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
         used = _used(look.allocator, {each.node: each.total for each in look.nodes})
+        told = look.allocator.core.node_failures if look.allocator is not None else ()
+        failed = {each.node: each for each in told}
         for each in look.nodes:
             self._totals[each.node] = each.total
-            row, before = node_row(each, seen.get(each.node), used.get(each.node, 0.0)), self._nodes.get(each.node)
+            row = node_row(each, seen.get(each.node), used.get(each.node, 0.0), failed.get(each.node))
+            before = self._nodes.get(each.node)
             if row.draining and before is not None and not before.draining:
                 kind = "spot notice" if row.spot else "drain"
                 self._history.mark(look.now_s, "", kind, f"node {row.label} is about to go")

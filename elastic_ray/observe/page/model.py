@@ -145,6 +145,7 @@ class PageNode:
         slots: GPUs, or CPUs where it has none; of a row that is a job, the most workers it had.
         used: slots that are granted to workers of elastic jobs.
         spot: whether it may be taken away.
+        failures: what is known of workers that failed there; empty for nothing.
         gone_s: when it was seen to be gone; None while it is there.
     """
 
@@ -155,6 +156,7 @@ class PageNode:
     used: int = 0
     spot: bool = False
     draining: bool = False
+    failures: str = ""
     gone_s: float | None = None
 
 

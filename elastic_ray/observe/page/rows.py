@@ -15,6 +15,7 @@ from elastic_ray.observe.page.source import JobFacts, NodeLook
 from placement.allocator.snapshot import JobState
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL, SPOT, Node
 from placement.cluster.jobs import JobView
+from placement.cluster.node_record import NodeHistory
 from placement.goodput.remaining import remaining
 from placement.text import clipped
 
@@ -158,13 +159,14 @@ def slots_per_worker(bundle: Mapping[str, float], total: Mapping[str, float]) ->
     return bundle.get("GPU", 0.0) if total.get("GPU") else bundle.get("CPU", 0.0)
 
 
-def node_row(node: NodeLook, seen: Node | None, used: float) -> PageNode:
+def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory | None = None) -> PageNode:
     """One living node.
 
     Args:
         node: as Ray lists it.
         seen: as the allocator does; None while there is none.
         used: slots that are granted to workers of elastic jobs.
+        failed: what the allocator knows of workers that failed there.
     """
     return PageNode(
         node=node.node,
@@ -174,6 +176,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float) -> PageNode:
         used=round(used),
         spot=node.labels.get(MARKET_LABEL) == SPOT,
         draining=seen is not None and seen.draining,
+        failures=clipped(failed.short) if failed is not None else "",
     )
 
 

@@ -13,6 +13,7 @@ from elastic_ray.observe.page.changes import tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, shares_of_time
 from elastic_ray.observe.page.model import PageJob, PageSnapshot
+from elastic_ray.observe.page.rows import node_row
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
 from elastic_ray.observe.page.sources.what_if import compare
 from placement.allocator.config import AllocatorConfig
@@ -21,6 +22,7 @@ from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged
 from placement.allocator.snapshot import AllocatorLook
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.autoscaling.objectives.base import WantedSize
+from placement.cluster.node_record import NodeFailure, NodeRecord
 from placement.cluster.progress import Progress
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
@@ -269,3 +271,12 @@ def test_what_if_takes_registered_policies_only() -> None:
             compare(look, many, "", 1002.0)
     now, then = compare(look, "cpu:1x2", "fifo", 1002.0)
     assert [each.job for each in now] == ["a"] == [each.job for each in then] and then[0].workers <= 2
+
+
+def test_a_node_says_which_workers_failed_there() -> None:
+    failed = NodeFailure(node="n0", worker="w1", cause="OSError: no disk", age_s=0.0, starting=True)
+    record = NodeRecord()
+    record.hear(view("a", node_failures=(failed,)), 0.0)
+    (history,) = record.rows(1.0)
+    row = node_row(NodeLook(node="n0", address="10.0.0.1", total={"CPU": 4.0}, labels={}), None, 0.0, history)
+    assert row.failures == "1 worker of a failed, avoided by a for 10 min; the last: OSError: no disk"

@@ -133,7 +133,7 @@ export class Timeline {
       g.fillStyle = row.gone_s === null ? colours.ink : colours.soft;
       g.textBaseline = "middle";
       const type = row.type ? ` ${row.type}` : "";
-      const text = `${row.label}${type}${row.spot ? " spot" : ""}${row.draining ? " ▼" : ""}`;
+      const text = `${row.label}${type}${row.spot ? " spot" : ""}${row.draining ? " ▼" : ""}${row.failures ? " !" : ""}`;
       g.fillText(text, 4, this.tops[i] + high / 2, view.left - 8);
     });
     g.strokeStyle = colours.line;
@@ -278,7 +278,7 @@ export class Timeline {
       const reason = this.store.tables.decisions.get(decision)?.reason ?? (to === null ? this.store.tables.jobs.get(job)?.why : "") ?? "";
       const until = to === null ? `${span(this.store.now_s - from)} so far` : span(to - from);
       text = `${job}: ${slots} ${slots === 1 ? "slot" : "slots"} on ${node.label} since ${at(from)}, ${until}. ${reason}`;
-    } else if (node) text = `${node.label}: ${node.used ?? 0} of ${node.slots} slots in use${node.spot ? ", spot" : ""}${node.draining ? ", about to go" : ""}`;
+    } else if (node) text = `${node.label}: ${node.used ?? 0} of ${node.slots} slots in use${node.spot ? ", spot" : ""}${node.draining ? ", about to go" : ""}${node.failures ? `. ${node.failures}` : ""}`;
     $("reason").textContent = text;
     this.canvas.style.cursor = bar || mark ? "pointer" : "crosshair";
   }

@@ -1,0 +1,172 @@
+"""Whose an exception of a train function is: one worker's, which is lost, or the program's, which ends the job (pure).
+
+A program's error comes on every rank, or comes back. What one worker raises alone, and its replacement does not, is
+taken for the fault of its process, its GPU or its node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from elastic_ray.record.losses import Losses
+from elastic_ray.worker.error_origin import ErrorOrigin
+from placement.cluster.node_record import FORGET_S, NodeFailure
+
+if TYPE_CHECKING:
+    from elastic_ray.sealed import Raised
+
+REMEMBER_S = 600.0
+"""For so long after an exception the same one on another worker counts as its return [s]."""
+
+SEVERAL_NODES = 3
+"""Nodes that must see an error of a device, or failed starts, before these are the program's."""
+
+_STARTS_PER_WORKER = 3
+_MOST_NOTED = 32  # failures that the allocator is told of
+_CAUSE = 120  # characters
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerError:
+    """One worker's exception.
+
+    Attributes:
+        worker: its id.
+        node: its node.
+        steps: steps of all loaders that were committed by then.
+        origin: type and place; None where elastic_ray failed beside the train function.
+        raised: the exception.
+    """
+
+    worker: str
+    node: str
+    steps: int
+    origin: ErrorOrigin | None
+    raised: BaseException | Raised | None
+
+    def is_like(self, other: WorkerError) -> bool:
+        """True if both have one type and one place."""
+        mine, its = self.origin, other.origin
+        return mine is not None and its is not None and (mine.kind, mine.place) == (its.kind, its.place)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What an exception means for its job.
+
+    Attributes:
+        ends: the error that ends the job; None where only the worker is lost.
+        reason: why, a sentence.
+    """
+
+    ends: BaseException | Raised | None
+    reason: str
+
+
+class WorkerErrors:
+    """Judges the exceptions of a job's workers.
+
+    Args:
+        losses: counts those that cost the job a member.
+    """
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+        self._members: list[tuple[float, WorkerError]] = []
+        self._starts: list[WorkerError] = []
+        self._last: WorkerError | None = None
+        self._noted: list[tuple[float, NodeFailure]] = []
+
+    def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> Verdict:
+        """Judge the exception of a worker that trained.
+
+        Args:
+            error: the exception.
+            others_train: other workers hold the state and have not returned from the train function.
+            now_s: the time [s, monotonic].
+        """
+        origin = error.origin
+        if origin is None or origin.refusal:
+            return Verdict(ends=error.raised, reason="elastic_ray raised it")
+        if not others_train and not origin.of_node:
+            return self._programs(error, "no other worker trains on")
+        if (before := self._same(error, now_s)) is not None:
+            return self._programs(before, f"worker {before.worker} raised the same at the same place")
+        # Several workers of a node that meet its fault in one step are one failure.
+        counted = any((each.node, each.steps) == (error.node, error.steps) for _, each in self._members)
+        self._members.append((now_s, error))
+        self._last = error
+        if not counted and not self._losses.one_raised():
+            return Verdict(ends=error.raised, reason="FailureConfig(max_failures) allows no more lost workers")
+        return Verdict(ends=None, reason="no other worker has raised the same")
+
+    def _same(self, error: WorkerError, now_s: float) -> WorkerError | None:
+        """Return an earlier exception that shows this one to be the program's."""
+        self._members = [(at_s, each) for at_s, each in self._members if now_s - at_s < REMEMBER_S]
+        alike = [each for _, each in self._members if error.is_like(each)]
+        if error.origin is not None and error.origin.of_node:
+            return alike[0] if len({error.node, *(each.node for each in alike)}) >= SEVERAL_NODES else None
+        return alike[0] if alike else None
+
+    def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> Verdict:
+        """Judge the exception of a worker that came to others and has not trained a step; ``joined``: it was a member.
+
+        It ends the job only where it returns an exception that cost the job the member which it replaces.
+        """
+        before = self._same(error, now_s) if joined else None
+        if before is not None:
+            return self._programs(before, f"worker {before.worker} raised the same at the same place")
+        return Verdict(ends=None, reason="it has not trained a step")
+
+    def of_start(self, error: WorkerError, *, nodes: int, wanted: int) -> Verdict:
+        """Judge the exception of a worker of a job that does not train yet.
+
+        Args:
+            error: the exception.
+            nodes: how many nodes there are that could run a worker of the job.
+            wanted: workers that the job is to have.
+        """
+        if error.origin is None or error.origin.refusal:
+            return Verdict(ends=error.raised, reason="elastic_ray raised it")
+        self._starts.append(error)
+        self._last = error
+        failed = {each.node for each in self._starts}
+        if any(error.is_like(each) and each.node != error.node for each in self._starts):
+            return self._programs(error, "starts on two nodes failed alike")
+        if len(failed) >= min(SEVERAL_NODES, max(1, nodes)):
+            return self._programs(error, f"starts failed on {len(failed)} node(s)")
+        if len(self._starts) >= _STARTS_PER_WORKER * max(1, wanted):
+            return self._programs(error, f"{len(self._starts)} starts failed")
+        return Verdict(ends=None, reason="other nodes may start it")
+
+    def _programs(self, error: WorkerError, reason: str) -> Verdict:
+        """The error is the program's: no node is to blame for those that were noted before."""
+        self._noted = []
+        return Verdict(ends=error.raised, reason=reason)
+
+    def note(self, node: str, worker: str, cause: str, *, starting: bool, now_s: float) -> None:
+        """Note a worker that failed for the allocator; ``starting``: it had trained nothing."""
+        failure = NodeFailure(node=node, worker=worker, cause=cause[:_CAUSE], age_s=0.0, starting=starting)
+        self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
+
+    def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
+        """Return the workers that failed in the last day."""
+        aged = (dataclasses.replace(each, age_s=max(0.0, now_s - at_s)) for at_s, each in self._noted)
+        return tuple(each for each in aged if each.age_s < FORGET_S)
+
+    def all_lost(self) -> BaseException | Raised | None:
+        """Return the exception that cost the job its last worker; None if something else did."""
+        return self._last.raised if self._last is not None else None
+
+    def settled(self) -> None:
+        """A group trains after the last loss, and after starts that failed."""
+        self._last, self._starts = None, []
+
+    def at_end(self, steps: int) -> BaseException | Raised | None:
+        """Return the last exception after which no step was trained: survivors have only returned without that worker.
+
+        Args:
+            steps: committed steps of a worker that has returned from the train function.
+        """
+        return next((each.raised for _, each in reversed(self._members) if each.steps >= steps), None)

@@ -1,0 +1,86 @@
+"""Where an exception of a train function comes from, so that those of two workers can be compared (pure)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import re
+import sysconfig
+import traceback
+import types
+
+_OURS = ("elastic_ray", "placement", "tuning")
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_DEVICE_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO})
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+# CUDA's texts for broken hardware, and torch's for a DataLoader's process that something else has ended.
+_NODE_TEXTS = re.compile(
+    r"uncorrectable (ECC|NVLink) error|hardware (stack )?error|busy or unavailable|DataLoader worker \(pid"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorOrigin:
+    """Type and place of an exception.
+
+    Attributes:
+        kind: module and name of its type.
+        place: file and line of the innermost frame of the user's code.
+        refusal: elastic_ray itself raised it, as it does on every rank.
+        of_node: a disk, a GPU or a killed process of the node is the cause, as far as the exception says.
+    """
+
+    kind: str
+    place: str
+    refusal: bool = False
+    of_node: bool = False
+
+
+def origin_of(error: BaseException) -> ErrorOrigin:
+    """Return where an exception comes from, while its traceback is there."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame, line) for frame, line in frames if _is_users(frame)]
+    kind, places = type(error), own or frames
+    raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
+    ours = _is_ours(kind.__module__) or (_is_ours(raised_in) and not isinstance(error, OSError))
+    return ErrorOrigin(
+        kind=f"{kind.__module__}.{kind.__qualname__}",
+        place=f"{places[-1][0].f_code.co_filename}:{places[-1][1]}" if places else "",
+        refusal=ours,
+        of_node=not ours and _is_of_node(error),
+    )
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] in _OURS
+
+
+def _is_users(frame: types.FrameType) -> bool:
+    """True unless a frame belongs to elastic_ray, to Python or to an installed library."""
+    file = frame.f_code.co_filename
+    return not (
+        _is_ours(str(frame.f_globals.get("__name__", ""))) or file.startswith("<") or file.startswith(_LIBRARIES)
+    )
+
+
+def _is_of_node(error: BaseException) -> bool:
+    """True if the exception, or one that it was raised from, names a device or a killed process."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        text = ""
+        if isinstance(seen, OSError | RuntimeError):
+            with contextlib.suppress(Exception):  # a class of the user's may have a __str__ that raises
+                text = str(seen)
+        if isinstance(seen, OSError):
+            # A DataLoader's process tells the number in the text alone.
+            found = _ERRNO.search(text)
+            number = seen.errno if seen.errno is not None else int(found[1]) if found is not None else None
+            if number in _DEVICE_ERRORS:
+                return True
+        if _NODE_TEXTS.search(text):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

@@ -1,0 +1,213 @@
+"""Failures of workers by node: who tells of them, and for how long a node is avoided for that (pure).
+
+A node that was lost as a whole has no record: it comes back under another id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from placement.cluster.jobs import JobView
+
+WINDOW_S = 600.0
+"""Two failures of a job within this time, or failures of two jobs, make a node one to avoid [s]."""
+
+REST_S = 600.0
+"""A node is avoided for so long after the last failure, and twice as long each time that it fails again [s]."""
+
+MOST_REST_S = 6 * 3600.0
+"""Longest time for which a node is avoided [s]."""
+
+FORGET_S = 24 * 3600.0
+"""A failure is forgotten after this [s]."""
+
+_MOST_FAILURES = 64  # of a node; the last ones
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailure:
+    """A worker that failed on a node, as its job's controller tells of it with each heartbeat.
+
+    Attributes:
+        node: id of the node.
+        worker: id of the worker, which no other of the job has.
+        cause: what happened, a few words.
+        age_s: time since [s].
+        starting: it had trained nothing: the job avoids the node at once.
+    """
+
+    node: str
+    worker: str
+    cause: str
+    age_s: float
+    starting: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHistory:
+    """A node with failures, as it is shown.
+
+    Attributes:
+        node: id of the node.
+        failures: how many are remembered.
+        jobs: jobs that had them.
+        cause: of the last one.
+        age_s: time since the last one [s].
+        avoided_by: jobs that avoid it now.
+        by_all: all jobs do.
+        rests_s: for how long yet [s]; 0 where nobody avoids it.
+    """
+
+    node: str
+    failures: int
+    jobs: tuple[str, ...]
+    cause: str
+    age_s: float
+    avoided_by: tuple[str, ...]
+    by_all: bool
+    rests_s: float
+
+    def __str__(self) -> str:
+        return f"node {self.node[:8]}: {self.short}, {self.age_s:.0f} s ago"
+
+    @property
+    def short(self) -> str:
+        """The same without what changes each second."""
+        whom = "all jobs" if self.by_all else ", ".join(self.avoided_by)
+        workers = "1 worker" if self.failures == 1 else f"{self.failures} workers"
+        avoided = f", avoided by {whom} for {math.ceil(self.rests_s / 60)} min" if whom else ""
+        return f"{workers} of {', '.join(self.jobs)} failed{avoided}; the last: {self.cause}"
+
+
+JobKey = tuple[str, float]
+"""Name and time of submission: a job that is submitted again is another one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Noted:
+    at_s: float
+    job: JobKey
+    worker: str
+    cause: str
+    starting: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AvoidedNodes:
+    """Nodes that are worth nothing now, with the reason of each.
+
+    Attributes:
+        by_job: by job, and node.
+        by_all: by node.
+    """
+
+    by_job: Mapping[JobKey, Mapping[str, str]]
+    by_all: Mapping[str, str]
+
+    def of(self, view: JobView) -> dict[str, str]:
+        """Return those of one job, with their reasons."""
+        return {**self.by_all, **self.by_job.get((view.job, view.submitted_s), {})}
+
+
+class NodeRecord:
+    """Failures by node. Soft state: jobs tell of theirs again; those of jobs that have ended are lost with it."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, list[_Noted]] = {}
+        self._forgiven_s: dict[str, float] = {}
+
+    def hear(self, view: JobView, now_s: float) -> None:
+        """Take in what a job tells [s, of a clock that nobody sets]."""
+        key = view.job, view.submitted_s
+        for told in view.node_failures:
+            at_s = now_s - max(0.0, told.age_s)
+            known = self._nodes.get(told.node, [])
+            if at_s <= self._forgiven_s.get(told.node, -math.inf) or now_s - at_s > FORGET_S:
+                continue
+            if any((each.job, each.worker) == (key, told.worker) for each in known):
+                continue
+            noted = _Noted(at_s, key, told.worker, told.cause, told.starting)
+            self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
+
+    def ended(self, view: JobView) -> None:
+        """Keep of a job that has ended what it tells of last: what was its program's fault, it has taken back."""
+        key, kept = (view.job, view.submitted_s), {(each.node, each.worker) for each in view.node_failures}
+        for node, noted in list(self._nodes.items()):
+            self._keep(node, [each for each in noted if each.job != key or (node, each.worker) in kept])
+
+    def forgive(self, node: str, now_s: float) -> bool:
+        """Forget a node's failures; returns whether there were any."""
+        self._forgiven_s[node] = now_s
+        return self._nodes.pop(node, None) is not None
+
+    def forget(self, now_s: float) -> None:
+        """Forget what is too old."""
+        for node, noted in list(self._nodes.items()):
+            self._keep(node, [each for each in noted if now_s - each.at_s <= FORGET_S])
+        self._forgiven_s = {node: at_s for node, at_s in self._forgiven_s.items() if now_s - at_s <= FORGET_S}
+
+    def _keep(self, node: str, noted: list[_Noted]) -> None:
+        if noted:
+            self._nodes[node] = noted
+        else:
+            self._nodes.pop(node, None)
+
+    def avoided(self, now_s: float) -> AvoidedNodes:
+        """Return which nodes are worth nothing now, and to whom."""
+        by_job: dict[JobKey, dict[str, str]] = {}
+        by_all: dict[str, str] = {}
+        for node, noted in self._nodes.items():
+            for key in {each.job for each in noted}:
+                own = [each for each in noted if each.job == key]
+                if _rests_until(own, of_jobs=False) > now_s:
+                    by_job.setdefault(key, {})[node] = _reason(node, own, "its workers")
+            if _rests_until(noted, of_jobs=True) > now_s:
+                by_all[node] = _reason(node, noted, f"workers of {len({each.job for each in noted})} jobs")
+        return AvoidedNodes(by_job=by_job, by_all=by_all)
+
+    def rows(self, now_s: float) -> tuple[NodeHistory, ...]:
+        """Return all nodes with failures, by id."""
+        avoided, rows = self.avoided(now_s), []
+        for node, noted in sorted(self._nodes.items()):
+            keys = {each.job for each in noted}
+            by = {key: [each for each in noted if each.job == key] for key in keys}
+            ends = [_rests_until(noted, of_jobs=True), *(_rests_until(own, of_jobs=False) for own in by.values())]
+            rows.append(
+                NodeHistory(
+                    node=node,
+                    failures=len(noted),
+                    jobs=tuple(sorted({name for name, _ in keys})),
+                    cause=noted[-1].cause,
+                    age_s=now_s - noted[-1].at_s,
+                    avoided_by=tuple(sorted({key[0] for key in keys if node in avoided.by_job.get(key, {})})),
+                    by_all=node in avoided.by_all,
+                    rests_s=max(0.0, max(ends) - now_s),
+                )
+            )
+        return tuple(rows)
+
+
+def _reason(node: str, noted: Sequence[_Noted], whose: str) -> str:
+    return f"node {node[:8]} is avoided, {len(noted)} of {whose} failed there, the last with {noted[-1].cause}"
+
+
+def _rests_until(noted: Sequence[_Noted], *, of_jobs: bool) -> float:
+    """Return until when a node is avoided for these failures, in order of time [s]; minus infinity for never.
+
+    Args:
+        noted: failures.
+        of_jobs: two jobs must have failed within the window; else two workers, or one at its start.
+    """
+    until_s, rest_s = -math.inf, 0.0
+    for index, failure in enumerate(noted):
+        recent = [each for each in noted[: index + 1] if failure.at_s - each.at_s <= WINDOW_S]
+        enough = len({each.job for each in recent}) > 1 if of_jobs else len(recent) > 1 or failure.starting
+        if failure.at_s > until_s and (enough or until_s > -math.inf):  # it has failed, or failed again after a rest
+            rest_s = min(2 * rest_s or REST_S, MOST_REST_S)
+        if rest_s:
+            until_s = max(until_s, failure.at_s + rest_s)
+    return until_s

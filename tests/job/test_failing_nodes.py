@@ -1,0 +1,80 @@
+"""A node on which every start fails: the job begins elsewhere, and ends only where other nodes fail as well."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import ray
+import ray.train
+
+import elastic_ray as er
+from elastic_ray.cli import cluster as cli
+from elastic_ray.events import EventKind
+from placement.allocator.actor import find_allocator
+from tests.job import traced
+from tests.local_cluster import LocalCluster
+
+# The head has none of the workers' resource.
+pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(600), pytest.mark.thorough]
+
+
+def train(config: dict[str, Any]) -> str:
+    """Train, but not on the node that is asked first; with ``everywhere`` on none."""
+    node, bad = ray.get_runtime_context().get_node_id(), Path(config["trace"]) / "bad"
+    own = bad.with_name(f"{os.getpid()}")
+    own.write_text(node)
+    if not bad.exists():
+        bad.hardlink_to(own)
+    if config["everywhere"] or bad.read_text() == node:
+        raise ModuleNotFoundError("No module named 'apex'")
+    return traced.train(config)
+
+
+def submit(folder: Path, *, everywhere: bool = False) -> er.JobHandle:
+    (folder / "trace").mkdir()
+    config = {"trace": str(folder / "trace"), "everywhere": everywhere, "pause_s": 0.05}
+    return er.ElasticTrainer(
+        train,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"slot": 1}),
+        run_config=ray.train.RunConfig(storage_path=str(folder / "runs")),
+    ).submit()
+
+
+def failures() -> list[Any]:
+    """What the allocator knows of failing nodes."""
+    return list(ray.get(find_allocator(None).snapshot.remote()).node_failures)
+
+
+def test_a_job_begins_on_another_node_than_that_on_which_starts_fail(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+    for _ in range(2):
+        ray_cluster.add_node(num_cpus=1, resources={"slot": 2})
+    handle = submit(tmp_path)
+    handle.result(timeout=180)
+    bad = (tmp_path / "trace" / "bad").read_text()
+    lost = [event for event in handle.events() if event.kind is EventKind.WARNING]
+    assert {event.detail["node"] for event in lost} == {bad} and "No module named 'apex'" in lost[0].reason
+    traced.account(tmp_path / "trace")
+    (row,) = failures()
+    assert (row.node, row.avoided_by, row.by_all) == (bad, (handle.job,), False)
+    started = next(event for event in handle.events() if event.kind is EventKind.STARTED)
+    assert f"node {bad[:8]} is avoided, " in started.reason
+    with pytest.raises(click.ClickException, match="'' means 3"):
+        cli.forgive("")
+    assert cli.forgive(bad[:16]) == bad and not failures()
+    with pytest.raises(click.ClickException, match="no worker has failed on node"):
+        cli.forgive(bad)
+
+
+def test_a_program_that_no_node_can_start_ends_with_its_error_and_no_node_is_blamed(
+    ray_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        ray_cluster.add_node(num_cpus=1, resources={"slot": 2})
+    with pytest.raises(ModuleNotFoundError, match="apex"):
+        submit(tmp_path, everywhere=True).result(timeout=120)
+    assert not failures()

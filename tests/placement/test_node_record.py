@@ -1,0 +1,182 @@
+"""Nodes on which workers fail: avoided by their job, by all after two jobs, for a time, and never by leaving none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from placement.allocator.core import AllocatorCore
+from placement.allocator.events import JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, TimePassed
+from placement.allocator.significance import trigger_of
+from placement.allocator.snapshot import Trigger
+from placement.cluster.cluster import slots
+from placement.cluster.jobs import JobView
+from placement.cluster.node_record import (
+    FORGET_S,
+    MOST_REST_S,
+    REST_S,
+    WINDOW_S,
+    NodeFailure,
+    NodeRecord,
+)
+from placement.planning.failing_nodes import avoid_failing
+from placement.policies.goodput.policy import GoodputPolicy
+from tests.placement.views import cluster, view
+
+
+def failure(node: str, worker: str, age_s: float = 0.0, *, starting: bool = False) -> NodeFailure:
+    return NodeFailure(node=node, worker=worker, cause="OSError: [Errno 5]", age_s=age_s, starting=starting)
+
+
+def told(job: str, *failures: NodeFailure, **kwargs: object) -> JobView:
+    return view(job, node_failures=failures, **kwargs)
+
+
+def avoids(record: NodeRecord, job: str, now_s: float) -> set[str]:
+    return set(record.avoided(now_s).of(view(job)))
+
+
+def test_two_failures_in_ten_minutes_close_a_node_to_the_job_and_those_of_two_jobs_to_all() -> None:
+    record = NodeRecord()
+    record.hear(told("a", failure("n0", "w1")), 0.0)
+    assert not avoids(record, "a", 1.0)
+    record.hear(told("a", failure("n0", "w1", 500.0), failure("n0", "w2")), 500.0)
+    assert (avoids(record, "a", 501.0), avoids(record, "b", 501.0)) == ({"n0"}, set())
+    record.hear(told("b", failure("n0", "w1")), 600.0)
+    assert avoids(record, "b", 601.0) == avoids(record, "c", 601.0) == {"n0"}
+
+
+def test_failures_far_apart_are_chance() -> None:
+    record = NodeRecord()
+    for number in range(20):
+        record.hear(told("a", failure("n0", f"w{number}")), number * (WINDOW_S + 1))
+        assert not avoids(record, "a", number * (WINDOW_S + 1))
+
+
+def test_one_failed_start_closes_a_node_to_its_job_alone() -> None:
+    record = NodeRecord()
+    record.hear(told("a", failure("n0", "w1", starting=True)), 0.0)
+    assert (avoids(record, "a", 1.0), avoids(record, "b", 1.0)) == ({"n0"}, set())
+
+
+def test_heartbeats_repeat_what_they_tell_and_it_counts_once() -> None:
+    record = NodeRecord()
+    for now_s in range(30):
+        record.hear(told("a", failure("n0", "w1", float(now_s))), float(now_s))
+    (row,) = record.rows(30.0)
+    assert (row.failures, row.age_s, row.avoided_by, row.rests_s) == (1, 30.0, (), 0.0)
+
+
+def test_a_node_that_fails_again_after_its_rest_rests_twice_as_long() -> None:
+    record = NodeRecord()
+    record.hear(told("a", failure("n0", "w1"), failure("n0", "w2")), 0.0)
+    assert avoids(record, "a", REST_S - 1) and not avoids(record, "a", REST_S + 1)
+    again_s = 2 * REST_S
+    record.hear(told("a", failure("n0", "w3")), again_s)
+    assert avoids(record, "a", again_s + 2 * REST_S - 1) and not avoids(record, "a", again_s + 2 * REST_S + 1)
+    (row,) = record.rows(again_s)
+    assert (row.avoided_by, row.by_all, row.rests_s) == (("a",), False, 2 * REST_S)
+    assert str(row) == "node n0: 3 workers of a failed, avoided by a for 20 min; the last: OSError: [Errno 5], 0 s ago"
+
+
+def test_what_is_forgiven_is_not_heard_again() -> None:
+    record = NodeRecord()
+    both = failure("n0", "w1"), failure("n0", "w2")
+    record.hear(told("a", *both), 10.0)
+    assert record.forgive("n0", 20.0) and not avoids(record, "a", 20.0)
+    record.hear(told("a", *(dataclasses.replace(each, age_s=20.0) for each in both)), 30.0)
+    assert not record.rows(30.0) and not record.forgive("n1", 30.0)
+
+
+def test_a_job_that_was_ended_by_its_own_program_takes_back_what_it_told() -> None:
+    record = NodeRecord()
+    record.hear(told("a", failure("n0", "w1", starting=True), failure("n1", "w2")), 0.0)
+    record.hear(told("b", failure("n0", "w1")), 0.0)
+    assert avoids(record, "c", 1.0) == {"n0"}
+    record.ended(told("a", failure("n1", "w2")))
+    assert not avoids(record, "c", 1.0)
+    assert [(row.node, row.jobs) for row in record.rows(1.0)] == [("n0", ("b",)), ("n1", ("a",))]
+
+
+TIMES = st.lists(st.tuples(st.floats(0.0, 1e5), st.sampled_from("abc"), st.booleans()), min_size=1, max_size=12)
+
+
+@given(times=TIMES, later_s=st.floats(0.0, 1e5))
+def test_whatever_has_failed_a_node_comes_back(times: list[tuple[float, str, bool]], later_s: float) -> None:
+    record = NodeRecord()
+    for number, (at_s, job, starting) in enumerate(sorted(times)):
+        record.hear(told(job, failure("n0", f"w{number}", starting=starting)), at_s)
+    last_s = max(at_s for at_s, _, _ in times)
+    before, after = (set(record.avoided(last_s + s).by_job) for s in (0.0, later_s))
+    assert after <= before, "without another failure nobody begins to avoid a node"
+    free = record.avoided(last_s + MOST_REST_S)
+    assert not free.by_job and not free.by_all
+    record.forget(last_s + FORGET_S + 1.0)
+    assert not record.rows(last_s + FORGET_S + 1.0)
+
+
+NODES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@given(
+    cpus=NODES,
+    jobs=st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(1, 6), st.booleans()), min_size=1, max_size=4),
+)
+def test_no_job_is_left_without_nodes_that_could_run_it(
+    cpus: list[int], jobs: list[tuple[set[int], int, bool]]
+) -> None:
+    nodes, record, views = cluster(*cpus), NodeRecord(), []
+    for number, (failed, least, trained) in enumerate(jobs):
+        failures = [failure(f"n{node}", f"w{node}", starting=True) for node in failed]
+        views.append(told(f"j{number}", *failures, min_workers=least, most_workers=int(trained)))
+        record.hear(views[-1], 0.0)
+    seen, named, notes = avoid_failing(views, nodes, record.avoided(1.0))
+    for before, after in zip(views, seen, strict=True):
+        room = sum(slots(each.total, after.bundle) for each in named.nodes if each.matches(after.selector))
+        assert room >= before.min_workers or after is before
+        assert (before.job in notes) == (after is not before)
+
+
+def test_where_nothing_has_failed_plans_are_as_before() -> None:
+    views, nodes = [view("a")], cluster(4, 4)
+    seen, same, notes = avoid_failing(views, nodes, NodeRecord().avoided(0.0))
+    assert seen is views and same is nodes and not notes
+
+
+def test_a_job_that_trains_keeps_a_node_while_others_have_no_room_and_one_that_does_not_waits() -> None:
+    record = NodeRecord()
+    full = view("b", allocation={"n1": 4})
+    for most_workers, closed in ((2, False), (0, True)):
+        job = told("a", failure("n0", "w1", starting=True), allocation={"n0": 2}, most_workers=most_workers)
+        record.hear(job, 0.0)
+        (seen, _), _, notes = avoid_failing([job, full], cluster(4, 4), record.avoided(1.0))
+        assert ((seen is not job), ("a" in notes)) == (closed, closed)
+
+
+def test_a_failure_calls_for_a_decision_and_its_age_does_not() -> None:
+    before = told("a", failure("n0", "w1"))
+    assert trigger_of(before, told("a", failure("n0", "w1", 5.0)), 0.1) is None
+    assert trigger_of(before, told("a", failure("n0", "w1"), failure("n0", "w2")), 0.1) is Trigger.NODES
+
+
+def test_the_allocator_moves_a_job_off_says_why_and_moves_it_back_once_it_is_forgiven() -> None:
+    core = AllocatorCore(GoodputPolicy())
+    core.handle(NodesChanged(cluster=cluster(1, 1)), 0.0)
+
+    def target(now_s: float, *failures: NodeFailure) -> dict[str, int]:
+        core.handle(JobHeartbeat(view=told("a", *failures, max_workers=2, held_at=2)), now_s)
+        core.handle(TimePassed(), now_s + 5.0)
+        return dict(core.snapshot().jobs["a"].target)
+
+    assert target(1.0) == {"n0": 1, "n1": 1}
+    started = failure("n0", "w1", starting=True)
+    assert target(10.0, started) == {"n1": 1}
+    reason = core.snapshot().jobs["a"].reason
+    assert "node n0 is avoided, 1 of its workers failed there, the last with OSError: [Errno 5]" in reason
+    assert reason.endswith(core.avoids["a"])
+    core.handle(NodeForgiven(node="n0"), 20.0)
+    assert target(20.0, dataclasses.replace(started, age_s=10.0)) == {"n0": 1, "n1": 1} and not core.avoids
+    core.handle(JobEnded(job="a", view=told("a")), 30.0)
+    assert not core.snapshot().node_failures
