@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from elastic_ray.data import sharding
-from elastic_ray.data.sharding import Indices
+from elastic_ray.data.permutation import Indices, Permutation, positions
 
 Row = dict[str, Any]
 Source = str | os.PathLike[str]
@@ -139,16 +139,13 @@ class ArrowDataset:
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 
-    def epoch_order(self, seed: int, epoch: int) -> Indices:
+    def epoch_order(self, seed: int, epoch: int) -> WindowedOrder:
         """Row groups in random order, rows in random order within each window of them."""
-        random = sharding.epoch_generator(seed=seed, epoch=epoch)
-        shuffled = random.permutation(len(self._groups))
+        key = sharding.epoch_key(seed=seed, epoch=epoch)
+        shuffled = Permutation(samples=len(self._groups), key=key)[:]
         count = -(-len(shuffled) // self._buffer_row_groups)
-        windows = []
-        for chosen in np.array_split(shuffled, count):  # evenly: a last window of one group would not be mixed
-            window = np.concatenate([np.arange(self._starts[g], self._starts[g + 1]) for g in chosen])
-            windows.append(random.permutation(window))
-        return np.concatenate(windows)
+        # evenly: a last window of one group would not be mixed
+        return WindowedOrder(self._starts, np.array_split(shuffled, count), key=key)
 
     def read_row_group(self, group: int) -> pa.Table:
         """Read row group `group` of `row_groups` from its file, past the cache."""
@@ -183,6 +180,38 @@ class ArrowDataset:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
+
+
+class WindowedOrder:
+    """Rows of the row groups of one window after another, each window's in random order; computed when asked for.
+
+    Args:
+        starts: first row of each row group, and the number of rows.
+        windows: the row groups of each window.
+        key: of the random order.
+    """
+
+    def __init__(self, starts: Indices, windows: Sequence[Indices], *, key: str) -> None:
+        self._starts, self._windows, self._key = starts, windows, key
+        rows = np.diff(starts)
+        self._ends = np.cumsum([rows[groups].sum() for groups in windows])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, part: slice | Indices) -> Indices:
+        """Return the rows at some positions."""
+        wanted = positions(part, len(self))
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        rows = np.empty_like(wanted)
+        for number in np.unique(numbers):
+            groups, places = self._windows[number], np.flatnonzero(numbers == number)
+            edges = np.concatenate([[0], np.cumsum(self._starts[groups + 1] - self._starts[groups])])
+            mixed = Permutation(samples=int(edges[-1]), key=f"{self._key} window {number}")
+            within = mixed[wanted[places] - (self._ends[number] - edges[-1])]
+            chosen = np.searchsorted(edges, within, side="right") - 1
+            rows[places] = self._starts[groups[chosen]] + within - edges[chosen]
+        return rows
 
 
 def _cached(cache: OrderedDict[int, Value], key: int, make: Callable[[int], Value], size: int) -> Value:

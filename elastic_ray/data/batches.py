@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,10 +15,13 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.data.compared.items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
-from elastic_ray.data.sharding import Indices, can_switch, rank_slices, split, step_size
+from elastic_ray.data.permutation import Order
+from elastic_ray.data.sharding import can_switch, rank_slices, split, step_size
 from elastic_ray.data.shares import Shares
 
 _SHOWN = 4  # of an order, in errors
+# Indices of some steps are computed together: for so few as one has, NumPy's calls cost more than the work.
+_STEPS_AHEAD, _INDICES_AHEAD = 64, 4096
 
 
 class StepSplit:
@@ -243,11 +247,11 @@ class MapBatches:
         self._keeps_workers = fetching.persistent_workers or not fetching.num_workers
         self._make = functools.partial(_data_loader, dataset, self._indices, fetching, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
-        self._epoch: tuple[int, Indices] | None = None
-        self._digest: tuple[Indices, int] | None = None
+        self._epoch: tuple[int, Order] | None = None
+        self._digest: tuple[Order, int] | None = None
         self._batches: Iterator[Any] | None = None
 
-    def indices(self, epoch: int) -> Indices:
+    def indices(self, epoch: int) -> Order:
         """The epoch's order."""
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
@@ -313,17 +317,35 @@ class MapBatches:
         return can_switch(position=position, total=total, world_size=world_size)
 
 
-def _shares(order: Indices, position: int, cut: StepSplit, *, sort: bool) -> Iterator[tuple[int, list[int]]]:
+def _shares(order: Order, position: int, cut: StepSplit, *, sort: bool) -> Iterator[tuple[int, list[int]]]:
     """This rank's micro-batches from ``position`` on, each with the position of its first sample.
 
     Sorted, each rank reads one stretch of the file in a step.
     """
-    while count := cut.count(position, len(order)):
-        step = order[position : position + count]
+    steps = _steps(position, len(order), cut)
+    size = cut.batch_size if sort else cut.batch_size // cut.world_size
+    while ahead := list(itertools.islice(steps, min(_STEPS_AHEAD, _INDICES_AHEAD // max(size, 1) + 1))):
+        first, last = ahead[0].start, ahead[-1].stop
+        pieces = [
+            range(step.start + piece.start, step.start + piece.stop)
+            for step in ahead
+            for piece in cut.slices(len(step), step.start)
+        ]
+        own = np.concatenate([np.arange(piece.start, piece.stop, dtype=np.int64) for piece in [range(0), *pieces]])
         if sort:
-            step = np.sort(step)
-        for piece in cut.slices(count, position):
-            yield position + piece.start, step[piece].tolist()
+            whole = np.split(order[first:last], [step.stop - first for step in ahead])
+            indices = np.concatenate([np.sort(step) for step in whole])[own - first]
+        else:
+            indices = order[own]
+        values = iter(indices.tolist())
+        for piece in pieces:
+            yield piece.start, list(itertools.islice(values, len(piece)))
+
+
+def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:
+    """Yield the positions of each step."""
+    while count := cut.count(position, total):
+        yield range(position, position + count)
         position += count
 
 

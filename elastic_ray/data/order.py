@@ -1,8 +1,8 @@
 """In which order does an epoch use its samples? The same answer on every rank, from the seed and the epoch
 alone.
 
-Map-style datasets: an `EpochOrder` gives all indices of an epoch at once (`order_for` picks it); `sharding`
-then cuts them up by position. Iterable datasets: `StreamSharder` reads the stream on every rank and keeps its
+Map-style datasets: an `EpochOrder` gives the indices of an epoch (`order_for` picks it); `sharding` then cuts
+them up by position. Iterable datasets: `StreamSharder` reads the stream on every rank and keeps its
 share by position.
 """
 
@@ -22,14 +22,15 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from elastic_ray.data import sharding
+from elastic_ray.data.permutation import Indices, Order, Permutation
 from elastic_ray.data.private_random import PrivateRandom
-from elastic_ray.data.sharding import Indices
 from elastic_ray.data.shares import Shares
 
 Item = TypeVar("Item")
 
 # What is looked at of an item to tell it from others.
 _FIRST, _LONGEST, _DEEPEST = 8, 256, 4
+_COMPARED = 1024  # indices of an order, from the first on
 
 
 @runtime_checkable
@@ -37,7 +38,7 @@ class EpochOrder(Protocol):
     """Gives the order of an epoch. A dataset that has this method brings its own order (`ArrowDataset`
     does)."""
 
-    def epoch_order(self, seed: int, epoch: int) -> Indices:
+    def epoch_order(self, seed: int, epoch: int) -> Order:
         """Indices [n] in the order of use; equal arguments give equal indices in every process."""
         ...
 
@@ -60,12 +61,11 @@ class IndexOrder:
         if self.samples < 1:
             raise ValueError(f"the dataset must have at least 1 sample, but has {self.samples}")
 
-    def epoch_order(self, seed: int, epoch: int) -> Indices:
+    def epoch_order(self, seed: int, epoch: int) -> Permutation:
         """See `EpochOrder`."""
-        if not self.shuffle:
-            return np.arange(self.samples, dtype=np.int64)
         chosen = seed if self.own_seed is None else self.own_seed
-        return sharding.epoch_generator(seed=chosen, epoch=epoch).permutation(self.samples)
+        key = sharding.epoch_key(seed=chosen, epoch=epoch)
+        return Permutation(samples=self.samples, key=key if self.shuffle else "")
 
 
 class SamplerOrder:
@@ -166,8 +166,13 @@ def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
     return drop_last or (_is_plain_distributed(sampler) and bool(cast("Any", sampler).drop_last))
 
 
-def digest(order: Indices) -> int:
-    """A number below 2**63 that ranks can compare to find a sampler that is not the same everywhere."""
+def digest(order: Order) -> int:
+    """A number below 2**63 that ranks can compare to find a sampler that is not the same everywhere.
+
+    Indices that a sampler drew are compared one by one; of those that are computed when they are asked for, some.
+    """
+    if not isinstance(order, np.ndarray):
+        order = order[np.arange(0, len(order), -(-len(order) // _COMPARED))]
     raw = hashlib.blake2b(np.ascontiguousarray(order, dtype="<i8").data, digest_size=8).digest()
     return int.from_bytes(raw, "little") >> 1
 

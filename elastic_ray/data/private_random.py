@@ -23,7 +23,7 @@ class PrivateRandom:
 
     def __init__(self, *, seed: int, epoch: int, owner: object = None) -> None:
         """Seed from `seed` and `epoch` alone."""
-        sharding.epoch_generator(seed=seed, epoch=epoch)  # checks both
+        sharding.epoch_key(seed=seed, epoch=epoch)  # checks both
         self._words = np.random.SeedSequence([seed, epoch]).generate_state(4)
         self._owner = owner
         self._inside: list[Any] | None = None

@@ -11,8 +11,8 @@ import numpy as np
 
 from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSplit
 from elastic_ray.data.order import EpochOrder, digest
+from elastic_ray.data.permutation import Indices, Order
 from elastic_ray.data.private_random import PrivateRandom
-from elastic_ray.data.sharding import Indices
 from elastic_ray.data.whole import batch_ends, whole_step
 
 
@@ -81,7 +81,7 @@ class WholeBatches(MapBatches):
         super().__init__(dataset, make_order, seed=seed, fetching=fetching)
         self._batch_size = batch_size
         self._drop_last = drop_last
-        self._ends: tuple[Indices, Sequence[int]] | None = None
+        self._ends: tuple[Order, Sequence[int]] | None = None
 
     def ends(self, epoch: int) -> Sequence[int]:
         """Where the epoch's batches end."""
@@ -117,7 +117,7 @@ class WholeBatches(MapBatches):
         return True
 
 
-def _own_batches(order: Indices, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
+def _own_batches(order: Order, ends: Sequence[int], position: int, cut: StepSplit) -> Iterator[tuple[int, list[int]]]:
     """This rank's batches from ``position`` on, each with the position of its first sample."""
     while batches := whole_step(ends, position=position, world_size=cut.world_size):
         if cut.rank < len(batches):

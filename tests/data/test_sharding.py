@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ray.data.permutation import Permutation
 from elastic_ray.data.sharding import (
     can_switch,
     check_place,
-    epoch_generator,
+    epoch_key,
     micro_steps_for,
     rank_slices,
     split,
@@ -28,7 +29,7 @@ attempts = st.lists(st.tuples(worlds, st.integers(0, 40), st.integers(1, 5), st.
 def test_each_sample_exactly_once_under_any_schedule(
     total: int, schedule: list[tuple[int, int, int, bool]], drop_last: bool, seed: int
 ) -> None:
-    order = epoch_generator(seed=seed, epoch=0).permutation(total)
+    order = Permutation(samples=total, key=epoch_key(seed=seed, epoch=0))
     world, position, used, tries = 1, 0, [], 0
     while True:
         wanted, extra, micro_steps, killed = schedule[tries % len(schedule)]
@@ -141,7 +142,7 @@ def test_can_switch_waits_for_the_tail() -> None:
         (lambda: can_switch(position=0, total=10, world_size=0), ValueError, "world_size must be at least 1"),
         (lambda: split(4, world_size=2, micro_steps=0), ValueError, "micro_steps must be at least 1"),
         (lambda: rank_slices(4, rank=2, world_size=2), ValueError, r"rank must be in 0\.\.1"),
-        (lambda: epoch_generator(seed=-3, epoch=0), ValueError, "seed must be at least 0, but got -3"),
+        (lambda: epoch_key(seed=-3, epoch=0), ValueError, "seed must be at least 0, but got -3"),
     ],
 )
 def test_bad_input_names_the_value(call, error, message) -> None:

@@ -63,7 +63,7 @@ def by_torch() -> dict[str, float]:
     model = model_of(nn.EmbeddingBag(ROWS, 3, mode="sum"))
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
     for epoch in range(EPOCHS):
-        order = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch))
+        order = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:])
         for share in order.split(BATCH):
             ids, targets = data()[share]
             optimizer.zero_grad()

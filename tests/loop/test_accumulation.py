@@ -216,7 +216,7 @@ def gan_by_hand(world: int, micro: int | None, order: str) -> Tensor:
     }
     loss = nn.functional.binary_cross_entropy_with_logits
     for epoch in range(EPOCHS):
-        indices = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch))
+        indices = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:])
         for batch in indices.split(BATCH):
             shares = batch.view(world, -1)
             pieces = shares.split(micro or BATCH, dim=1)  # of each micro-step, over all ranks

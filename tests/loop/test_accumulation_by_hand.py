@@ -55,7 +55,7 @@ def trained_by_torch(lost: Sequence[int] = ()) -> Tensor:
     (samples,) = rows().tensors
     step = 0
     for epoch in range(EPOCHS):
-        for batch in torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)).split(BATCH):
+        for batch in torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]).split(BATCH):
             if step not in lost:
                 (model(samples[batch]).square().mean() / EVERY).backward()
             step += 1

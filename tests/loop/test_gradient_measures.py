@@ -112,7 +112,7 @@ def batches(batch: int, world: int) -> list[Tensor]:
     """Indices of each step of two epochs."""
     found = []
     for epoch in range(2):
-        order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)), 0
+        order, position = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]), 0
         while count := step_size(position=position, total=SAMPLES, batch_size=batch, world_size=world):
             found.append(order[position : position + count])
             position += count

@@ -171,7 +171,7 @@ def reference(build: Any, optimizer_of: Any, batch: int = BATCH, world: int = 1)
     model, data = make(build)
     optimizer = optimizer_of(model)
     for epoch in range(EPOCHS):
-        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]
         position = 0
         while count := step_size(position=position, total=SAMPLES, batch_size=batch, world_size=world):
             x, y = data[torch.from_numpy(order[position : position + count])]
@@ -238,7 +238,7 @@ def ddp(build: Any, batch: int) -> dict[str, Tensor]:
     optimizer = sgd(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
     for epoch in range(EPOCHS):
-        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]
         for start in range(0, SAMPLES - batch + 1, batch):
             share = order[start + rank * batch // world : start + (rank + 1) * batch // world]
             x, y = data[torch.from_numpy(share)]

@@ -92,7 +92,7 @@ def noise_by_hand(maker: str) -> list[NoiseScale | None]:
     model = net()
     optimizer = MAKERS[maker](two_groups(model))
     smoothed, noises = SmoothedNoise(), []
-    for number, batch in enumerate(torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, 0)).split(BATCH)):
+    for number, batch in enumerate(torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, 0)[:]).split(BATCH)):
         by_piece = []
         for piece in batch.split(2):
             optimizer.zero_grad()

@@ -48,7 +48,7 @@ def by_torch() -> torch.Tensor:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x, mask = texts().tensors
     for epoch in range(EPOCHS):
-        for batch in torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)).split(BATCH):
+        for batch in torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]).split(BATCH):
             optimizer.zero_grad()
             token_loss(model, x[batch], mask[batch]).backward()
             optimizer.step()

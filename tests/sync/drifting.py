@@ -124,7 +124,7 @@ def reference(average: Average, world: int, make: Make = sgd, batch: int = BATCH
     momentum = torch.zeros_like(anchor)
     (samples, _), means, steps = rows().tensors, [], 0
     for epoch in range(EPOCHS):
-        order = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch))
+        order = torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:])
         for taken in order.split(batch):
             for model, optimizer, share in zip(replicas, optimizers, taken.chunk(world), strict=True):
                 optimizer.zero_grad()

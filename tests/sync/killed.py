@@ -153,7 +153,7 @@ def by_torch(epochs: int = EPOCHS) -> tuple[list[float], list[float]]:
     ids, y, _ = data().tensors
     losses = []
     for epoch in range(epochs):
-        for batch in torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)).split(BATCH):
+        for batch in torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]).split(BATCH):
             optimizer.zero_grad()
             loss = (model(ids[batch]) - y[batch]).square().mean()
             loss.backward()

@@ -210,7 +210,7 @@ def by_torch(case: Case, world: int = 1, batch: int = BATCH, clip: float | None 
     model = case.model(sparse=False)
     optimizer = case.optimizer(model)
     for epoch in range(EPOCHS):
-        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]
         position = 0
         while count := step_size(position=position, total=SAMPLES, batch_size=batch, world_size=world):
             ids, classes = data()[torch.from_numpy(order[position : position + count])]

@@ -163,7 +163,7 @@ def ddp(optimizer_of: Any) -> dict[str, Tensor]:
     optimizer = optimizer_of(model)
     wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     for epoch in range(EPOCHS):
-        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]
         for start in range(0, SAMPLES - 7, 8):
             x, y = data[torch.from_numpy(order[start + rank * 8 // world : start + (rank + 1) * 8 // world])]
             optimizer.zero_grad()

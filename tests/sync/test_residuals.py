@@ -66,7 +66,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 def batches(batch_size: int = BATCH) -> list[Tensor]:
     """What each step trains on."""
     (samples,) = rows().tensors
-    orders = [torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)) for epoch in range(EPOCHS)]
+    orders = [torch.from_numpy(IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]) for epoch in range(EPOCHS)]
     whole = SAMPLES // batch_size * batch_size
     return [samples[batch] for order in orders for batch in order[:whole].split(batch_size)]
 

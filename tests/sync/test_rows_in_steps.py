@@ -72,7 +72,7 @@ def ddp(case: Case, batch: int) -> dict[str, Tensor]:
     optimizer = case.optimizer(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
     for epoch in range(tables.EPOCHS):
-        order = IndexOrder(samples=tables.SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=tables.SAMPLES).epoch_order(3, epoch)[:]
         for start in range(0, tables.SAMPLES - batch + 1, batch):
             share = order[start + rank * batch // world : start + (rank + 1) * batch // world]
             ids, classes = tables.data()[torch.from_numpy(share)]

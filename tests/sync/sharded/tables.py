@@ -101,7 +101,7 @@ def by_torch(case: Case, world: int = 1, batch: int = BATCH, epochs: int = EPOCH
     model = case.plain()
     optimizer = case.make(model)
     for epoch in range(epochs):
-        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]
         position = 0
         while count := step_size(position=position, total=SAMPLES, batch_size=batch, world_size=world):
             ids, classes = data()[torch.from_numpy(order[position : position + count])]

@@ -57,7 +57,7 @@ def check(case: Case, script: Sequence[Any], first: tuple[int, ...]) -> Outcome:
     model = case.plain()
     optimizer = case.make(model)
     for epoch in range(EPOCHS):
-        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)
+        order = IndexOrder(samples=SAMPLES).epoch_order(3, epoch)[:]
         for start in range(0, SAMPLES - 7, 8):
             ids, classes = data()[torch.from_numpy(order[start : start + 8])]
             optimizer.zero_grad()
