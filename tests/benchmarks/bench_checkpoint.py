@@ -14,16 +14,21 @@ import tempfile
 import time
 from typing import Any
 
+import pyarrow
+import pyarrow.fs
 from common import GLOBAL_BATCH, Rows, bar, build_model, finish, median, side_parser
+
+from tests.hanging_storage import HangingHandler
 
 EVERY_S = 6.0
 
 
 def main() -> None:
-    """SGD with momentum (200 MB of state) and Adam (300 MB)."""
+    """SGD with momentum (200 MB of state) and Adam (300 MB); Adam also on storage that takes 50 ms a call, 100 MB/s."""
     options = side_parser(__doc__ or "", sides=False).parse_args()
     stretches = 2 if options.quick else 6
-    rows = [row for name in ("SGD, momentum", "Adam") for row in [measure(name, stretches)]]
+    rows = [measure(name, stretches) for name in ("SGD, momentum", "Adam")]
+    rows.append(measure("Adam", stretches, bytes_per_s=100e6, call_s=0.05))
     bars = [
         bar(
             "longest pause [s], median of checkpoints",
@@ -36,8 +41,52 @@ def main() -> None:
     finish("automatic checkpoints", rows=rows, bars=bars)
 
 
-def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
-    """Train, in turns with checkpoints and without."""
+class SlowFiles(HangingHandler):
+    """A directory of this machine as storage that takes its time.
+
+    Args:
+        root: the directory.
+        bytes_per_s: what it takes [bytes/s].
+        call_s: what each call takes besides [s].
+    """
+
+    def __init__(self, root: str, bytes_per_s: float, call_s: float) -> None:
+        super().__init__(root, f"{root}/never hangs")
+        self.bytes_per_s, self.call_s = bytes_per_s, call_s
+
+    def _ask(self, *paths: str) -> Any:
+        time.sleep(self.call_s)
+        return super()._ask(*paths)
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        """A stream that takes as long as the storage does."""
+        stream = super().open_output_stream(path, metadata)
+        return pyarrow.PythonFile(_SlowStream(stream, self.bytes_per_s), mode="w")
+
+
+class _SlowStream:
+    """Takes bytes no faster than a storage."""
+
+    closed = False
+
+    def __init__(self, stream: Any, bytes_per_s: float) -> None:
+        self._stream, self._bytes_per_s = stream, bytes_per_s
+
+    def write(self, data: Any) -> int:
+        time.sleep(len(data) / self._bytes_per_s)
+        self._stream.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def close(self) -> None:
+        self.closed = True
+        self._stream.close()
+
+
+def measure(optimizer_name: str, stretches: int, *, bytes_per_s: float = 0.0, call_s: float = 0.0) -> dict[str, Any]:
+    """Train, in turns with checkpoints and without; on slow storage where ``bytes_per_s`` says how slow."""
     import torch
 
     import elastic_ray as er
@@ -51,7 +100,8 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(prefix="bench-checkpoint-")
-    storage = RunStorage(folder)
+    slow = pyarrow.fs.PyFileSystem(SlowFiles(folder, bytes_per_s, call_s)) if bytes_per_s else None
+    storage = RunStorage("run" if slow else folder, slow)
     storage.create()
     set_session(None)
     model = build_model()
@@ -103,6 +153,7 @@ def measure(optimizer_name: str, stretches: int) -> dict[str, Any]:
     interval_s = checkpoint_interval_s(cost_s, PRIOR_MEAN_TIME_S)
     return {
         "optimizer": optimizer_name,
+        "storage": f"{bytes_per_s / 1e6:g} MB/s" if bytes_per_s else "local",
         "state [MB]": saved[-1].state.size / 1e6,
         "checkpoints": len(saved),
         "pause [s]": median(s.pause_s for s in saved),

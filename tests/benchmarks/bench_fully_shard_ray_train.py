@@ -14,7 +14,7 @@ from typing import Any
 from bench_fully_shard import ShardedJob, shard_by_torch
 from common import arguments, bar, finish, median, ratio
 from ray_train_baseline import RayTrainJob, join_group, train_on
-from scenarios import pauses, resize_elastic, resize_ray_train, run_sides
+from scenarios import pauses, resize, run_sides
 
 EVENTS = ("1->2", "2->4", "4->3")
 
@@ -23,8 +23,8 @@ def main() -> None:
     """Both sides in turns; medians are compared, the worst event counts."""
     options = arguments(__doc__ or "")
     sides: list[tuple[str, Callable[[], Any]]] = [
-        ("ray-train", functools.partial(resize_ray_train, ShardedRayTrainJob)),
-        ("elastic-ray", functools.partial(resize_elastic, CheckpointedJob)),
+        ("ray-train", functools.partial(resize, ShardedRayTrainJob)),
+        ("elastic-ray", functools.partial(resize, CheckpointedJob)),
     ]
     outcomes = run_sides(sides, wanted=options.side, repeats=options.repeats)
     rows, ratios = [], []

@@ -1,4 +1,4 @@
-"""Pause at a planned resize 1 -> 2 -> 4 -> 3, against Ray Train's elastic mode.
+"""Pause at a planned resize 1 -> 2 -> 4 -> 3, against Ray Train's elastic mode: nodes come, and one is drained.
 
 Bars: 30 x shorter, and at most two steps' time plus the broadcast of the state (200 MB, measured in the same
 run).
@@ -6,6 +6,7 @@ run).
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -16,15 +17,16 @@ from typing import Any
 from common import arguments, bar, build_model, finish, median, ratio
 from elastic_side import ElasticJob
 from ray_train_baseline import RayTrainJob
-from scenarios import Outcome, pauses, resize_elastic, resize_ray_train, run_sides
+from scenarios import Outcome, pauses, resize, run_sides
 
+SIDES = (("ray-train", RayTrainJob), ("elastic-ray", ElasticJob))
 EVENTS = {"1->2": 2, "2->4": 4, "4->3": 3}
 
 
 def main() -> None:
     """Both sides in turns, the broadcast after them; medians are compared, the worst event counts."""
     options = arguments(__doc__ or "")
-    sides = [("ray-train", resize_ray_train), ("elastic-ray", resize_elastic)]
+    sides = [(side, functools.partial(resize, kind)) for side, kind in SIDES]
     outcomes = run_sides(sides, wanted=options.side, repeats=options.repeats)
     rows, ratios, excesses = [], [], []
     for event, world in EVENTS.items():

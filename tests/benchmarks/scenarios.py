@@ -109,30 +109,23 @@ def observe(
 # -- events --------------------------------------------------------------------------------------------------
 
 
-def resize_ray_train(kind: type[RayTrainJob] = RayTrainJob) -> list[Outcome]:
-    """Ray Train follows the cluster: it grows when nodes come, and shrinks when one is drained and goes."""
+def resize(kind: type[Job]) -> list[Outcome]:
+    """Nodes come, and one is drained and goes; Ray Train follows by itself, our job is told to grow at once."""
     with cluster(nodes=1) as (local, _), job(kind, workers=(1, 4)) as running:
+
+        def grow(by: int, to: int) -> None:
+            for _ in range(by):
+                _add(local, 1)
+            if isinstance(running, ElasticJob):
+                running.resize(to)
+
         settle(running, world=1)
-        outcomes = [observe(running, lambda: _add(local, 1), event="1->2", world=2)]
+        outcomes = [observe(running, lambda: grow(1, 2), event="1->2", world=2)]
         settle(running, world=2)
-        outcomes.append(observe(running, lambda: [_add(local, 1) for _ in range(2)], event="2->4", world=4))
+        outcomes.append(observe(running, lambda: grow(2, 4), event="2->4", world=4))
         settle(running, world=4)
         leaver = next(node for node in local.added if node.node_id == running.nodes()[3])
         outcomes.append(observe(running, lambda: _retire(local, leaver), event="4->3", world=3))
-        return outcomes
-
-
-def resize_elastic(kind: type[ElasticJob] = ElasticJob) -> list[Outcome]:
-    """elastic_ray is asked to."""
-    with cluster(nodes=1, slots=4), job(kind, workers=(1, 4)) as running:
-        assert isinstance(running, ElasticJob)
-        running.resize(1)
-        settle(running, world=1)
-        outcomes = []
-        for before, world in ((1, 2), (2, 4), (4, 3)):
-            event = f"{before}->{world}"
-            outcomes.append(observe(running, lambda n=world: running.resize(n), event=event, world=world))
-            settle(running, world=world)
         return outcomes
 
 
