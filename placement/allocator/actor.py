@@ -314,7 +314,10 @@ class Allocator:
             try:
                 if await self._read() is not None:
                     self._take_nodes()
+                jobs = len(core.jobs)
                 self._handle(TimePassed())
+                if len(core.jobs) < jobs:  # what the workers of one that is silent hold is not to be given away
+                    self._take_nodes()
                 self._scale()
                 self._metrics.tick(time.monotonic(), core, self._scaler.decision if self._scaler is not None else None)
                 self._controllers.ask_the_quiet()
@@ -350,14 +353,14 @@ class Allocator:
         scaling = self._config.autoscaling if self._config is not None else None
         return NodesChanged(cluster=cluster, obtainable=scaling.obtainable if scaling is not None else ())
 
-    def _usable(self, *newcomers: str) -> Cluster:
+    def _usable(self, *newcomers: str, but: str = "") -> Cluster:
         assert self._core is not None, "the loop starts after the core"
-        cluster = self._present(newcomers)
+        cluster = self._present(newcomers, but)
         return cluster if self._scaler is None else self._scaler.marked(cluster)
 
-    def _present(self, newcomers: Iterable[str] = ()) -> Cluster:
+    def _present(self, newcomers: Iterable[str] = (), but: str = "") -> Cluster:
         assert self._core is not None, "the loop starts after the core"
-        return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers})
+        return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers} - {but})
 
     def _scale(self) -> None:
         """The cluster's size; decided beside everything else, which never waits for nodes.
@@ -369,12 +372,13 @@ class Allocator:
             now_s, steady_s = self._clock.read()
             self._scaler.look(self._core.views(now_s), self._present(), steady_s)
 
-    def _forget(self, job: str, view: JobView | None = None) -> None:
+    def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
         self._controllers.forget(job)
-        self._ended_s[job] = time.monotonic()
+        if cluster is None:
+            self._ended_s[job] = time.monotonic()
         if self._scaler is not None:
             logger.info("job %s has cost %.4f USD", job, self._scaler.forget(job))
-        self._handle(JobEnded(job=job, view=view))
+        self._handle(JobEnded(job=job, view=view, cluster=cluster))
         self._knowledge_sync.ended(job)
         self._controllers.spawn(self._knowledge_sync.save())
 
@@ -413,6 +417,6 @@ class Allocator:
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
 
     def _mourn(self, job: str) -> None:
-        """A job's controller is gone for good: what it held is given back for it."""
-        self._forget(job)
+        """A job's controller is gone for good: its workers save the job and give back what they hold themselves."""
+        self._forget(job, cluster=self._usable(but=job))
         self._controllers.spawn(self._orphans.release(job))

@@ -11,6 +11,8 @@ from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
 
+_NO_NUMBERS = ("tenants", "one_multi_node_job_per_node", "notices", "autoscaling", "dashboard", "metrics", "record")
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorConfig:
@@ -28,7 +30,8 @@ class AllocatorConfig:
         log_length: decision records kept.
         rounds: decide at every ``TimePassed`` and never in between, as the published schedulers do.
         tenants: weights and quotas of tenants (``Constraints``).
-        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
+        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes; None keeps that
+            rule while links hold two jobs up (``placement.planning.multi_node.held_up``), unless it would stop a job.
         avoid_slow_nodes: a job leaves a node on which it has seen slow steps where it finds room for all its workers
             elsewhere, and so do all jobs where two have seen that.
         notices: how spot nodes learn that their cloud takes them away.
@@ -51,7 +54,7 @@ class AllocatorConfig:
     log_length: int = 10_000
     rounds: bool = False
     tenants: tuple[Tenant, ...] = ()
-    one_multi_node_job_per_node: bool = False
+    one_multi_node_job_per_node: bool | None = None
     avoid_slow_nodes: bool = True
     notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
     autoscaling: Autoscaling | None = None
@@ -61,8 +64,12 @@ class AllocatorConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name not in ("tenants", "notices", "autoscaling", "dashboard", "metrics", "record"):
+            if field.name not in _NO_NUMBERS:
                 check_number(field.name, getattr(self, field.name), least=0)
+        if self.one_multi_node_job_per_node not in (None, True, False):
+            raise TypeError(
+                f"one_multi_node_job_per_node must be None, True or False, but got {self.one_multi_node_job_per_node!r}"
+            )
         check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
         for name in ("dashboard", "metrics"):

@@ -199,6 +199,8 @@ class AllocatorCore:
                     if event.view is not None:
                         self._knowledge.learn(event.view, now_s)
                     self._knowledge.ended(event.job, now_s)
+            if event.cluster is not None:
+                self._take_nodes(event.cluster)
         elif isinstance(event, NodesChanged):
             self._obtainable = event.obtainable
             self._take_nodes(event.cluster)

@@ -31,10 +31,12 @@ class JobEnded:
     Attributes:
         job: its name.
         view: how it stood at last, None where it is not known.
+        cluster: the cluster with what the job's workers still hold counted as others' use; None if it is as it was.
     """
 
     job: str
     view: JobView | None = None
+    cluster: Cluster | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,12 +32,13 @@ class Constraints:
 
     Attributes:
         tenants: weights and quotas; a tenant that is not named has weight 1 and no quota.
-        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes.
+        one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes; None keeps that
+            rule while links hold two jobs up (``placement.planning.multi_node.held_up``), unless it would stop a job.
         avoid_slow_nodes: jobs leave nodes on which they have seen slow steps (``placement.planning.slow_nodes``).
     """
 
     tenants: tuple[Tenant, ...] = ()
-    one_multi_node_job_per_node: bool = False
+    one_multi_node_job_per_node: bool | None = False
     avoid_slow_nodes: bool = True
 
     def __post_init__(self) -> None:

@@ -17,6 +17,25 @@ WorkersByNode = Mapping[str, int]
 """Workers by node id."""
 
 
+def held_up(views: Sequence[JobView]) -> bool:
+    """True if two jobs or more have measured nodes to be slower to reach than to use.
+
+    Such a job has trained on several nodes, and its model says that there synchronising takes longer than computing,
+    also with the largest batch that one of its workers may have: alpha_n + beta_n (R - 2) > alpha_c + beta_c m.
+    """
+    return sum(map(_is_held_up, views)) > 1
+
+
+def _is_held_up(view: JobView) -> bool:
+    if view.goodput is None or view.atomic_bsz_range is None:
+        return False
+    model, most = view.goodput.throughput_model, view.atomic_bsz_range[1]
+    synchronising = model.alpha_n + model.beta_n * max(view.workers - 2, 0)
+    if synchronising <= model.alpha_c + model.beta_c * most:
+        return False
+    return any(seen.nodes > 1 for several in view.observations.values() for seen in several)
+
+
 def shared(allocation: Allocation) -> dict[str, list[str]]:
     """Nodes that two or more multi-node jobs share, and these jobs."""
     return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from placement.checks import is_whole
@@ -11,7 +12,7 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide
-from placement.planning.multi_node import keep_apart
+from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
 from placement.planning.slow_nodes import avoid_slow
 from placement.planning.wishes import grant, without_wish
@@ -46,6 +47,15 @@ def make_plan(
     Raises:
         AllocationError: the policy broke a rule; nothing is to be changed.
     """
+    if constraints.one_multi_node_job_per_node is None:
+        # Sharing links slows jobs down, and waiting stops them: as below, who would run otherwise decides.
+        rule = functools.partial(dataclasses.replace, constraints)
+        plan_under = functools.partial(make_plan, policy, views, cluster, now_s, guaranteed=guaranteed, granted=granted)
+        anyway = plan_under(constraints=rule(one_multi_node_job_per_node=False))
+        if not held_up(views) or not shared(anyway.allocation):
+            return anyway
+        plan = plan_under(constraints=rule(one_multi_node_job_per_node=True))
+        return plan if _running(plan) >= _running(anyway) else anyway
     if not constraints.avoid_slow_nodes:
         return _with_wishes(policy, views, cluster, now_s, constraints, guaranteed, granted)
     left_views, left_cluster = avoid_slow(views, cluster)
@@ -72,7 +82,7 @@ def _with_wishes(
     granted: Allocation | None,
 ) -> Plan:
     """A plan for nodes as they are; what jobs wish comes from what is left."""
-    whole = Problem(views=views, cluster=cluster, apart=constraints.one_multi_node_job_per_node)
+    whole = Problem(views=views, cluster=cluster, apart=bool(constraints.one_multi_node_job_per_node))
     granted = granted or {}
     if not granted and all(view.wished is None for view in views):
         return _plan_without_wishes(policy, whole, now_s, constraints, guaranteed)

@@ -21,6 +21,8 @@ logger = logging.getLogger("placement.allocator")
 _EVERY_S = 10.0
 # A controller is restarted within seconds; one that is alive tells the allocator of its job every second.
 _ORPHANED_S = 120.0
+# Workers that have lost their controller save the job between two steps, write, and give back what they hold.
+_SAVING_S = 60.0
 _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 
 
@@ -57,10 +59,13 @@ class Orphans:
         self._looked_s = self._looked_for_notes_s = -math.inf
 
     async def release(self, job: str) -> None:
-        """Release what a job has whose controller is known to be gone for good."""
+        """Release what a job still has a minute after its controller was found to be gone for good."""
         self._looked_for_notes_s = -math.inf
         try:
-            await asyncio.to_thread(groups.release_all, job)
+            left = [group for group, owner in (await asyncio.to_thread(groups.of_jobs)).items() if owner == job]
+            await asyncio.sleep(_SAVING_S)  # a job of that name may run anew by then, in groups of its own
+            for group in left:
+                await asyncio.to_thread(groups.release, groups.find(group))
         except Exception as error:  # they are found again before long
             logger.warning("the placement groups of job %s were not released: %s", job, error)
 

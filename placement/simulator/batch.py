@@ -46,6 +46,7 @@ class Task:
     autoscale: AutoscaledCluster | None = None
     statistical: bool = True
     spot_use: SpotUse = "prefer"
+    apart: bool | None = False
 
     def check(self) -> None:
         """Look at all input.

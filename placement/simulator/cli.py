@@ -14,6 +14,8 @@ from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.simulator.batch import Task, mean_records, run_all, write_json
 from placement.simulator.options import (
+    APART,
+    add_apart,
     add_autoscaling,
     add_disturbances,
     add_facts,
@@ -42,6 +44,7 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     made.add_argument("--processes", type=int, default=None, help="simulations at a time; by default one per core")
     made.add_argument("--quiet", action="store_true", help="no progress")
     add_facts(made.add_argument_group("what a policy may know"))
+    add_apart(made.add_argument_group("what the allocator sees to"))
     add_autoscaling(made.add_argument_group("a cluster whose size follows the jobs (with --rules live)"))
     add_disturbances(made.add_argument_group("what goes wrong (all but --noise: with --rules live)"))
     return made
@@ -79,6 +82,7 @@ def _run(options: argparse.Namespace) -> int:
         prices=read_prices(options.prices) if options.prices else PriceTable(),
         autoscale=autoscaling(options),
         spot_use=options.spot_use,
+        apart=APART[options.apart],
     )
     tasks = [dataclasses.replace(common, trace=trace, policy=policy) for trace in options.trace for policy in policies]
     for target in filter(None, (options.json, options.plot)):

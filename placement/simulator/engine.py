@@ -35,8 +35,14 @@ from placement.simulator.world.rules import Rules, make_rules
 from placement.simulator.world.state import World
 
 _LOG_LENGTH = 10_000_000
-# What is done about slow nodes is left to the policies, which are compared by it.
-_ROUNDS = AllocatorConfig(rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH, avoid_slow_nodes=False)
+# What is done about slow nodes and shared links is left to the policies, which are compared by it.
+_ROUNDS = AllocatorConfig(
+    rounds=True,
+    silence_s=math.inf,
+    log_length=_LOG_LENGTH,
+    one_multi_node_job_per_node=False,
+    avoid_slow_nodes=False,
+)
 _LONGEST_S = 365 * 86400.0  # a job that is not done by then never will be
 
 OnProgress = Callable[[int, int, float], None]
@@ -61,6 +67,7 @@ def simulate(
     spot_use: SpotUse = "prefer",
     mixed_gpu_types: bool = False,
     sizes: AllowedSizes = ANY_SIZE,
+    apart: bool | None = False,
     on_progress: OnProgress | None = None,
 ) -> SimulationReport:
     """Replay one trace under one policy.
@@ -83,6 +90,7 @@ def simulate(
         spot_use: how jobs use spot nodes, where those of an autoscaled cluster are.
         mixed_gpu_types: whether jobs that are not rigid may have GPUs of several types.
         sizes: numbers of workers that such jobs can train with, as far as their batches allow any of them.
+        apart: ``AllocatorConfig.one_multi_node_job_per_node``.
         on_progress: called about every simulated hour.
 
     Raises:
@@ -119,6 +127,7 @@ def simulate(
         spot_use=spot_use,
         mixed_gpu_types=mixed_gpu_types and not rigid,
         sizes=ANY_SIZE if rigid else sizes,
+        apart=apart,
     )
     with one_thread():
         jobs = simulation.jobs(specs, applications)
@@ -149,6 +158,7 @@ class _Simulation:
     spot_use: SpotUse
     mixed_gpu_types: bool
     sizes: AllowedSizes
+    apart: bool | None
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
         """The jobs before anything has happened to them."""
@@ -180,7 +190,12 @@ class _Simulation:
         nodes = self.nodes if self.autoscale is None else Cluster()
         pace = self.rules.pace
         config = dataclasses.replace(  # nothing to gather: all that comes at one moment of a trace is told at once
-            _ROUNDS, gather_s=0.0, rounds=rounds, min_interval_s=pace.min_interval_s, refresh_s=pace.refresh_s
+            _ROUNDS,
+            one_multi_node_job_per_node=self.apart,
+            gather_s=0.0,
+            rounds=rounds,
+            min_interval_s=pace.min_interval_s,
+            refresh_s=pace.refresh_s,
         )
         world = World(jobs, nodes, self.policy, config, known)
         if self.autoscale is not None:
@@ -251,6 +266,7 @@ class _Simulation:
             "statistical": self.statistical,
             "mixed_gpu_types": self.mixed_gpu_types,
             "sizes": None if self.sizes.free else str(self.sizes),
+            "apart": self.apart,
             "autoscale": None if self.autoscale is None else str(self.autoscale),
             "disturbances": {**{name: getattr(self.wrong, name) for name in fields}, "spot": spot},
         }

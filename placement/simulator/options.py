@@ -31,6 +31,10 @@ _DISTURBANCES = {
 """Option, unit and meaning by field of ``Disturbances``; the defaults are the fields' own."""
 
 
+APART = {"never": False, "measured": None, "always": True}
+"""``AllocatorConfig.one_multi_node_job_per_node`` by what ``--apart`` says."""
+
+
 def add_facts(group: argparse._ArgumentGroup) -> None:
     """What jobs tell; whatever the policy, it is its view that changes."""
     group.add_argument(
@@ -59,6 +63,16 @@ def add_disturbances(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="[TYPE=]FILE",
         help="spot trace (.json counts or .csv events) of all nodes, or of those of one GPU type; may be repeated",
+    )
+
+
+def add_apart(group: argparse._ArgumentGroup) -> None:
+    """Whether jobs that span nodes share them."""
+    group.add_argument(
+        "--apart",
+        choices=sorted(APART),
+        default="never",
+        help="keep jobs of several nodes off each other's: always, or where links are measured to hold two jobs up",
     )
 
 

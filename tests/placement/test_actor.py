@@ -23,7 +23,7 @@ from placement.autoscaling.config import Autoscaling
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.cluster.node_types import NodeType
-from placement.ray_cluster.groups import ready, release, reserve
+from placement.ray_cluster.groups import ready, release, release_all, reserve
 from placement.ray_cluster.named_actors import NAMESPACE
 from placement.ray_cluster.snapshot import group_name, on_head
 from tests.local_cluster import disconnect
@@ -254,6 +254,10 @@ def test_a_dead_controller_is_noticed(jobs: Jobs) -> None:
     jobs.start("b")
     wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
     ray.kill(jobs.handles.pop("a"))
+    wait_until(lambda: set(snapshot().jobs) == {"b"}, "its end is known")
+    time.sleep(2.0)
+    assert jobs.held() == {"b": 4} == {"b": sum(jobs.told("b")[-1][1].values())}, "its workers may still be saving"
+    release_all("a")  # as they do when they end
     wait_until(lambda: jobs.held() == {"b": 8}, "its workers are shared out")
 
 

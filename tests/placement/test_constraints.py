@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
+from placement.goodput.fitting import Observation
 from placement.planning.constraints import Constraints
-from placement.planning.multi_node import shared
+from placement.planning.multi_node import held_up, shared
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan
 from placement.planning.tenants import Tenant
@@ -263,6 +264,29 @@ def test_two_jobs_that_span_nodes_are_kept_apart(name: str) -> None:
     assert list(sizes(together).values()) in ([5], [6])  # 12 slots, but there is no third pair of nodes
     assert not shared(together.allocation)
     assert sorted(plan(name, jobs, cluster(4, 4, 4, 4), APART).allocation) == ["a", "b"]
+
+
+def heavy(job: str, **fields: Any) -> JobView:
+    """A job that synchronises 5 s between nodes, whatever its batch, and has measured that."""
+    slow = model(sync_s=2.5)
+    seen = Observation(2, 2, 64, 0, step_time=5.2, grad_time=0.1)
+    return view(job, **{"goodput": slow, "observations": {"": (seen,)}, **fields})
+
+
+def test_where_links_hold_two_jobs_up_they_are_kept_apart_unless_one_would_have_to_wait() -> None:
+    measured = Constraints(one_multi_node_job_per_node=None)
+    fields: dict[str, Any] = {"min_workers": 5, "max_workers": 6}
+    several = [heavy("a", **fields), heavy("b", submitted_s=1.0, **fields)]
+    light = [several[0], view("b", submitted_s=1.0, **fields)]
+    unseen = [several[0], heavy("b", submitted_s=1.0, observations={}, **fields)]
+    assert [held_up(jobs) for jobs in (several, light, unseen)] == [True, False, False]
+    crossed = {"a": {"n0": 4, "n1": 1}, "b": {"n1": 3, "n2": 2}}
+    there = [dataclasses.replace(each, allocation=crossed[each.job]) for each in several]
+    assert not shared(plan("goodput", there, cluster(4, 4, 4, 4), measured).allocation)
+    tight = plan("goodput", there, cluster(4, 4, 4), measured).allocation
+    assert set(tight) == {"a", "b"}, "neither is stopped for it"
+    kept = [dataclasses.replace(each, allocation=crossed[each.job]) for each in light]
+    assert plan("goodput", kept, cluster(4, 4, 4, 4), measured) == plan("goodput", kept, cluster(4, 4, 4, 4))
 
 
 class Crossed:

@@ -360,6 +360,18 @@ def test_a_job_is_told_which_of_its_nodes_are_about_to_go() -> None:
     assert isinstance(again, Allocate) and again.repeated and again.draining == told.draining
 
 
+def test_what_the_workers_of_a_job_without_a_controller_hold_is_given_to_nobody_before_they_have_left() -> None:
+    world = World(4, 4)
+    world.arrive(view("a"))
+    world.arrive(view("b", submitted_s=1.0))
+    assert world.sizes() == {"a": 4, "b": 4}
+    (held,) = world.views.pop("a").allocation
+    still = Cluster(nodes=tuple(node(n, 4, free=0 if n == held else 4) for n in ("n0", "n1")))
+    assert world.send(JobEnded(job="a", cluster=still)) == [] and world.sizes() == {"b": 4}
+    (grow,) = world.send(NodesChanged(cluster=cluster(4, 4)), 3.0)
+    assert isinstance(grow, Allocate) and grow.nodes == {"n0": 4, "n1": 4}
+
+
 # --- bursts ---
 
 

@@ -108,7 +108,7 @@ KNOWN = Measurements(
 EVENTS: tuple[Event, ...] = (
     JobHeartbeat(view=FULL, cluster=NODES),
     JobHeartbeat(view=view("b")),
-    JobEnded(job="a", view=FULL),
+    JobEnded(job="a", view=FULL, cluster=NODES),
     JobEnded(job="b"),
     NodesChanged(cluster=NODES, obtainable=(node("n9", 2),)),
     NodeForgiven(node="n1"),
