@@ -236,7 +236,7 @@ class JobSupervisor:
                 return
             self._losses.some_lost(before, after)
         history.settled(note, time.monotonic())
-        self._errors.settled()
+        self._errors.settled(started=note.kind is EventKind.STARTED)
         self.record.running()
         self._allocator.soon()
 

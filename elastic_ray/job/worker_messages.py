@@ -214,10 +214,28 @@ class WorkerMessages:
             logger.info("job %s: the error of worker %s ends it: %s", self._spec.job, worker, verdict.reason)
             self._job.finish(JobPhase.FAILED, error=verdict.ends)
             return
-        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained)
+        # What may be called once a process (set_start_method, torch.library.define) raises the second time.
+        reused = newcomer and result.reused
+        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained, reused=reused)
 
-    def _lose(self, worker: str, error: BaseException | Raised | None, *, newcomer: bool, trained: bool) -> None:
-        """Continue without a worker that has raised; the next joiner waits longer after a newcomer."""
+    def _lose(
+        self,
+        worker: str,
+        error: BaseException | Raised | None,
+        *,
+        newcomer: bool,
+        trained: bool,
+        reused: bool = False,
+    ) -> None:
+        """Continue without a worker that has raised.
+
+        Args:
+            worker: the worker.
+            error: what it raised.
+            newcomer: it had come to others: the next one waits, the longer the more of them failed.
+            trained: it had trained a step.
+            reused: its process had run the train function before, which its node is not to blame for.
+        """
         record = self._group.machine.workers.get(worker)
         node = record.node if record is not None else ""
         text = error.traceback_text if isinstance(error, Raised) else f"{type(error).__name__}: {error}"
@@ -225,6 +243,8 @@ class WorkerMessages:
         detail = {"worker": worker, "node": node, "traceback": printable_lines(text)[-_TRACEBACK:]}
         told = f"joiner {worker} is given up" if newcomer else f"worker {worker} on node {node[:8]} is lost"
         kind = EventKind.CANCELLED if newcomer else EventKind.WARNING
-        self._events.note(kind, f"{told}, it raised {cause}", detail=detail)
-        self._errors.note(node, worker, cause, starting=not trained, now_s=time.monotonic())
-        self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer))
+        again = ", in a process that had run the function before; the next one is a fresh one" if reused else ""
+        self._events.note(kind, f"{told}, it raised {cause}{again}", detail=detail)
+        if not reused:
+            self._errors.note(node, worker, cause, starting=not trained, now_s=time.monotonic())
+        self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer and not reused))

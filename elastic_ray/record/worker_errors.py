@@ -76,6 +76,7 @@ class WorkerErrors:
         self._members: list[tuple[float, WorkerError]] = []
         self._starts: list[WorkerError] = []
         self._last: WorkerError | None = None
+        self._last_of_member: WorkerError | None = None
         self._noted: list[tuple[float, NodeFailure]] = []
 
     def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> Verdict:
@@ -96,7 +97,7 @@ class WorkerErrors:
         # Several workers of a node that meet its fault in one step are one failure.
         counted = any((each.node, each.steps) == (error.node, error.steps) for _, each in self._members)
         self._members.append((now_s, error))
-        self._last = error
+        self._last = self._last_of_member = error
         if not counted and not self._losses.one_raised():
             return Verdict(ends=error.raised, reason="FailureConfig(max_failures) allows no more lost workers")
         return Verdict(ends=None, reason="no other worker has raised the same")
@@ -159,9 +160,11 @@ class WorkerErrors:
         """Return the exception that cost the job its last worker; None if something else did."""
         return self._last.raised if self._last is not None else None
 
-    def settled(self) -> None:
-        """A group trains after the last loss, and after starts that failed."""
+    def settled(self, *, started: bool = False) -> None:
+        """A group trains after the last loss, and after starts that failed; ``started``: from a checkpoint or anew."""
         self._last, self._starts = None, []
+        if started:  # its steps may be fewer than those before, and more than enough
+            self._last_of_member = None
 
     def at_end(self, steps: int) -> BaseException | Raised | None:
         """Return the last exception after which no step was trained: survivors have only returned without that worker.
@@ -169,4 +172,5 @@ class WorkerErrors:
         Args:
             steps: committed steps of a worker that has returned from the train function.
         """
-        return next((each.raised for _, each in reversed(self._members) if each.steps >= steps), None)
+        last = self._last_of_member
+        return last.raised if last is not None and last.steps >= steps else None

@@ -219,12 +219,14 @@ class RunFailed(RunEnd):
         origin: where that comes from; None of what went wrong beside the train function.
         trained: whether this worker has committed a step by then.
         steps: committed steps of all loaders by then.
+        reused: the process had run the job's train function before.
     """
 
     error: BaseException | Raised | None = None
     origin: ErrorOrigin | None = None
     trained: bool = False
     steps: int = 0
+    reused: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

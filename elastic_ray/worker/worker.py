@@ -88,6 +88,7 @@ class Worker:
         self._process_info: ProcessInfo | None = None
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
+        self._runs = 0
         self._retired = RetiredCommunicators()
         self.saves_alone = False
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -123,6 +124,7 @@ class Worker:
     def run(self, assignment: Assignment) -> None:
         """Run the train function until it returns, leaves, fails or its group is lost."""
         self._assignment, self._link, self._result = assignment, None, None
+        self._runs += 1
         # A sweep's process is registered only while it runs for the controller.
         self._watchdog.watch(
             Registration(controller=assignment.controller, token=assignment.token, worker=assignment.worker)
@@ -269,7 +271,8 @@ class Worker:
                 origin, steps = origin_of(error), session.progress.loader_steps
                 if _is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, origin=origin, cause=_first_line(error))
-                return _end(RunFailed, error=raised, origin=origin, trained=session.has_trained, steps=steps)
+                where = {"origin": origin, "trained": session.has_trained, "steps": steps, "reused": self._runs > 1}
+                return _end(RunFailed, error=raised, **where)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
             atomic_bsz, more = session.atomic_bsz, session.takes_more
             _let_go(error)

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import ray.train
 
 import elastic_ray as er
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind
+from placement.allocator.actor import find_allocator
 from tests.job.jobs import wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(600)]
@@ -28,6 +30,8 @@ def train(config: dict[str, Any]) -> int:
     number = len(list(folder.glob("process-*")))
     (folder / f"process-{number}").touch()
     fails = config["fails"] if number == 1 else ""
+    if config["fails"] == "twice":  # a process may define a library's function once
+        torch.library.define("newcomers::once", "(Tensor x) -> Tensor")
     if fails == "data":
         raise OSError(5, "Input/output error", "/data/shard-17")
     model = torch.nn.Linear(1, 2 if fails == "model" else 1)
@@ -100,3 +104,26 @@ def test_at_the_start_an_error_is_the_programs(ray_cluster: Any, tmp_path: Path)
             scaling_config=ray.train.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
             run_config=ray.train.RunConfig(storage_path=str(tmp_path / "runs")),
         ).fit()
+
+
+@pytest.mark.thorough
+def test_what_a_process_may_do_once_costs_a_worker_that_comes_back_a_fresh_process(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    job = er.ElasticTrainer(
+        train,
+        train_loop_config={"folder": str(tmp_path), "fails": "twice"},
+        scaling_config=ray.train.ScalingConfig(num_workers=(1, 2), resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(storage_path=str(tmp_path / "runs")),
+    ).submit()
+    wait_until(lambda: job.status().workers == 2, job)
+    job.resize(1)
+    wait_until(lambda: job.status().workers == 1, job)
+    job.resize(2)
+    wait_until(lambda: job.status().workers == 2 and job.workers()[1].worker == "w4", job)
+    (told,) = (event for event in job.events() if event.kind is EventKind.CANCELLED)
+    assert told.reason.startswith("joiner w3 is given up, it raised RuntimeError: ")
+    assert told.reason.endswith(", in a process that had run the function before; the next one is a fresh one")
+    assert not ray.get(find_allocator(None).snapshot.remote()).node_failures, "no node is to blame for it"
+    (tmp_path / "enough").touch()
+    job.result(timeout=60)

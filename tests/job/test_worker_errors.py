@@ -204,7 +204,10 @@ def test_what_survivors_did_not_train_on_after_is_no_finished_job() -> None:
     assert job.errors.at_end(9) is None
     assert job.member("a1", steps=9) is None
     assert job.errors.at_end(9) is job.raised[0], "they returned, and it had yet to save the model"
-    assert job.errors.at_end(10) is None
+    job.errors.settled()
+    assert job.errors.at_end(9) is job.raised[0] and job.errors.at_end(10) is None
+    job.errors.settled(started=True)
+    assert job.errors.at_end(5) is None, "with larger batches, after a restart"
 
 
 def test_what_has_cost_the_last_worker_is_known_until_a_group_trains_again() -> None:
