@@ -373,6 +373,7 @@ class Allocator:
             self._scaler.look(self._core.views(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
+        """A job has ended with this last view; or, with a ``cluster``, its controller is gone."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()

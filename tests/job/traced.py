@@ -25,13 +25,19 @@ def train(config: dict[str, Any]) -> str:
     (step), tear (ranks that then run out of memory half-way through optimizer.step(), once each), skip_at and
     return_at (steps at which rank 1 does something else than the others), nan_at (step at which rank 1's loss is
     NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model), raise_at_end
-    (rank 1 does).
+    (rank 1 does), bad_node (Ray's id of a node on which every start fails), joiner_fails_after (processes that are well
+    before one that cannot read its data).
     """
+    import ray
     import torch
 
     import elastic_ray as er
     from elastic_ray.loop.api import current_session
 
+    if "bad_node" in config and ray.get_runtime_context().get_node_id() == Path(config["bad_node"]).read_text():
+        raise ImportError("libcudart.so.12: cannot open shared object file")
+    if "joiner_fails_after" in config and _number_in(Path(config["trace"])) == config["joiner_fails_after"]:
+        raise OSError(5, "Input/output error", "/data/shard-4")
     if "starve" in config and not _first_in(Path(config["starve"])):
         raise MemoryError("no room for the model")
     torch.manual_seed(0)
@@ -150,6 +156,14 @@ def _touched_first(path: Path) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+def _number_in(folder: Path) -> int:
+    """How many processes have asked before this one."""
+    number = 0
+    while not _touched_first(folder / f"process-{number}"):
+        number += 1
+    return number
 
 
 def _first_in(folder: Path) -> bool:
