@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from tests.membership.groups import LocalController, local_controller, member
 
 _WAIT_S = 30.0
 _ATTEMPTS = 3  # to form a group
+_PORT_RACE = re.compile("already in use")  # another process took the port between its choice and its use
 _NOTICE_S = 1.0  # after the first news of a failure, all get another group
 
 
@@ -177,7 +179,7 @@ class _Job:
         def form(spec: GenerationSpec, rank: int) -> Communicator:
             return member(self._controller, rank, spec.world_size, generation=spec.generation, **self._options)
 
-        membership = WorkerMembership(f"w{worker}", form, lambda generation, cause: self.form_again(generation))
+        membership = WorkerMembership(f"w{worker}", form, self.form_again)
         session = Session(
             f"w{worker}",
             membership,
@@ -223,10 +225,14 @@ class _Job:
             if generation == self._generation and all((each, generation) in self._failed for each in self.members):
                 self.announce(self.members, void=True)
 
-    def form_again(self, generation: int) -> None:
+    def form_again(self, generation: int, cause: str) -> None:
         """A group could not be formed: the same one is tried under another number, as the controller does."""
         with self._lock:
-            if generation != self._generation or self._over or self._attempts >= _ATTEMPTS:
+            if self._over:
+                return
+            if not _PORT_RACE.search(cause):
+                self._errors.append(AssertionError(f"generation {generation} could not be formed: {cause}"))
+            if generation != self._generation or self._attempts >= _ATTEMPTS:
                 return
             self.outcome.groups.pop()
             again = self.announce(self.members, void=self._void, also=self._told, attempts=self._attempts + 1)
