@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ray.parallel.run_view import ModelRun
+from elastic_ray.session.registry import HookPoint
 from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
@@ -101,6 +102,7 @@ class ModelParts:
             tables=self._tables,
             divided=tiles,
         )
+        run.registry.add_hook(HookPoint.REPLACED, sync.let_go)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, tiles)
 
         def measured(update: Callable[[], Any]) -> Any:

@@ -61,6 +61,7 @@ class StepLedger:
         self._trains = False
         self._updates_asked = 0
         self._updating = False
+        self._counts_one = False
         self._replay: Replay | None = None
 
     @property
@@ -113,10 +114,19 @@ class StepLedger:
         Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
         """
         step = self.outermost
-        if step is None or self._abandoned >= self.depth:
+        if step is None or self._counts_one or self._abandoned >= self.depth:
             return 1
         begin, first = step.loader_pass.position, step.init_batch_size
         return -(-(begin + step.count) // first) - -(-begin // first)
+
+    @contextmanager
+    def counting_one(self) -> Iterator[None]:
+        """Have ``initial_steps`` be 1 within the block: what counts epochs moves in an epoch's last step."""
+        self._counts_one = True
+        try:
+            yield
+        finally:
+            self._counts_one = False
 
     @property
     def accumulator_scope(self) -> int:
