@@ -65,6 +65,7 @@ def _run_after(earlier: Session) -> Session:
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
+    earlier.registry.call(HookPoint.REPLACED)
     set_session(session)
     for join in earlier.registry.loaders.late():
         join(session)

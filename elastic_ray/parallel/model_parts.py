@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
@@ -103,6 +104,7 @@ class ModelParts:
             tables=self._tables,
             divided=tiles,
         )
+        run.registry.add_hook(HookPoint.REPLACED, sync.let_go)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, tiles)
 
         def measured(update: Callable[[], Any]) -> Any:

@@ -157,6 +157,16 @@ def after_step(scaler: Any, optimizer: torch.optim.Optimizer, then: Callable[[],
 
 
 def _override(target: Any, **methods: Any) -> None:
-    """Give one object other methods: by a class of its own, since a scheduler's attributes go into its state dict."""
+    """Give one object other methods: by a class of its own, since a scheduler's attributes go into its state dict.
+
+    Its copies, and what is pickled of it, are of the class that it had.
+    """
     kind = type(target)
-    target.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+    before: Any = kind.__reduce_ex__
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        plain = before(self, protocol)
+        return (object.__new__, (kind,), *plain[2:]) if plain[1][:1] == (type(self),) else plain
+
+    own = {"__module__": kind.__module__, "__reduce_ex__": reduce}
+    target.__class__ = type(kind.__name__, (kind,), {**own, **methods})

@@ -35,6 +35,7 @@ class HookPoint(enum.Enum):
     SHAPE_CHANGED = enum.auto()  # of the batch, or of the group
     CHECKPOINT_ASKED = enum.auto()  # by a policy
     BEFORE_END = enum.auto()  # of the train function
+    REPLACED = enum.auto()  # by another run of this process
 
 
 class ModelRegistry:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import PassProgress
@@ -54,6 +55,7 @@ class StepLedger:
         self._trains = False
         self._updates_asked = 0
         self._updating = False
+        self._counts_one = False
         self._replay: Replay | None = None
 
     @property
@@ -92,10 +94,19 @@ class StepLedger:
         Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
         """
         step = self.outermost
-        if step is None or self.abandoned >= self.depth:
+        if step is None or self._counts_one or self.abandoned >= self.depth:
             return 1
         begin, first = step.loader_pass.position, step.init_batch_size
         return -(-(begin + step.count) // first) - -(-begin // first)
+
+    @contextmanager
+    def counting_one(self) -> Iterator[None]:
+        """Have ``initial_steps`` be 1 within the block: what counts epochs moves in an epoch's last step."""
+        self._counts_one = True
+        try:
+            yield
+        finally:
+            self._counts_one = False
 
     @property
     def accumulator_scope(self) -> int:

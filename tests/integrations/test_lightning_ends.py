@@ -13,7 +13,7 @@ from tests.loop.changing import Change, run_job
 
 lightning = pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import OnExceptionCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
 
 from elastic_ray.integrations.lightning import ElasticRayStrategy  # noqa: E402
 from elastic_ray.run.current import set_session  # noqa: E402
@@ -96,3 +96,78 @@ def test_a_training_that_fails_leaves_its_checkpoint(elastic: bool, tmp_path: Pa
         fit(elastic, [OnExceptionCheckpoint(str(tmp_path)), Fail(7)])
     state = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
     assert state["global_step"] == 7 and set(state["state_dict"]) == {"layer.weight", "layer.bias"}
+
+
+class Scheduled(Model):
+    """Writes down the learning rate and the first sample of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[float, int]] = []
+
+    def training_step(self, batch: Any, _: int) -> Any:
+        self.steps.append((self.optimizers().param_groups[0]["lr"], int(batch[1][0])))
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def go_on(elastic: bool, folder: Path, ckpt_path: Path | None = None, **options: Any) -> tuple[Any, Any]:
+    """Five steps an epoch, of which ``options`` may use less; each step and each epoch's end leaves a checkpoint."""
+    set_session(None)
+    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = lightning.Trainer(
+        strategy=ElasticRayStrategy() if elastic else "auto",
+        accelerator="cpu",
+        devices=1,
+        callbacks=[saves],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **{"max_epochs": 3, **options},
+    )
+    module = Scheduled()
+    trainer.fit(
+        module, DataLoader(TensorDataset(torch.ones(20, 2), torch.arange(20)), batch_size=4), ckpt_path=ckpt_path
+    )
+    return trainer, module
+
+
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 4}], ids=str)
+@pytest.mark.parametrize(("saved", "read"), [(True, True), (True, False), (False, True)])
+def test_a_checkpoint_goes_on_under_either_strategy(
+    saved: bool, read: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    _, whole = go_on(saved, tmp_path, **options)
+    for step in (2, options.get("limit_train_batches", 5), 7):
+        trainer, rest = go_on(read, tmp_path / "again", tmp_path / f"step={step}.ckpt", **options)
+        rates = [rate for rate, _ in whole.steps[step:]]
+        assert [rate for rate, _ in rest.steps] == rates
+        if read:  # Lightning counts batches, but begins at the first sample again
+            assert rest.steps == whole.steps[step:]
+        assert trainer.global_step == len(whole.steps)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_more_steps_go_on_within_the_epoch_that_fewer_have_cut_short(saved: bool, tmp_path: Path) -> None:
+    _, whole = go_on(False, tmp_path, max_steps=9)
+    go_on(saved, tmp_path / "few", max_steps=7)
+    trainer, rest = go_on(True, tmp_path / "again", tmp_path / "few" / "step=7.ckpt", max_steps=9)
+    assert (rest.steps, trainer.global_step) == (whole.steps[7:], 9)
+
+
+def test_alone_a_fit_follows_one_that_has_failed() -> None:
+    set_session(None)
+    trainer = fit(True, [], max_steps=1)
+    loader = DataLoader(TensorDataset(torch.ones(20, 2)), batch_size=4)
+    trainer.callbacks.append(Fail(3))
+    trainer.fit_loop.epoch_loop.max_steps = 8
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Model(), loader)
+    trainer.callbacks.pop()
+    module = Model()
+    trainer.fit(module, loader)
+    assert trainer.global_step == 8

@@ -60,13 +60,13 @@ def run_own_tests(folder: Path, version: str) -> dict[str, str]:
     source = folder / f"accelerate-{version}"
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(folder / "extra")]),
+        "PYTHONPATH": os.pathsep.join(map(str, [REPOSITORY, REPOSITORY / "tests/foreign/suites", folder / "extra"])),
         "HF_HUB_OFFLINE": "1",
         "PYTEST_ADDOPTS": "",
     }
     report = folder / "report.xml"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.integrations.own_tests", f"--junitxml={report}"]
+        [sys.executable, "-m", "pytest", "-q", "-p", "accelerate_suite", f"--junitxml={report}"]
         + [f"tests/test_{name}.py" for name in MODULES],
         cwd=source,
         env=environment,

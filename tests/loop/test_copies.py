@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
+from elastic_ray.session.current import set_session
 from elastic_ray.sync import ShardedEmbedding
 from tests.loop.changing import run_job
 
@@ -128,3 +129,26 @@ def test_torchs_checkpoint_functions_know_the_names_of_the_model_inside() -> Non
         assert torch.equal(wrapped.module[0].weight, then["0.weight"])
 
     run_job(train, first=(1, 2))
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_scheduler_s_copy_is_of_its_own_class(take: Any) -> None:
+    set_session(None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    er.AdaptiveDataParallel(model, optimizer, lr_scheduler=scheduler)
+    scheduler.step()
+    copied = take(scheduler)
+    assert type(copied) is torch.optim.lr_scheduler.StepLR
+    assert (copied.state_dict(), copied.get_last_lr()) == (scheduler.state_dict(), [0.5])
+
+
+def test_a_scaler_s_copy_is_of_its_own_class() -> None:
+    set_session(None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    er.AdaptiveDataParallel(model, optimizer, grad_scaler=scaler)
+    copied = pickle.loads(pickle.dumps(scaler))
+    assert type(copied) is torch.amp.GradScaler and copied.state_dict() == scaler.state_dict()

@@ -309,3 +309,23 @@ def models_left(strategy: str | None) -> list[str]:
     set_session(None)
     gc.collect()
     return [type(each()).__name__ for each in left if each() is not None]
+
+
+def test_a_model_that_is_wrapped_again_leaves_its_run_before() -> None:
+    """What was unfrozen since belongs to no parameter of that run, which would take its gradient away."""
+    set_session(None)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    net[0].requires_grad_(False)
+    kept = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = er.AdaptiveDataParallel(net, optimizer, scaling_rule="none")
+        kept.append(model)
+        before = net[0].weight.clone()
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in er.AdaptiveDataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4):
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+        assert torch.equal(net[0].weight, before) is not net[0].weight.requires_grad
+        net[0].requires_grad_(True)

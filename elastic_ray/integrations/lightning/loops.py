@@ -29,14 +29,20 @@ check_overridden(
     "lightning",
     "lightning",
     {
-        _FitLoop: ["setup_data", "run", "done", "on_advance_start", "on_advance_end", "restarting"],
+        _FitLoop: [
+            *("setup_data", "run", "done", "on_advance_start", "on_advance_end", "restarting"),
+            *("on_save_checkpoint", "on_load_checkpoint"),
+        ],
         _TrainingEpochLoop: [
             *("reset", "advance", "on_advance_end", "update_lr_schedulers", "_should_accumulate", "_get_monitor_value"),
-            *("_should_check_val_fx", "_num_ready_batches_reached"),
+            *("_should_check_val_fx", "_num_ready_batches_reached", "on_run_start"),
         ],
         _Loop: ["restarting", "on_iteration_done"],
     },
 )
+
+
+_PLACE = "elastic_ray_place"  # in a checkpoint: Lightning's loaders, which have no state, refuse one under their name
 
 
 class _BatchLostError(Exception):
@@ -48,8 +54,8 @@ class ElasticFitLoop(_FitLoop):
 
     _epochs: er.Epochs | None = None
     _came_later = False  # within an epoch, whose end it takes part in though training may be done then
+    _place: dict[str, Any] | None = None  # in the data, of the checkpoint that was read
     _data_fetcher: Any
-    _combined_loader_states_to_load: Any
 
     def setup_data(self) -> None:
         """As Lightning's; batches then come from our loader alone."""
@@ -77,6 +83,21 @@ class ElasticFitLoop(_FitLoop):
             None if limit is None or limit == math.inf else int(limit),
             on_batch=lambda fetcher: self.epoch_loop.update_length(fetcher),
         )
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        """Return Lightning's state, with the place in the data under a name of ours, so that any trainer reads it."""
+        state: dict[str, Any] = super().on_save_checkpoint()
+        if "combined_loader" in state:
+            passes = current_session().progress.passes
+            used = passes[0].position if passes else 0  # of an epoch that max_steps have cut short, which is over here
+            state[_PLACE] = {**state.pop("combined_loader")[0], "used": used}
+        return state
+
+    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
+        """Read the place in the data as well, where the checkpoint has it."""
+        theirs = {name: value for name, value in state_dict.items() if name != "combined_loader"}
+        super().on_load_checkpoint(theirs)  # the places of their loaders are not ours
+        self._place = state_dict.get(_PLACE)
 
     def run(self) -> None:
         """Become part of the job, then train."""
@@ -110,22 +131,44 @@ class ElasticFitLoop(_FitLoop):
             if self.epoch_loop.global_step:  # trained before, by this trainer
                 self._begin_at_own_place()
             return
-        assert self._combined_loader is not None
-        progress: Any = self.epoch_loop.batch_progress
+        theirs: Any = self.epoch_loop
+        progress: Any = theirs.batch_progress
+        place, self._place = self._place, None
+        within = self.epoch_progress.current.ready > self.epoch_progress.current.processed
+        if within:  # Lightning counts a batch behind what saves
+            theirs._batches_that_stepped += 1
         for theirs in (progress.total, progress.current):
-            theirs.ready = theirs.started = theirs.completed = theirs.processed  # it may have been saved within a batch
-        if self._combined_loader_states_to_load:
-            self._combined_loader._load_state_dicts(self._combined_loader_states_to_load)
-            self._combined_loader_states_to_load = []
-        self._begin_at_own_place()
+            theirs.ready = theirs.started = theirs.completed = theirs.processed
+        theirs, batches = self.epoch_progress.current, progress.current.processed
+        if within and progress.is_last_batch:  # nothing of its epoch is left but hooks
+            theirs.processed += 1
+            batches = 0
+            if place is not None:
+                place = {**place, "epoch": theirs.processed, "loops": [], "left": 0}
+        elif not within and batches and not progress.is_last_batch and self.max_steps >= 0:  # which have cut it short
+            theirs.processed -= 1
+            within = True
+            if place is not None:
+                place = {**place, "epoch": theirs.processed, "loops": [[place["used"], False]]}
+        self.epoch_loop.move_from(theirs.processed)
+        if place is not None:
+            self._data_fetcher.loader.load_state_dict(place)
+        self._begin_at_own_place(batches if within else 0)
 
-    def _begin_at_own_place(self) -> None:
-        """Begin where the trainer's counters stand, unless the job begins at a place of its own."""
+    def _begin_at_own_place(self, batches: int = 0) -> None:
+        """Begin where the trainer's counters stand, unless the job begins at a place of its own.
+
+        Args:
+            batches: trained on in the epoch in progress, under another strategy.
+        """
         states = current_session().states
-        if not (states.progress.epoch or states.progress.passes or states.progress.steps):  # of another strategy
-            progress: Any = self.epoch_progress
-            epoch, steps = progress.current.processed, self.epoch_loop.global_step
-            states.start_from(RunProgress(epoch=epoch, steps=steps))
+        if states.progress.epoch or states.progress.passes or states.progress.steps:
+            return
+        begun = RunProgress(epoch=self.epoch_progress.current.processed, steps=self.epoch_loop.global_step)
+        if batches:
+            begun.begin_pass(0)
+            begun.passes[0].advance(batches * self._data_fetcher.loader.batch_size)
+        states.start_from(begun)
 
     def _count_epochs(self) -> int:
         """Epochs to train, for progress and what follows it."""
@@ -171,6 +214,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
     """Trains an epoch from where the job is in it; each step's end is all workers'."""
 
     _came_later = False  # within the epoch, so that its counts are others'
+    moved_epochs = 0  # at whose ends schedulers that count epochs have moved
 
     @property
     def done(self) -> bool:
@@ -185,6 +229,12 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             super().reset()
             return
         self._came_later = True
+
+    def on_run_start(self, data_fetcher: Any) -> None:
+        """Begin to fetch behind the batches that the epoch has had."""
+        super().on_run_start(data_fetcher)
+        theirs = data_fetcher
+        theirs.fetched = self.batch_progress.current.ready
 
     def advance(self, data_fetcher: Any) -> None:
         """One micro-batch; the last one is repeated as long as failures void its step."""
@@ -232,12 +282,21 @@ class ElasticEpochLoop(_TrainingEpochLoop):
                     self._end_of_data()
                     raise
 
+    def move_from(self, epoch: int) -> None:
+        """Have schedulers that count epochs move at the end of this one next."""
+        self.moved_epochs = epoch
+
     def _end_of_data(self) -> None:
-        """Schedulers that count epochs move behind the last step, not within it."""
-        super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        """Move schedulers that count epochs, unless this epoch's last step has moved them already."""
+        session, epoch = current_session(), self.trainer.current_epoch
+        if self.moved_epochs > epoch or session.ledger.accumulating:
+            return
+        self.moved_epochs = epoch + 1
+        with session.ledger.counting_one():
+            super().update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """As Lightning's, but for those of :meth:`_end_of_data`.
+        """As Lightning's; schedulers that count epochs move once, where Lightning moves them if the end is known there.
 
         Raises:
             _BatchLostError: the micro-batch that has just been trained on is of a lost step.
@@ -246,6 +305,8 @@ class ElasticEpochLoop(_TrainingEpochLoop):
             raise _BatchLostError
         if interval == "step" or update_plateau_schedulers:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
+        else:
+            self._end_of_data()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
         """Validate if it is time, with buffers that are the same everywhere."""

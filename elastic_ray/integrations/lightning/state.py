@@ -95,11 +95,11 @@ class StepState:
 def counters(trainer: Trainer) -> dict[str, Any]:
     """Of the loops: what has begun, and what is done."""
     epochs: Any = trainer.fit_loop
-    batches = epochs.epoch_loop
+    batches: Any = epochs.epoch_loop
     return {
         **{name: progress.state_dict() for name, progress in _progresses(trainer)},
         "stepped": batches._batches_that_stepped,
-        "fetched": epochs._data_fetcher.fetched,
+        "moved": batches.moved_epochs,
         "max_batches": float(epochs.max_batches),
     }
 
@@ -110,8 +110,10 @@ def set_counters(trainer: Trainer, values: dict[str, Any]) -> None:
         _fill(progress, values[name])
     theirs: Any = trainer.fit_loop.epoch_loop
     theirs._batches_that_stepped = values["stepped"]
+    theirs.moved_epochs = values["moved"]
+    batches = theirs.batch_progress.current.ready
     theirs = trainer.fit_loop._data_fetcher
-    theirs.fetched = values["fetched"]
+    theirs.fetched = batches
     theirs = trainer.fit_loop
     most = values["max_batches"]
     theirs.max_batches = int(most) if most < float("inf") else most

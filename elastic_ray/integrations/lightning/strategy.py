@@ -128,6 +128,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
+        self._gone = self._writes = False  # alone, a fit that failed may be followed by another
         session_of_new_model()  # alone, a second fit is a run of its own, whose loader begins anew
         become_elastic(trainer)
         assert self.accelerator is not None

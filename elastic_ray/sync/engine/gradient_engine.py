@@ -225,6 +225,10 @@ class GradientEngine:
         if self._drift.average is not None:
             self._drift.begin_step()
 
+    def let_go(self) -> None:
+        """Leave the model to another run of this process, which wraps it anew."""
+        self._reducer.let_go()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
         if self._sharded:

@@ -106,14 +106,19 @@ class GradientReducer:
         self.reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
-        for hook in self._hooks:
-            hook.remove()
+        self.let_go()
         self._hooks = [
             hook
             for bucket in self._buckets
             for hook in hooks_on_gradients(bucket.params, _gradient_hook(weakref.ref(self), bucket.index))
         ]
         self.enter_group()
+
+    def let_go(self) -> None:
+        """Have no part in the model's backward passes any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def enter_group(self) -> None:
         """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
