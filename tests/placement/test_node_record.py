@@ -81,6 +81,14 @@ def test_a_node_that_fails_again_after_its_rest_rests_twice_as_long() -> None:
     assert str(row) == "node n0: 3 workers of a failed, avoided by a for 20 min; the last: OSError: [Errno 5], 0 s ago"
 
 
+def test_workers_that_fail_together_are_one_reason_to_rest() -> None:
+    record = NodeRecord()
+    for number in range(8):
+        record.hear(told("a", failure("n0", f"w{number}")), float(number))
+    (row,) = record.rows(7.0)
+    assert (row.failures, row.rests_s) == (8, REST_S)
+
+
 def test_what_is_forgiven_is_not_heard_again() -> None:
     record = NodeRecord()
     both = failure("n0", "w1"), failure("n0", "w2")
