@@ -370,7 +370,7 @@ class Allocator:
         assert self._core is not None, "the loop starts after the core"
         if self._scaler is not None and self._core.settled:
             now_s, steady_s = self._clock.read()
-            self._scaler.look(self._core.views(now_s), self._present(), steady_s)
+            self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
         """A job has ended with this last view; or, with a ``cluster``, its controller is gone."""

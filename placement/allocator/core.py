@@ -348,6 +348,10 @@ class AllocatorCore:
         ]
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
+    def views_to_scale_for(self, now_s: float) -> Sequence[JobView]:
+        """The same, closed to the nodes that jobs avoid: what the cluster's size is decided by."""
+        return avoid_failing(self.views(now_s), self._cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
+
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
         """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
         instructions: list[Allocate] = []

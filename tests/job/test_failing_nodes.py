@@ -16,6 +16,7 @@ from elastic_ray.cli import cluster as cli
 from elastic_ray.events import EventKind
 from placement.allocator.actor import find_allocator
 from tests.job import traced
+from tests.job.jobs import wait_until
 from tests.local_cluster import LocalCluster
 
 # The head has none of the workers' resource.
@@ -36,7 +37,7 @@ def train(config: dict[str, Any]) -> str:
 
 def submit(folder: Path, *, everywhere: bool = False) -> er.JobHandle:
     (folder / "trace").mkdir()
-    config = {"trace": str(folder / "trace"), "everywhere": everywhere, "pause_s": 0.05}
+    config = {"trace": str(folder / "trace"), "everywhere": everywhere, "pause_s": 0.1, "epochs": 8}
     return er.ElasticTrainer(
         train,
         train_loop_config=config,
@@ -54,6 +55,7 @@ def test_a_job_begins_on_another_node_than_that_on_which_starts_fail(ray_cluster
     for _ in range(2):
         ray_cluster.add_node(num_cpus=1, resources={"slot": 2})
     handle = submit(tmp_path)
+    wait_until(lambda: handle.status().workers > 0 and "is avoided, " in handle.status().note, handle)
     handle.result(timeout=180)
     bad = (tmp_path / "trace" / "bad").read_text()
     lost = [event for event in handle.events() if event.kind is EventKind.WARNING]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ray import load_model_state
 from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.record.losses import Losses
@@ -43,6 +44,11 @@ def read_wrapped() -> None:
 
 def refuse() -> None:
     raise RanksDisagreeError("rank 0 trains, rank 1 does not")
+
+
+def read_missing() -> None:
+    """A file that elastic_ray opens for the user's code."""
+    load_model_state("/nowhere/at/all")
 
 
 def call_library() -> None:
@@ -111,7 +117,7 @@ def test_others_are_not() -> None:
 
     for error in (FileNotFoundError(errno.ENOENT, "gone"), RuntimeError("CUDA error: device-side assert"), Odd()):
         assert not origin(of_text(error)).of_node
-    assert origin(refuse).refusal
+    assert origin(refuse).refusal and not origin(read_missing).refusal
 
 
 class Job:

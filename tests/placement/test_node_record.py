@@ -11,7 +11,7 @@ from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, TimePassed
 from placement.allocator.significance import trigger_of
 from placement.allocator.snapshot import Trigger
-from placement.cluster.cluster import slots
+from placement.cluster.cluster import Cluster, slots
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import (
     FORGET_S,
@@ -22,12 +22,19 @@ from placement.cluster.node_record import (
     NodeRecord,
 )
 from placement.planning.failing_nodes import avoid_failing
+from placement.planning.slow_nodes import NODE_LABEL
 from placement.policies.goodput.policy import GoodputPolicy
 from tests.placement.views import cluster, view
 
 
 def failure(node: str, worker: str, age_s: float = 0.0, *, starting: bool = False) -> NodeFailure:
     return NodeFailure(node=node, worker=worker, cause="OSError: [Errno 5]", age_s=age_s, starting=starting)
+
+
+def named(nodes: Cluster) -> Cluster:
+    """With the label that Ray gives each node."""
+    labelled = (dataclasses.replace(node, labels={NODE_LABEL: node.node_id}) for node in nodes.nodes)
+    return Cluster(nodes=tuple(labelled))
 
 
 def told(job: str, *failures: NodeFailure, **kwargs: object) -> JobView:
@@ -79,6 +86,14 @@ def test_a_node_that_fails_again_after_its_rest_rests_twice_as_long() -> None:
     (row,) = record.rows(again_s)
     assert (row.avoided_by, row.by_all, row.rests_s) == (("a",), False, 2 * REST_S)
     assert str(row) == "node n0: 3 workers of a failed, avoided by a for 20 min; the last: OSError: [Errno 5], 0 s ago"
+
+
+def test_workers_that_fail_together_are_one_reason_to_rest() -> None:
+    record = NodeRecord()
+    for number in range(8):
+        record.hear(told("a", failure("n0", f"w{number}")), float(number))
+    (row,) = record.rows(7.0)
+    assert (row.failures, row.rests_s) == (8, REST_S)
 
 
 def test_what_is_forgiven_is_not_heard_again() -> None:
@@ -176,6 +191,9 @@ def test_the_allocator_moves_a_job_off_says_why_and_moves_it_back_once_it_is_for
     reason = core.snapshot().jobs["a"].reason
     assert "node n0 is avoided, 1 of its workers failed there, the last with OSError: [Errno 5]" in reason
     assert reason.endswith(core.avoids["a"])
+    (scaled,) = core.views_to_scale_for(20.0)
+    there = [each.node_id for each in named(cluster(1, 1)).nodes if each.matches(scaled.selector)]
+    assert there == ["n1"], "for the autoscaler as well"
     core.handle(NodeForgiven(node="n0"), 20.0)
     assert target(20.0, dataclasses.replace(started, age_s=10.0)) == {"n0": 1, "n1": 1} and not core.avoids
     core.handle(JobEnded(job="a", view=told("a")), 30.0)
