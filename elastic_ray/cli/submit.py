@@ -66,10 +66,17 @@ def submit(
     env = read_env(env_json)
     if not script.resolve().is_relative_to(folder):
         raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
-    submission = ray_jobs.free_id(name)
-    told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
-    entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
-    ray_jobs.submit(submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env)
+    while True:
+        submission = ray_jobs.free_id(name)
+        told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
+        entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
+        try:
+            ray_jobs.submit(
+                submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env
+            )
+            break
+        except ray_jobs.TakenError:
+            continue  # by one that was not there a moment ago
     if as_json:
         show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
         return

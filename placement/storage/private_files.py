@@ -7,6 +7,7 @@ a ``LocalFileSystem`` (which NFS mounts are as well) the storage says who may re
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -17,6 +18,13 @@ import pyarrow.fs
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+PART = ".part"
+
+_OBJECT_STORES = tuple(
+    getattr(pyarrow.fs, name)
+    for name in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem")
+    if hasattr(pyarrow.fs, name)  # not in every build
+)
 
 
 class ForeignDirectoryError(PermissionError):
@@ -28,7 +36,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
 
     Parents that are there keep their modes.
     """
-    if not (private and isinstance(filesystem, pyarrow.fs.LocalFileSystem)):
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         filesystem.create_dir(path, recursive=True)
         return
     missing = []
@@ -38,22 +46,78 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
         parent = os.path.dirname(parent)
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is told of below
-            os.mkdir(each, DIRECTORY_MODE)
+            os.mkdir(each, DIRECTORY_MODE if private else 0o777)
+        sync_directory(filesystem, os.path.dirname(each))
     if not os.path.isdir(path):
         raise NotADirectoryError(f"{path!r} is to be a directory, but is a file")
-    tighten(path)
+    if private:
+        tighten(path)
 
 
 @contextlib.contextmanager
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> Iterator[Any]:
     """A stream that replaces a file, or makes it."""
-    if private and isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        with open(path, "wb", opener=_open_private) as stream:
-            tighten(stream.fileno())
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        with filesystem.open_output_stream(path) as stream:
             yield stream
         return
-    with filesystem.open_output_stream(path) as stream:
+    with open(path, "wb", opener=_open_private if private else None) as stream:
+        if private:
+            tighten(stream.fileno())
         yield stream
+
+
+def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *, private: bool) -> None:
+    """Write a file beside the one that is there, and put it in its place: whatever happens, one of both is there.
+
+    Where a move does not replace a file (HDFS), the new one alone is there for a moment, as ``PATH.part``: see
+    ``open_whole``. An object store replaces an object when the new one is complete.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
+    with open_output(filesystem, part, private=private) as stream:
+        stream.write(content)
+    if part != path:
+        sync_file(filesystem, part)
+        try:
+            filesystem.move(part, path)
+        except OSError:
+            if filesystem.get_file_info(path).type == pyarrow.fs.FileType.NotFound:
+                raise
+            filesystem.delete_file(path)
+            filesystem.move(part, path)
+    sync_directory(filesystem, os.path.dirname(path))
+
+
+def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
+    """Open a file that ``replace_file`` writes; raises FileNotFoundError where there is none."""
+    try:
+        return filesystem.open_input_stream(path)
+    except FileNotFoundError:
+        return filesystem.open_input_stream(f"{path}{PART}")
+
+
+def sync_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Wait until a file's content has reached the disk: a node's end would take what only its memory holds."""
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # elsewhere a file is kept once it is written
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def sync_directory(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Wait until the names in a directory have reached the disk: of new files, and of what was moved."""
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE and the like that cannot
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def open_append(path: str, *, private: bool) -> int:

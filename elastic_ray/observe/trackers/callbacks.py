@@ -298,7 +298,7 @@ class _LoggerCallback:
         storage = self._run.storage
         if not storage.local and os.listdir(self._trial.local_path):
             target, local = f"{storage.path}/{FOLDER}", pyarrow.fs.LocalFileSystem()
-            copy_directory(local, self._trial.local_path, storage.filesystem, target, private=storage.private)
+            copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
         """By which the tracker's own run is found again."""
