@@ -57,6 +57,7 @@ def submit(
     \b
         elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
     """
+    from elastic_ray.access import session_warning
     from elastic_ray.cli import submission as ray_jobs
 
     if wait and as_json:
@@ -80,6 +81,8 @@ def submit(
     if as_json:
         show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
         return
+    if warning := session_warning():
+        say(f"warning: {warning}", err=True)
     say(f"submitted {name}; follow it with: elastic-ray logs {name} -f")
     if wait:
         from elastic_ray.cli.jobs import follow_script

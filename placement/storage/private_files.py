@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
@@ -19,6 +22,7 @@ import pyarrow.fs
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 PART = ".part"
+_FIRST_USER, _NOBODY = 1000, 65534  # uids of people's accounts
 
 _OBJECT_STORES = tuple(
     getattr(pyarrow.fs, name)
@@ -143,6 +147,71 @@ def check_own(path: str) -> None:
             "writes there. Choose another RunConfig(name) or RunConfig(storage_path), give the directory to this user "
             "(chown), or set ElasticConfig(private_files=False) if that user is to share it"
         )
+
+
+def make_own(path: str, below: str) -> None:
+    """Make a private directory and those above it up to ``below``, where other users may write, such as ``/tmp``.
+
+    Raises:
+        ForeignDirectoryError: one of them is another user's, or a link, which may lead anywhere.
+    """
+    levels, level = [], os.path.abspath(path)
+    while level != os.path.abspath(below):
+        levels.append(level)
+        level = os.path.dirname(level)
+    for level in reversed(levels):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(level, DIRECTORY_MODE)
+        found = os.lstat(level)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise ForeignDirectoryError(
+                f"{level!r} must be a directory of this user (uid {os.geteuid()}), but is uid {found.st_uid}'s, or none"
+            )
+        tighten(level)
+
+
+def open_to_others(path: str) -> bool:
+    """True if another account of this machine can reach a directory and put files of its own in the place of others.
+
+    A directory that all may write is one, unless it is sticky, or one above it lets nobody through.
+    """
+    level, open_ = os.path.realpath(path), False
+    while True:
+        found = os.stat(level)
+        others = 0o007 | (0o070 if _has_other_members(found.st_gid) else 0)
+        if found.st_uid in (0, os.geteuid()):
+            if not found.st_mode & others & 0o011:
+                return False
+            open_ |= bool(found.st_mode & others & 0o022) and not found.st_mode & stat.S_ISVTX
+        else:
+            open_ = True  # its owner can
+        if level == os.path.dirname(level):
+            return open_
+        level = os.path.dirname(level)
+
+
+def has_neighbours() -> bool:
+    """True if other users have processes on this machine, or people have accounts on it and it is no container."""
+    own = {0, os.geteuid()}
+    for process in os.scandir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError):  # it has ended
+            if process.name.isdecimal() and process.stat().st_uid not in own:
+                return True
+    with contextlib.suppress(OSError):
+        if Path("/proc/1/comm").read_text().strip() not in ("systemd", "init"):
+            return False
+    people = [each for each in pwd.getpwall() if not each.pw_shell.endswith(("nologin", "false"))]
+    return any(_FIRST_USER <= each.pw_uid < _NOBODY and each.pw_uid not in own for each in people)
+
+
+def _has_other_members(gid: int) -> bool:
+    """True if somebody else than this user is in a group, as far as the group itself says."""
+    if gid == 0:
+        return False
+    try:
+        return bool(set(grp.getgrgid(gid).gr_mem) - {pwd.getpwuid(os.geteuid()).pw_name})
+    except KeyError:
+        return False
 
 
 def _uid_on(path: str) -> int | None:
