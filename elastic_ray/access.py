@@ -12,7 +12,10 @@ import socket
 from typing import Any
 
 import ray
+from ray._private import worker as _ray_worker
 from ray.exceptions import AuthenticationError
+
+from placement.storage.private_files import has_neighbours, open_to_others
 
 HOW_TO_START = "start one with `ray start --head`, or set RAY_ADDRESS to the HOST:PORT of one that runs"
 _REACH_S = 5.0
@@ -40,6 +43,26 @@ def join() -> None:
         check_answers(there, address)
         check_access(there, mode_is_open=_mode_is_open())
         ray.init()
+
+
+def session_warning() -> str:
+    """Return what to do about Ray's folders where other accounts of this machine may write into them, else "".
+
+    Ray makes them for all to write. Workers import code from there, which its token does not guard.
+    """
+    node: Any = _ray_worker._global_node
+    if node is None:
+        return ""
+    folder = str(node.get_session_dir_path())
+    try:
+        if not (open_to_others(folder) and has_neighbours()):
+            return ""
+    except OSError:  # it is another machine's
+        return ""
+    return (
+        f"other accounts of this machine may write into {folder}, from which Ray's workers import code: start Ray with "
+        "a --temp-dir that only its user can come to: install -d -m 700 ~/ray && ray start --temp-dir ~/ray/tmp ..."
+    )
 
 
 def find_address(address: str) -> str:

@@ -17,6 +17,7 @@ _SWITCHES = (
     "automatic_checkpoints",
     "keep_last_state",
     "private_files",
+    "verify_checkpoints",
     "tensorboard",
     "metrics",
 )
@@ -69,6 +70,9 @@ class ElasticConfig:
             stored by then (or within half of ``collective_timeout_s``, for the other ranks wait) is given up, which an
             event says, and training goes on; a job whose earlier checkpoints cannot be read by then does not start anew
             but fails.
+        verify_checkpoints: a job that goes on from what is stored of its run reads its reported checkpoints whole and
+            compares their checksums with those that were written with them; one that differs is passed over, which an
+            event says. Sizes are compared always, and checksums of automatic checkpoints.
         tensorboard: write the run's metrics and how it is doing as TensorBoard files into ``tensorboard`` in its
             directory; None does so for jobs, and not for the trials of a sweep (Ray Tune writes its own).
         metrics: tell Prometheus of the job through Ray's metrics, from the job's controller (docs/metrics.md).
@@ -95,6 +99,7 @@ class ElasticConfig:
     straggler_patience_s: float = 60.0
     private_files: bool = True
     storage_timeout_s: float = 60.0
+    verify_checkpoints: bool = False
     tensorboard: bool | None = None
     metrics: bool = True
     tracker_timeout_s: float = 30.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+from elastic_ray.json_numbers import dump, load
 
 if TYPE_CHECKING:
     from elastic_ray.sealed import Raised, Sealed
@@ -96,7 +96,7 @@ class JobEvent:
     def to_json(self) -> str:
         """The event as one line of JSON, the format of ``events.jsonl``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps({**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, default=str)
+        return dump({**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, other=str)
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
@@ -129,7 +129,7 @@ def _object(line: str, what: str) -> dict[str, Any]:
         ValueError: there is none.
     """
     try:
-        values = json.loads(line)
+        values = load(line)
     except RecursionError:
         raise ValueError(f"{what} must be a JSON object, but is nested too deeply") from None
     if not isinstance(values, dict):
@@ -277,10 +277,10 @@ class Report:
             "steps": self.steps,
         }
         try:
-            return json.dumps({**values, "metrics": dict(self.metrics)}, default=plain)
+            return dump({**values, "metrics": dict(self.metrics)})
         except (TypeError, ValueError, RecursionError):  # keys that are no text, or a value that holds itself
             metrics = {str(name): repr(value) for name, value in self.metrics.items()}
-            return json.dumps({**values, "metrics": metrics})
+            return dump({**values, "metrics": metrics})
 
     @classmethod
     def from_json(cls, line: str) -> Report:
@@ -347,12 +347,3 @@ class JobOutcome:
     checkpoints: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     states: str = ""
     return_value: Sealed | None = None
-
-
-def plain(value: Any) -> Any:
-    """A JSON value for what ``json`` does not know: a scalar's number, else text."""
-    item = getattr(value, "item", None)
-    if callable(item):
-        with contextlib.suppress(Exception):
-            return item()
-    return repr(value)

@@ -10,9 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
+import os
 import posixpath
 import re
 import secrets
@@ -36,7 +38,7 @@ from elastic_ray.job_spec import JobSpec, TrialSpec
 from elastic_ray.worker.train_loop import with_config
 from placement.allocator.actor import get_or_create_allocator
 from placement.ray_cluster.named_actors import find_actor
-from placement.storage.private_files import open_output
+from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
 from tuning.sweep import find_sweep, open_controller
@@ -48,6 +50,8 @@ _NAME = r"[A-Za-z0-9._=,+-]{1,128}"
 _T = TypeVar("_T")
 _NOTE = "elastic_trial.json"
 _PAUSED = "paused"
+_RUN_NAME = "run"
+_RUN = re.compile(r"run_(\d{2,9})")
 _STOP_TIMEOUT_S = 5.0
 # Trials come and go: a process that waits for its job to grow would cost each of them a start.
 _ELASTIC = ElasticConfig(warm_workers_per_node=0)
@@ -272,7 +276,11 @@ class TrialJob:
         check_resources(base)
         if base.policy is not None:
             get_or_create_allocator(base.policy)
-        storage_path = self._new_run()
+        private = base.elastic.private_files
+        last = str((self._read_note() or {}).get(_RUN_NAME, ""))
+        storage_path = self._call(
+            "making the run's directory", lambda: claim_run(self._filesystem, self._directory, last, private=private)
+        )
         scheduling = base.scheduling
         if not scheduling.tenant:
             scheduling = dataclasses.replace(
@@ -301,7 +309,7 @@ class TrialJob:
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)
         storage.create_within(base.elastic.storage_timeout_s)
         controller, name = open_controller(self._sweep, template.promise, spec)
-        self._write_note({"controller": name, "key": self._key})
+        self._write_note({"controller": name, "key": self._key, _RUN_NAME: posixpath.basename(storage_path)})
         return JobHandle(controller, spec)
 
     def _find(self) -> JobHandle | None:
@@ -339,18 +347,10 @@ class TrialJob:
             if (sweep := find_actor(f"sweep:{self._sweep}")) is not None:
                 getattr(sweep, method).remote(*arguments)
 
-    def _new_run(self) -> str:
-        """A directory of its own for every start of the trial, so that no run replaces another's checkpoints."""
-        selector = pyarrow.fs.FileSelector(self._directory, allow_not_found=True)
-        entries = self._call("looking for earlier runs", lambda: self._filesystem.get_file_info(selector))
-        runs = [each for each in entries if each.base_name.startswith("run_")]
-        return posixpath.join(self._directory, f"run_{len(runs):02d}")
-
     def _write_note(self, note: Mapping[str, str]) -> None:
         def write() -> None:
             path, private = posixpath.join(self._directory, _NOTE), self._template.spec.elastic.private_files
-            with open_output(self._filesystem, path, private=private) as stream:
-                stream.write(json.dumps(note).encode())
+            replace_file(self._filesystem, path, json.dumps(note).encode(), private=private)
 
         self._call("writing the trial's note", write)
 
@@ -358,7 +358,7 @@ class TrialJob:
         """The note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
 
         def read() -> Any:
-            with self._filesystem.open_input_stream(posixpath.join(self._directory, _NOTE)) as stream:
+            with open_whole(self._filesystem, posixpath.join(self._directory, _NOTE)) as stream:
                 return json.loads(stream.readall())
 
         try:
@@ -381,6 +381,31 @@ class TrialJob:
         """Ask storage, which may never answer; raises ``StorageTimeoutError`` then."""
         timeout_s = self._template.spec.elastic.storage_timeout_s
         return call_storage(self._directory, what, function, timeout_s=timeout_s)
+
+
+def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, private: bool) -> str:
+    """Name a directory of its own for a start of a trial, so that no run replaces another's checkpoints.
+
+    Its number is above those of all runs that are there, and of the last one where that was deleted. On a file system
+    of this machine the directory is made, so that of two that ask at the same time each has its own.
+
+    Args:
+        filesystem: of the directory.
+        directory: of the trial.
+        last: name of the trial's last run; empty for none.
+        private: whether only the user may read it.
+    """
+    entries = filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
+    numbers = [int(each[1]) for name in [last, *(e.base_name for e in entries)] if (each := _RUN.fullmatch(name))]
+    for number in itertools.count(max(numbers, default=-1) + 1):
+        path = posixpath.join(directory, f"run_{number:02d}")
+        if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+            break
+        make_directory(filesystem, directory, private=private)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700 if private else 0o777)
+            break
+    return path
 
 
 def _digest(config: Mapping[str, Any]) -> str:

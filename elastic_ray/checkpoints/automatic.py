@@ -29,7 +29,7 @@ import pyarrow.fs
 from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
-from placement.storage.private_files import make_directory
+from placement.storage.private_files import make_directory, open_whole, replace_file
 
 DIRECTORY = "automatic"
 _FINISHED = "finished"
@@ -197,7 +197,7 @@ def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
 def keep_last(storage: RunStorage, state: StateFile) -> None:
     """Keep this automatic checkpoint alone: the job has finished with it."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
-    write_checked(storage, path, lambda stream: stream.write(posixpath.basename(state.path).encode()))
+    replace_file(storage.filesystem, path, posixpath.basename(state.path).encode(), private=storage.private)
     for each in state_files(storage):
         if each.path != state.path:
             _delete_state(storage.filesystem, each.path)
@@ -211,10 +211,13 @@ def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[Sta
         OSError: storage cannot be read.
     """
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
-    if not states or not storage.filesystem.get_file_info(path).is_file:
+    if not states:
+        return ()
+    try:
+        with open_whole(storage.filesystem, path) as raw:
+            finished = bytes(raw.readall()).decode(errors="replace")
+    except FileNotFoundError:
         return tuple(states)
-    with storage.filesystem.open_input_stream(path) as raw:
-        finished = bytes(raw.readall()).decode(errors="replace")
     return tuple(each for each in states if posixpath.basename(each.path) != finished)
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import os
+import posixpath
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from elastic_ray.checkpoints.run_directory import RunStorage
-from placement.storage.private_files import open_output
+import pyarrow.fs
+
+from placement.storage.private_files import open_output, sync_directory, sync_file
+
+if TYPE_CHECKING:
+    from elastic_ray.checkpoints.run_directory import RunStorage
 
 CHUNK_BYTES = 16 << 20
 _SYNC_BYTES = 1 << 30
@@ -34,6 +38,8 @@ def write_checked(
     path: str,
     write: Callable[[CheckedStream], object],
     go_on: Callable[[], bool] = lambda: True,
+    *,
+    named: bool = True,
 ) -> Checksum:
     """Write a file; what is there of it after an error is the caller's to delete.
 
@@ -42,20 +48,27 @@ def write_checked(
         path: of the file, on the run's file system; its directory exists.
         write: writes it.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+        named: whether its name has to reach the disk as well; else the caller sees to its directory.
     """
-    with open_output(storage.filesystem, path, private=storage.private) as raw:
-        stream = CheckedStream(raw, go_on, lambda: sync(storage, path))
+    filesystem = storage.filesystem
+    with open_output(filesystem, path, private=storage.private) as raw:
+        stream = CheckedStream(raw, go_on, lambda: sync_file(filesystem, path))
         write(stream)
-    sync(storage, path)
+    sync_file(filesystem, path)
+    if named:
+        sync_directory(filesystem, posixpath.dirname(path))
     return Checksum(stream.digest(), stream.size)
 
 
-def sync(storage: RunStorage, path: str) -> None:
-    """Wait until a file has reached the disk: a node's end would take what only its memory holds."""
-    if not storage.local:
-        return  # there a file is kept once it is written
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+def sha256_of(filesystem: pyarrow.fs.FileSystem, path: str, go_on: Callable[[], bool]) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; raises InterruptedError once ``go_on`` says no."""
+    found = hashlib.sha256()
+    with filesystem.open_input_stream(path) as stream:
+        while piece := stream.read(CHUNK_BYTES):
+            if not go_on():
+                raise InterruptedError("the reading was given up")
+            found.update(piece)
+    return found.hexdigest()
 
 
 class CheckedStream(io.RawIOBase):

@@ -7,13 +7,17 @@ import functools
 import os
 import posixpath
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pyarrow.fs
 
-from placement.storage.private_files import make_directory, open_output
+from elastic_ray.checkpoints.checked_files import CHUNK_BYTES, CheckedStream, Checksum, write_checked
+from placement.storage.private_files import PART, make_directory, sync_directory
 from placement.storage.storage_calls import StorageCalls
 
-_PIECE_BYTES = 16 << 20
+if TYPE_CHECKING:
+    from elastic_ray.checkpoints.run_directory import RunStorage
+
 _THREADS = 4
 
 
@@ -47,90 +51,96 @@ def reading_source() -> Iterator[None]:
 def copy_directory(
     origin: pyarrow.fs.FileSystem,
     source: str,
-    target_filesystem: pyarrow.fs.FileSystem,
+    storage: RunStorage,
     target: str,
     *,
-    private: bool,
     go_on: Callable[[], bool] = lambda: True,
-) -> None:
-    """Copy all files and directories below ``source``.
+) -> dict[str, Checksum]:
+    """Copy all files and directories below ``source``; all of them have reached the disk then.
 
     Args:
         origin: file system of ``source``.
         source: directory to copy.
-        target_filesystem: file system of ``target``.
+        storage: the run that ``target`` is in.
         target: directory that gets the copies.
-        private: whether only their user may read them.
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
+
+    Returns:
+        What each file must be, by its path below ``target``.
 
     Raises:
         InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read, or
             is neither file nor directory.
     """
 
-    def copy_file(path: str, copy: str) -> None:
-        with reading_source():
-            opened = origin.open_input_stream(path)
-        with opened as read, open_output(target_filesystem, copy, private=private) as written:
-            while piece := read.read(_PIECE_BYTES):
-                if not go_on():
-                    raise InterruptedError("the copy was given up")
-                written.write(piece)
-
-    files = []
-    make_directory(target_filesystem, target, private=private)
+    files, directories = [], [target]
+    make_directory(storage.filesystem, target, private=storage.private)
     for entry, copy in _below(origin, source, target):
         if entry.type == pyarrow.fs.FileType.Directory:
-            make_directory(target_filesystem, copy, private=private)
+            make_directory(storage.filesystem, copy, private=storage.private)
+            directories.append(copy)
         else:
             files.append((entry.path, copy))
     # An upload to S3 goes on in several threads of its own; several at once may deadlock (apache/arrow#32372).
-    threads = 1 if isinstance(target_filesystem, pyarrow.fs.S3FileSystem) else _THREADS
+    threads = 1 if isinstance(storage.filesystem, pyarrow.fs.S3FileSystem) else _THREADS
     pool = StorageCalls(target, threads=threads)
-    copies = [pool.start(f"copying {path}", functools.partial(copy_file, path, copy)) for path, copy in files]
+    copies = [
+        pool.start(f"copying {path}", functools.partial(_copy_file, origin, path, storage, copy, go_on))
+        for path, copy in files
+    ]
     try:
-        for each in copies:
-            each.answer.result()
+        sums = [each.answer.result() for each in copies]
     finally:
         for each in copies:
             each.give_up()
+    for directory in directories:
+        sync_directory(storage.filesystem, directory)
+    return {posixpath.relpath(copy, target): each for (_, copy), each in zip(files, sums, strict=True)}
 
 
 def add_files(
     origin: pyarrow.fs.FileSystem,
     source: str,
-    target_filesystem: pyarrow.fs.FileSystem,
+    storage: RunStorage,
     target: str,
     *,
-    private: bool,
     go_on: Callable[[], bool] = lambda: True,
-) -> list[str]:
-    """Copy the files below ``source`` that ``target`` has not; returns their names below it.
+) -> dict[str, Checksum]:
+    """Copy the files below ``source`` that ``target`` has not; returns what each must be, by its path below it.
 
     Args:
-        origin, source, target_filesystem, target, private, go_on: as :func:`copy_directory`.
+        origin, source, storage, target, go_on: as :func:`copy_directory`.
 
     Raises:
         InterruptedError, SourceError: as :func:`copy_directory`.
     """
-    added = []
+    added = {}
     for entry, copy in _below(origin, source, target):
-        if target_filesystem.get_file_info(copy).type != pyarrow.fs.FileType.NotFound:
+        if storage.filesystem.get_file_info(copy).type != pyarrow.fs.FileType.NotFound:
             continue
         if entry.type == pyarrow.fs.FileType.Directory:
-            make_directory(target_filesystem, copy, private=private)
+            make_directory(storage.filesystem, copy, private=storage.private)
             continue
-        part = f"{copy}.part"  # whoever reads meanwhile sees all of a file or none of it
-        with reading_source():
-            opened = origin.open_input_stream(entry.path)
-        with opened as read, open_output(target_filesystem, part, private=private) as written:
-            while piece := read.read(_PIECE_BYTES):
-                if not go_on():
-                    raise InterruptedError("the copy was given up")
-                written.write(piece)
-        target_filesystem.move(part, copy)
-        added.append(posixpath.relpath(copy, target))
+        part = f"{copy}{PART}"  # whoever reads meanwhile sees all of a file or none of it
+        added[posixpath.relpath(copy, target)] = _copy_file(origin, entry.path, storage, part, go_on)
+        storage.filesystem.move(part, copy)
+        sync_directory(storage.filesystem, posixpath.dirname(copy))
     return added
+
+
+def _copy_file(
+    origin: pyarrow.fs.FileSystem, path: str, storage: RunStorage, copy: str, go_on: Callable[[], bool]
+) -> Checksum:
+    """Copy one file; its name has not reached the disk yet."""
+    with reading_source():
+        opened = origin.open_input_stream(path)
+
+    def write(stream: CheckedStream) -> None:
+        while piece := opened.read(CHUNK_BYTES):
+            stream.write(piece)
+
+    with opened:
+        return write_checked(storage, copy, write, go_on, named=False)
 
 
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow.fs
 
-from placement.storage.private_files import make_directory, open_append, open_output
+from placement.storage.private_files import (
+    PART,
+    make_directory,
+    open_append,
+    open_whole,
+    replace_file,
+    sync_directory,
+)
 
 _PART_LINES = 1000
 
@@ -50,8 +57,8 @@ class LineFile:
         if self._in_parts:
             make_directory(self._filesystem, self._folder, private=self._private)
             path = posixpath.join(self._folder, f"{self._part:06d}.jsonl")
-        with open_output(self._filesystem, path, private=self._private) as stream:
-            stream.write("".join(f"{line}\n" for line in written).encode())
+        content = "".join(f"{line}\n" for line in written).encode()
+        replace_file(self._filesystem, path, content, private=self._private)
         self._lines = written
         if self._in_parts and len(written) >= _PART_LINES:
             self._part, self._lines = self._part + 1, []
@@ -73,6 +80,9 @@ class LineFile:
             try:
                 while data:
                     data = data[os.write(descriptor, data) :]
+                os.fsync(descriptor)
+                if not size:
+                    sync_directory(self._filesystem, posixpath.dirname(self._path))
             except OSError:
                 os.ftruncate(descriptor, size)
                 raise
@@ -85,12 +95,13 @@ class LineFile:
 
     def _parts(self) -> list[str]:
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
-        names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
+        entries = self._filesystem.get_file_info(selector)
+        names = {posixpath.basename(entry.path).removesuffix(PART) for entry in entries if entry.is_file}
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
         """Lines of one file, the last one however far it was written; none where there is no file."""
-        with contextlib.suppress(FileNotFoundError), self._filesystem.open_input_stream(path) as stream:
+        with contextlib.suppress(FileNotFoundError), open_whole(self._filesystem, path) as stream:
             rest = b""
             while piece := stream.read(1 << 20):
                 *lines, rest = (rest + piece).split(b"\n")

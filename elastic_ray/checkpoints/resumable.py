@@ -35,6 +35,7 @@ def find_stored(
     start_from: str | None,
     is_trial: bool,
     with_states: bool,
+    verify: bool = False,
     heard: Callable[[], bool] = lambda: True,
 ) -> StoredRun:
     """Look what storage has.
@@ -44,6 +45,7 @@ def find_stored(
         start_from: checkpoint that a trial starts from.
         is_trial: the sweep decides where it goes on, and what its directory holds does not count.
         with_states: look for automatic checkpoints as well.
+        verify: read reported checkpoints whole, and compare their checksums.
         heard: called with every checkpoint, so that who waits sees that it goes on.
 
     Raises:
@@ -52,7 +54,7 @@ def find_stored(
     if is_trial:
         return StoredRun(start=storage.load_resume_point(start_from) if start_from is not None else None)
     problems: list[str] = []
-    checkpoints = storage.stored_checkpoints(problems.append, heard)
+    checkpoints = storage.stored_checkpoints(problems.append, heard, verify=verify)
     found = state_files(storage, problems.append, heard) if with_states else ()
     states = of_unfinished(storage, found)
     return StoredRun(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import posixpath
@@ -15,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
+from elastic_ray.checkpoints.checked_files import Checksum, sha256_of, write_checked
 from elastic_ray.checkpoints.copying import MissingSourceError, add_files, copy_directory, reading_source
 from elastic_ray.checkpoints.line_files import LineFile
-from elastic_ray.events import JobEvent, Report, plain
+from elastic_ray.events import JobEvent, Report
+from elastic_ray.json_numbers import dump, load
 from elastic_ray.state.resume_point import ResumePoint
-from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, open_output
+from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, sync_directory
 from placement.storage.storage_calls import call_storage
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ REPORTS_FILE = "reports.jsonl"
 PROGRESS_FILE = ".elastic_ray.json"
 """Written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
 MARKER_FILE = ".elastic_ray_run"
+_ADDED = ".elastic_ray_added_"
+_FILES = "files"
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
 
@@ -123,7 +126,7 @@ class RunStorage:
             make_directory(self.filesystem, self.path, private=self.private)
             if self.private and self.local:
                 check_own(self.path)
-            self._write(posixpath.join(self.path, MARKER_FILE), "")
+            write_checked(self, posixpath.join(self.path, MARKER_FILE), lambda stream: None)
         except ForeignDirectoryError:
             raise
         except OSError as error:
@@ -200,10 +203,11 @@ class RunStorage:
         metrics: Mapping[str, Any] | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> Checkpoint:
-        """Copy a checkpoint into the run, so that it is there wholly or not at all.
+        """Copy a checkpoint into the run, so that it is there wholly or not at all, whatever ends when.
 
         On a local file system the copy gets its name by a rename; elsewhere (where directories cannot be renamed) by
-        ``.elastic_ray.json``, which is written last and which :meth:`stored_checkpoints` looks for.
+        ``.elastic_ray.json``, which is written last and which :meth:`stored_checkpoints` looks for. It has size and
+        checksum of each file. All of it has reached the disk when this returns.
 
         Args:
             source: a local directory, or a checkpoint anywhere.
@@ -230,16 +234,17 @@ class RunStorage:
             "progress": resume_point.to_json() if resume_point is not None else {},
             "metrics": dict(metrics or {}),
         }
-        text = json.dumps(note, default=plain)
+        dump(note)  # what cannot be written is found before anything is
         self.delete_checkpoint(work)
         try:
-            copy_directory(origin, origin_path, self.filesystem, work, private=self.private, go_on=go_on)
+            files = copy_directory(origin, origin_path, self, work, go_on=go_on)
             if not go_on():  # what is complete is found by a restart: not behind the back of who gave it up
                 raise InterruptedError("the checkpoint was given up")
-            self._write(posixpath.join(work, PROGRESS_FILE), text)
+            self._write_note(posixpath.join(work, PROGRESS_FILE), {**note, _FILES: _told(files)})
             if work != target:
                 self.delete_checkpoint(target)
                 self.filesystem.move(work, target)
+                sync_directory(self.filesystem, self.path)
         except BaseException:
             with contextlib.suppress(Exception):
                 self.delete_checkpoint(work)
@@ -268,7 +273,9 @@ class RunStorage:
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
         if not self._exists(posixpath.join(target, PROGRESS_FILE)):
             return None
-        return add_files(origin, origin_path, self.filesystem, target, private=self.private, go_on=go_on)
+        if files := add_files(origin, origin_path, self, target, go_on=go_on):
+            self._write_note(posixpath.join(target, f"{_ADDED}{uuid.uuid4().hex[:8]}.json"), {_FILES: _told(files)})
+        return sorted(files)
 
     def is_storing(self, index: int) -> bool:
         """Whether rank 0 has begun to store the checkpoint of this number, as far as that can be seen."""
@@ -295,13 +302,18 @@ class RunStorage:
             return None
 
     def stored_checkpoints(
-        self, pass_over: Callable[[str], None] = lambda problem: None, heard: Callable[[], bool] = lambda: True
+        self,
+        pass_over: Callable[[str], None] = lambda problem: None,
+        heard: Callable[[], bool] = lambda: True,
+        *,
+        verify: bool = False,
     ) -> tuple[StoredCheckpoint, ...]:
         """Complete checkpoints of the run, oldest first; also those of an earlier run of the same name.
 
         Args:
             pass_over: takes why something that looks like one is not used, a sentence.
             heard: called with every one, so that who waits sees that it goes on.
+            verify: compare the files' checksums as well as their sizes, for which all of them are read.
 
         Raises:
             OSError: storage cannot be read, which says nothing about what is there.
@@ -321,12 +333,27 @@ class RunStorage:
                 if note is None:
                     continue  # incomplete
                 point = ResumePoint.from_json(note["progress"])
+                self._check_files(path, note, heard if verify else None)
             except ValueError as error:
                 pass_over(f"{path} is not used as a checkpoint: {error}")
                 continue
             checkpoint = StoredCheckpoint(index=int(matched[1]), path=path, resume_point=point, metrics=note["metrics"])
             found.append(checkpoint)
         return tuple(sorted(found, key=lambda stored: stored.index))
+
+    def _check_files(self, path: str, note: Mapping[str, Any], heard: Callable[[], bool] | None) -> None:
+        """Raise BadNoteError unless a checkpoint's files are those that were written; compare sums where ``heard``."""
+        selector = pyarrow.fs.FileSelector(path, recursive=True)
+        entries = {posixpath.relpath(entry.path, path): entry for entry in self.filesystem.get_file_info(selector)}
+        added = [name for name in entries if name.startswith(_ADDED)]
+        for each in (note, *(read_json(self.filesystem, posixpath.join(path, name)) for name in added)):
+            for name, (size, sha256) in _files(each).items():
+                entry = entries.get(name)
+                if entry is None or entry.size != size:
+                    there = "is not there" if entry is None else f"has {entry.size} bytes"
+                    raise BadNoteError(f"its {name} {there}, but {size} bytes were written")
+                if heard is not None and sha256_of(self.filesystem, posixpath.join(path, name), heard) != sha256:
+                    raise BadNoteError(f"its {name} has another checksum than what was written")
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint's directory; no error if it is gone already."""
@@ -346,9 +373,8 @@ class RunStorage:
     def _exists(self, path: str) -> bool:
         return bool(self.filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound)
 
-    def _write(self, path: str, text: str) -> None:
-        with open_output(self.filesystem, path, private=self.private) as stream:
-            stream.write(text.encode())
+    def _write_note(self, path: str, note: Mapping[str, Any]) -> None:
+        write_checked(self, path, lambda stream: stream.write(dump(note).encode()))
 
 
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
@@ -381,6 +407,28 @@ class BadNoteError(ValueError):
     """A file that says where a checkpoint stands says something else, or is none."""
 
 
+def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
+    """Return what a note says; raises BadNoteError where it is no JSON, and OSError where it cannot be read."""
+    with filesystem.open_input_stream(path) as stream:
+        text = stream.readall()
+    try:
+        return load(text)
+    except ValueError as error:
+        raise BadNoteError(f"its {posixpath.basename(path)} is no JSON: {error}") from None
+
+
+def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
+    return {name: dataclasses.asdict(each) for name, each in files.items()}
+
+
+def _files(note: Any) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of each file that a note names; raises BadNoteError where it names none."""
+    try:
+        return {name: (int(each["size"]), str(each["sha256"])) for name, each in note[_FILES].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadNoteError(f"its note does not tell its files: {type(error).__name__}: {error}") from None
+
+
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
     """The JSON beside a checkpoint; None where there is none or it is not ours.
 
@@ -389,16 +437,13 @@ def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] |
     """
     name = posixpath.join(path, PROGRESS_FILE)
     try:
-        with filesystem.open_input_stream(name) as stream:
-            note = json.loads(stream.readall())
+        note = read_json(filesystem, name)
     except FileNotFoundError:
         return None
     except OSError:
         if filesystem.get_file_info(name).type == pyarrow.fs.FileType.Directory:
             raise BadNoteError(f"its {PROGRESS_FILE} is a directory") from None
         raise
-    except ValueError as error:
-        raise BadNoteError(f"its {PROGRESS_FILE} is no JSON: {error}") from None
     if not isinstance(note, dict) or not {"progress", "metrics"} <= note.keys():
         raise BadNoteError(f"its {PROGRESS_FILE} lacks 'progress' or 'metrics'")
     for key in ("progress", "metrics"):

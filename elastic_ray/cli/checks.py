@@ -49,6 +49,7 @@ def machine_checks() -> tuple[Check, ...]:
         "NCCL": check_nccl,
         "ports": check_ports,
         "shared memory": check_shared_memory,
+        "Ray's folders": check_session,
     }
     return tuple(_survive(name, look) for name, look in looks.items())
 
@@ -183,6 +184,15 @@ def check_shared_memory() -> Check:
     if free < _LEAST_SHARED_BYTES:
         return Check(name="shared memory", state="warn", detail=f"{text}: in a container, start it with --shm-size=8g")
     return Check(name="shared memory", state="ok", detail=text)
+
+
+def check_session() -> Check:
+    """No other account of the machine can replace what Ray's workers import."""
+    from elastic_ray.access import session_warning
+
+    warning = session_warning()
+    detail = warning or "no other account can write into them, or no cluster runs here"
+    return Check(name="Ray's folders", state="warn" if warning else "ok", detail=detail)
 
 
 def default_storage() -> str:

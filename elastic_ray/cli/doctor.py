@@ -23,7 +23,8 @@ def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
 
     Exit code 1 if something is in the way of jobs.
     """
-    findings = [*machine_checks(), *_cluster_checks(storage or default_storage(), every_node)]
+    of_cluster = _cluster_checks(storage or default_storage(), every_node)  # first: it joins the cluster
+    findings = [*machine_checks(), *of_cluster]
     if as_json:
         show_json(findings)
     else:

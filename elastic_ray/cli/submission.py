@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ _NAME = "elastic_ray"
 _POLL_S = 0.5
 _AGENT_S = 15.0  # a cluster that has just started has no agent yet that could run a script
 _NO_AGENT = "No available agent"
+_TAKEN = "already exists"
 
 
 def client() -> Any:
@@ -51,17 +51,31 @@ def client() -> Any:
         ) from error
 
 
+class TakenError(Exception):
+    """Another submission has this id."""
+
+
 def free_id(name: str) -> str:
     """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name."""
-    taken = {each.submission for each in submissions()}
-    return next(each for n in itertools.count(1) if (each := name if n == 1 else f"{name}.{n}") not in taken)
+    return next_id(name, [each.submission for each in submissions()])
+
+
+def next_id(name: str, taken: Sequence[str]) -> str:
+    """Return the id after all that are taken; the number of one that was deleted in between is not used again.
+
+    >>> next_id("bert", ["bert", "bert.4", "bert.x", "albert.9"])
+    'bert.5'
+    """
+    numbers = [1 for each in taken if each == name]
+    numbers += [int(each) for one in taken if (each := one.removeprefix(f"{name}.")) != one and each.isdecimal()]
+    return f"{name}.{max(numbers) + 1}" if numbers else name
 
 
 def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
     """Let Ray run a command on the cluster.
 
     Raises:
-        ClickException: Ray refuses it; in its words.
+        TakenError: somebody else was faster. ClickException: Ray refuses it; in its words.
     """
     there = client()
     deadline = time.monotonic() + _AGENT_S
@@ -75,6 +89,8 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
             )
             return
         except (RuntimeError, ValueError, OSError) as error:
+            if _TAKEN in str(error):
+                raise TakenError(submission) from error
             if _NO_AGENT not in str(error) or time.monotonic() > deadline:
                 raise click.ClickException(f"Ray did not take the submission {submission!r}: {_line(error)}") from error
         time.sleep(_POLL_S)

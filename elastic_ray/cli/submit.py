@@ -57,6 +57,7 @@ def submit(
     \b
         elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
     """
+    from elastic_ray.access import session_warning
     from elastic_ray.cli import submission as ray_jobs
 
     if wait and as_json:
@@ -66,13 +67,22 @@ def submit(
     env = read_env(env_json)
     if not script.resolve().is_relative_to(folder):
         raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
-    submission = ray_jobs.free_id(name)
-    told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
-    entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
-    ray_jobs.submit(submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env)
+    while True:
+        submission = ray_jobs.free_id(name)
+        told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
+        entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
+        try:
+            ray_jobs.submit(
+                submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env
+            )
+            break
+        except ray_jobs.TakenError:
+            continue  # by one that was not there a moment ago
     if as_json:
         show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
         return
+    if warning := session_warning():
+        say(f"warning: {warning}", err=True)
     say(f"submitted {name}; follow it with: elastic-ray logs {name} -f")
     if wait:
         from elastic_ray.cli.jobs import follow_script

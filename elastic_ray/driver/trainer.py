@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
-from elastic_ray.access import join
+from elastic_ray.access import join, session_warning
 from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
@@ -167,6 +167,8 @@ class ElasticTrainer:
         join()
         check_resources(spec)
         _check_name(spec)
+        if warning := session_warning():
+            logger.warning("%s", warning)
         if self._policy is not None:
             get_or_create_allocator(self._policy)
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)

@@ -166,6 +166,7 @@ class RecordWriter:
                         start_from=trial.start_from if trial is not None else None,
                         is_trial=trial is not None,
                         with_states=bool(self._spec.states_kept),
+                        verify=self._spec.elastic.verify_checkpoints,
                         heard=go_on,
                     ),
                     timeout_s=timeout_s,

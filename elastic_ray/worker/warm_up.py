@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow.fs
 from ray._private import worker as _ray_worker
 
-from placement.storage.private_files import check_own, make_directory, open_append
+from placement.storage.private_files import make_own, open_append
 
 # What a train function or its first step imports, elastic_ray's own names among them. ray.train would be a fifth of
 # the time of a start, and is imported in time by train functions that use it: beside the others' steps.
@@ -69,8 +68,7 @@ def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_
         # Where there is no such folder, or it is another user's, processes start without turns.
         with contextlib.suppress(OSError, AttributeError):
             path = str(folder or _session_folder())
-            make_directory(pyarrow.fs.LocalFileSystem(), path, private=True)
-            check_own(path)
+            make_own(path, os.path.dirname(path))
             file = _take(path, slots or len(os.sched_getaffinity(0)), deadline_s)
         yield file is not None
     finally:

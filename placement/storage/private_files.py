@@ -7,16 +7,28 @@ a ``LocalFileSystem`` (which NFS mounts are as well) the storage says who may re
 from __future__ import annotations
 
 import contextlib
+import errno
+import grp
 import os
+import pwd
 import stat
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow.fs
 
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
+PART = ".part"
+_FIRST_USER, _NOBODY = 1000, 65534  # uids of people's accounts
+
+_OBJECT_STORES = tuple(
+    getattr(pyarrow.fs, name)
+    for name in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem")
+    if hasattr(pyarrow.fs, name)  # not in every build
+)
 
 
 class ForeignDirectoryError(PermissionError):
@@ -28,7 +40,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
 
     Parents that are there keep their modes.
     """
-    if not (private and isinstance(filesystem, pyarrow.fs.LocalFileSystem)):
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         filesystem.create_dir(path, recursive=True)
         return
     missing = []
@@ -38,22 +50,78 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
         parent = os.path.dirname(parent)
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is told of below
-            os.mkdir(each, DIRECTORY_MODE)
+            os.mkdir(each, DIRECTORY_MODE if private else 0o777)
+        sync_directory(filesystem, os.path.dirname(each))
     if not os.path.isdir(path):
         raise NotADirectoryError(f"{path!r} is to be a directory, but is a file")
-    tighten(path)
+    if private:
+        tighten(path)
 
 
 @contextlib.contextmanager
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> Iterator[Any]:
     """A stream that replaces a file, or makes it."""
-    if private and isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        with open(path, "wb", opener=_open_private) as stream:
-            tighten(stream.fileno())
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        with filesystem.open_output_stream(path) as stream:
             yield stream
         return
-    with filesystem.open_output_stream(path) as stream:
+    with open(path, "wb", opener=_open_private if private else None) as stream:
+        if private:
+            tighten(stream.fileno())
         yield stream
+
+
+def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *, private: bool) -> None:
+    """Write a file beside the one that is there, and put it in its place: whatever happens, one of both is there.
+
+    Where a move does not replace a file (HDFS), the new one alone is there for a moment, as ``PATH.part``: see
+    ``open_whole``. An object store replaces an object when the new one is complete.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
+    with open_output(filesystem, part, private=private) as stream:
+        stream.write(content)
+    if part != path:
+        sync_file(filesystem, part)
+        try:
+            filesystem.move(part, path)
+        except OSError:
+            if filesystem.get_file_info(path).type == pyarrow.fs.FileType.NotFound:
+                raise
+            filesystem.delete_file(path)
+            filesystem.move(part, path)
+    sync_directory(filesystem, os.path.dirname(path))
+
+
+def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
+    """Open a file that ``replace_file`` writes; raises FileNotFoundError where there is none."""
+    try:
+        return filesystem.open_input_stream(path)
+    except FileNotFoundError:
+        return filesystem.open_input_stream(f"{path}{PART}")
+
+
+def sync_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Wait until a file's content has reached the disk: a node's end would take what only its memory holds."""
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # elsewhere a file is kept once it is written
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def sync_directory(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Wait until the names in a directory have reached the disk: of new files, and of what was moved."""
+    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE and the like that cannot
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def open_append(path: str, *, private: bool) -> int:
@@ -79,6 +147,71 @@ def check_own(path: str) -> None:
             "writes there. Choose another RunConfig(name) or RunConfig(storage_path), give the directory to this user "
             "(chown), or set ElasticConfig(private_files=False) if that user is to share it"
         )
+
+
+def make_own(path: str, below: str) -> None:
+    """Make a private directory and those above it up to ``below``, where other users may write, such as ``/tmp``.
+
+    Raises:
+        ForeignDirectoryError: one of them is another user's, or a link, which may lead anywhere.
+    """
+    levels, level = [], os.path.abspath(path)
+    while level != os.path.abspath(below):
+        levels.append(level)
+        level = os.path.dirname(level)
+    for level in reversed(levels):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(level, DIRECTORY_MODE)
+        found = os.lstat(level)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise ForeignDirectoryError(
+                f"{level!r} must be a directory of this user (uid {os.geteuid()}), but is uid {found.st_uid}'s, or none"
+            )
+        tighten(level)
+
+
+def open_to_others(path: str) -> bool:
+    """True if another account of this machine can reach a directory and put files of its own in the place of others.
+
+    A directory that all may write is one, unless it is sticky, or one above it lets nobody through.
+    """
+    level, open_ = os.path.realpath(path), False
+    while True:
+        found = os.stat(level)
+        others = 0o007 | (0o070 if _has_other_members(found.st_gid) else 0)
+        if found.st_uid in (0, os.geteuid()):
+            if not found.st_mode & others & 0o011:
+                return False
+            open_ |= bool(found.st_mode & others & 0o022) and not found.st_mode & stat.S_ISVTX
+        else:
+            open_ = True  # its owner can
+        if level == os.path.dirname(level):
+            return open_
+        level = os.path.dirname(level)
+
+
+def has_neighbours() -> bool:
+    """True if other users have processes on this machine, or people have accounts on it and it is no container."""
+    own = {0, os.geteuid()}
+    for process in os.scandir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError):  # it has ended
+            if process.name.isdecimal() and process.stat().st_uid not in own:
+                return True
+    with contextlib.suppress(OSError):
+        if Path("/proc/1/comm").read_text().strip() not in ("systemd", "init"):
+            return False
+    people = [each for each in pwd.getpwall() if not each.pw_shell.endswith(("nologin", "false"))]
+    return any(_FIRST_USER <= each.pw_uid < _NOBODY and each.pw_uid not in own for each in people)
+
+
+def _has_other_members(gid: int) -> bool:
+    """True if somebody else than this user is in a group, as far as the group itself says."""
+    if gid == 0:
+        return False
+    try:
+        return bool(set(grp.getgrgid(gid).gr_mem) - {pwd.getpwuid(os.geteuid()).pw_name})
+    except KeyError:
+        return False
 
 
 def _uid_on(path: str) -> int | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pyarrow.fs
 import pytest
@@ -23,7 +25,7 @@ from elastic_ray.record.record import JobRecord
 from elastic_ray.record.report_queue import ReportQueue
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import WorkerReport
-from tests.hanging_storage import HangingStorage
+from tests.hanging_storage import HangingHandler, HangingStorage
 from tests.job.specs import spec
 
 
@@ -171,6 +173,56 @@ def test_lines_that_could_not_be_added_are_not_there_in_part(
     assert list(file.read()) == ["a", "b", "cccccc", "d"]
 
 
+class Ending(HangingHandler):
+    """A file system that HDFS and SFTP stand for: opening a file empties it, and the process may end at any call."""
+
+    left = 1000  # calls
+    replaces = True
+
+    def _call(self) -> None:
+        if self.left <= 0:
+            raise OSError("the process has ended")
+        self.left -= 1
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        self._call()
+        stream = super().open_output_stream(path, metadata)
+        self._call()  # the file is there, and empty
+        return stream
+
+    def move(self, src: str, dest: str) -> None:
+        self._call()
+        if not self.replaces and (Path(self.root) / dest).exists():
+            raise OSError("the target exists")
+        super().move(src, dest)
+
+    def delete_file(self, path: str) -> None:
+        self._call()
+        super().delete_file(path)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_lines_stay_wherever_a_writer_ends_that_writes_a_file_anew(
+    tmp_path: Path, replaces: bool, in_parts: bool
+) -> None:
+    handler = Ending(str(tmp_path), str(tmp_path / "none"))
+    handler.replaces = replaces
+    filesystem = pyarrow.fs.PyFileSystem(handler)
+    file, added = LineFile(filesystem, "lines.jsonl", private=True, in_parts=in_parts), []
+    for number in range(20):
+        handler.left = number % 6
+        with contextlib.suppress(OSError):
+            file.append([f"{number} a", f"{number} b"])
+            added += [f"{number} a", f"{number} b"]
+        handler.left = 1000
+        file = LineFile(filesystem, "lines.jsonl", private=True, in_parts=in_parts)  # of the controller after it
+        found = list(file.read())
+        assert [line for line in found if line in added] == added
+        added = found  # what came without being told of is there for good as well
+    assert len(added) > 12
+
+
 def test_where_files_are_written_anew_many_lines_come_in_parts(tmp_path: Path) -> None:
     hanging = HangingStorage(tmp_path)
     for writer in range(2):  # the second after a restart of its controller
@@ -186,4 +238,3 @@ def test_where_files_are_written_anew_many_lines_come_in_parts(tmp_path: Path) -
 def test_metrics_that_json_cannot_hold_are_rows_all_the_same() -> None:
     found = Report.from_json(Report(index=3, metrics={("a", 1): object, "b": 2}).to_json())
     assert found.index == 3 and found.metrics["b"] == "2"
-    assert Report.from_json(Report(index=3, metrics={"x": float("inf")}).to_json()).metrics == {"x": float("inf")}

@@ -37,15 +37,15 @@ def at(steps: int) -> ResumePoint:
 
 
 def note(**changes: Any) -> str:
-    return json.dumps({"index": 2, "progress": {**POINT, **changes}, "metrics": {}})
+    return json.dumps({"index": 2, "progress": {**POINT, **changes}, "metrics": {}, "files": {}})
 
 
 def state_note(**changes: Any) -> str:
     return json.dumps({"resume_point": {**POINT, **changes}, "sha256": "0", "size": 3})
 
 
-def look(storage: RunStorage) -> StoredRun:
-    return find_stored(storage, start_from=None, is_trial=False, with_states=True)
+def look(storage: RunStorage, *, verify: bool = False) -> StoredRun:
+    return find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=verify)
 
 
 @pytest.fixture
@@ -83,6 +83,29 @@ def test_a_bad_note_is_passed_over_with_a_reason(storage: RunStorage, bad: str) 
     assert [checkpoint.index for checkpoint in found.checkpoints] == [1]
     (told,) = found.passed_over
     assert "checkpoint_000002" in told and reason in told
+
+
+@pytest.mark.parametrize("name", ["model.pt", "rank_1.pt"])
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone", "other"])
+def test_files_that_are_not_those_that_were_written_are_no_checkpoint(
+    storage: RunStorage, tmp_path: Path, name: str, change: str
+) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "rank_1.pt").write_bytes(b"weights")
+    storage.persist_checkpoint(tmp_path / "source", 2, resume_point=at(20))
+    assert storage.add_to_checkpoint(other, 2) == ["rank_1.pt"]
+    assert len(look(storage, verify=True).checkpoints) == 2
+    file = Path(storage.path) / "checkpoint_000002" / name
+    file.write_bytes({"shorter": b"w", "longer": b"weights and more", "gone": b"", "other": b"WEIGHTS"}[change])
+    if change == "gone":
+        file.unlink()
+    reasons = {"gone": "is not there, but 7 bytes", "shorter": "has 1 bytes, but 7", "longer": "has 16 bytes, but 7"}
+    if change == "other":  # of the same size: found on demand
+        assert len(look(storage).checkpoints) == 2
+    found = look(storage, verify=change == "other")
+    assert [checkpoint.index for checkpoint in found.checkpoints] == [1]
+    (told,) = found.passed_over
+    assert f"its {name} {reasons.get(change, 'has another checksum')}" in told
 
 
 def make_note_directory(run: Path) -> None:

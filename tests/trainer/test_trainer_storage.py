@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -104,7 +105,7 @@ def test_an_incomplete_checkpoint_does_not_count(
 
     storage.persist_checkpoint(source, 0)
     with monkeypatch.context() as patched:
-        patched.setattr(RunStorage, "_write", fail)
+        patched.setattr(RunStorage, "_write_note", fail)
         with pytest.raises(OSError, match="disk full"):
             storage.persist_checkpoint(source, 1)
     storage.filesystem.create_dir(f"{storage.path}/checkpoint_000002")
@@ -239,4 +240,9 @@ def test_a_very_long_traceback_is_told_by_its_ends() -> None:
 def test_the_note_is_json(storage: RunStorage, source: Path) -> None:
     kept = storage.persist_checkpoint(source, 3, resume_point=POINT)
     with storage.filesystem.open_input_stream(f"{kept.path}/{PROGRESS_FILE}") as stream:
-        assert json.loads(stream.readall()) == {"index": 3, "progress": POINT.to_json(), "metrics": {}}
+        note = json.loads(stream.readall())
+    files = {
+        name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+        for name, content in (("model.pt", b"weights"), ("deep/opt.pt", b"moments"))
+    }
+    assert note == {"index": 3, "progress": POINT.to_json(), "metrics": {}, "files": files}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import logging
 import os
 import socket
 import tempfile
@@ -23,9 +24,11 @@ from elastic_ray.observe.trackers.packed_callbacks import RunContext, unpack_cal
 from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, is_change_of_size
 from elastic_ray.observe.trackers.trial_view import TrialView
 from elastic_ray.sealed import Raised
-from placement.storage.private_files import make_directory
+from placement.storage.private_files import make_directory, make_own
 
 FOLDER = "trackers"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,13 +242,21 @@ class _LoggerCallback:
     def _local_path(self) -> str:
         """The run's own directory, where that is on this node; else one whose files are copied there at the end."""
         storage = self._run.storage
-        if not storage.local:
-            return os.path.join(tempfile.gettempdir(), f"elastic_ray_{os.getuid()}", self._run.run_id, FOLDER)
-        return os.path.join(storage.path, FOLDER)
+        if storage.local:
+            path = os.path.join(storage.path, FOLDER)
+            make_directory(pyarrow.fs.LocalFileSystem(), path, private=storage.private)
+            return path
+        shared = tempfile.gettempdir()  # a controller after this one finds it again
+        path = os.path.join(shared, f"elastic_ray_{os.geteuid()}", self._run.run_id, FOLDER)
+        try:
+            make_own(path, shared)
+        except OSError as error:
+            path = tempfile.mkdtemp(prefix="elastic_ray_")
+            logger.warning("loggers' files are in %s until they are copied: %s", path, error)
+        return path
 
     def begin(self, state: str | None) -> frozenset[int]:
         """Tune's order: set up, then the trial starts."""
-        make_directory(pyarrow.fs.LocalFileSystem(), self._trial.local_path, private=self._run.storage.private)
         one_run.before_setup(self._callback)
         self._callback.setup(experiment_path=self._trial.local_path)
         if state is not None:
@@ -298,7 +309,7 @@ class _LoggerCallback:
         storage = self._run.storage
         if not storage.local and os.listdir(self._trial.local_path):
             target, local = f"{storage.path}/{FOLDER}", pyarrow.fs.LocalFileSystem()
-            copy_directory(local, self._trial.local_path, storage.filesystem, target, private=storage.private)
+            copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
         """By which the tracker's own run is found again."""
