@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from elastic_ray.state.tree import UnsafeStateError
     from elastic_ray.sync.row_changes import change_parameters
     from elastic_ray.sync.sharded_parameters.fully_shard import fully_shard
-    from placement.allocator.actor import PolicyConflictError
     from placement.cluster.memory_need import MemoryNeed
     from placement.storage.private_files import ForeignDirectoryError
     from placement.storage.storage_calls import StorageTimeoutError
@@ -76,7 +75,6 @@ _HOMES = {
     "MemoryNeed": "placement.cluster.memory_need",
     "NonFiniteGradientsError": "elastic_ray.parallel.nonfinite",
     "NonFiniteParametersError": "elastic_ray.parallel.nonfinite",
-    "PolicyConflictError": "placement.allocator.actor",
     "RanksDisagreeError": "elastic_ray.consensus.intents",
     "ReplicasDifferError": "elastic_ray.state.layout",
     "Report": "elastic_ray.events",
@@ -129,7 +127,6 @@ __all__ = [
     "MemoryNeed",
     "NonFiniteGradientsError",
     "NonFiniteParametersError",
-    "PolicyConflictError",
     "RanksDisagreeError",
     "ReplicasDifferError",
     "Report",

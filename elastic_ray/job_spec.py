@@ -90,7 +90,6 @@ class JobSpec(RunSettings):
         elastic: how the job changes size.
         scheduling: how the allocator treats the job beside others.
         model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
-        policy: how the cluster is to be shared out, for an allocator that has to be made; None leaves it as it is.
         trial: of a trial of a sweep; None for any other job.
         submission: id of Ray's job submission that it was started from; empty if from none.
         secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
@@ -111,7 +110,6 @@ class JobSpec(RunSettings):
     elastic: ElasticConfig
     scheduling: SchedulingConfig = dataclasses.field(default_factory=SchedulingConfig)
     model_fingerprint: str | None = None
-    policy: Any = None
     trial: TrialSpec | None = None
     submission: str = ""
     secret: str = dataclasses.field(default_factory=new_secret, repr=False)

@@ -143,7 +143,7 @@ class ElasticTrainable(Trainable):
         _end_stopped_sweeps()
         on = on_head() if ray.is_initialized() else {}
         if on:
-            find_allocator(cls._template.spec.policy)  # it starts while trials do, which will need it
+            find_allocator()  # it starts while trials do, which will need it
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:

@@ -36,7 +36,6 @@ from elastic_ray.driver.trainer import ElasticTrainer, check_resources
 from elastic_ray.events import JobStatus, Report
 from elastic_ray.job_spec import JobSpec, TrialSpec
 from elastic_ray.worker.train_loop import with_config
-from placement.allocator.actor import get_or_create_allocator
 from placement.ray_cluster.named_actors import find_actor
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.storage.storage_calls import call_storage
@@ -169,7 +168,6 @@ class TrialJob:
 
     Raises:
         ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
-        PolicyConflictError: other jobs are running under another policy than the trainer's.
         NoCheckpointError: it was paused, and there is nothing to go on from.
     """
 
@@ -274,8 +272,6 @@ class TrialJob:
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)
         check_resources(base)
-        if base.policy is not None:
-            get_or_create_allocator(base.policy)
         private = base.elastic.private_files
         last = str((self._read_note() or {}).get(_RUN_NAME, ""))
         storage_path = self._call(

@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +41,6 @@ from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
-from placement.allocator.actor import get_or_create_allocator
-from placement.allocator.packed_policy import pack_policy
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +55,8 @@ _ARGUMENTS = (
     "scheduling_config",
     "datasets",
     "model_fingerprint",
-    "policy",
 )
 _STOP_TIMEOUT_S = 150.0  # it saves itself first
-
-_POLICY_IS_THE_CLUSTERS = (
-    "ElasticTrainer(policy=...) is deprecated: a policy holds for all jobs of a cluster. Say it once, before the first "
-    "job, with `elastic-ray allocator set POLICY` or placement.get_or_create_allocator(policy)"
-)
 
 
 class ElasticTrainer:
@@ -90,7 +81,6 @@ class ElasticTrainer:
         scheduling_config: SchedulingConfig | None = None,
         datasets: Mapping[str, Any] | None = None,
         model_fingerprint: str | None = None,
-        policy: Any = None,
         adaptation: Policy | Sequence[Policy] | None = None,
         **unsupported: Any,
     ) -> None:
@@ -107,8 +97,6 @@ class ElasticTrainer:
             model_fingerprint: a name for the model, such as ``"resnet18-224"``: jobs that give the same one, and
                 whose workers have the same resources, share how long their steps take, also beyond their end. By
                 default it is derived from the model, see ``elastic_ray.record.fingerprint``.
-            policy: deprecated, for it holds for all jobs of the cluster: say it with ``elastic-ray allocator set``
-                or ``placement.get_or_create_allocator(policy)`` before the first job. None takes what there is.
             adaptation: control loops over the run, see ``elastic_ray.adaptation``; one or several, asked in order,
                 before those that the train function gives to ``AdaptiveDataParallel(policy=...)``; one that is given
                 there as well, of the same class with equal attributes, is asked once.
@@ -138,9 +126,6 @@ class ElasticTrainer:
         self._scheduling = scheduling_config or SchedulingConfig()
         self._scaling = _of_allowed_sizes(self._scaling, self._scheduling)
         self._fingerprint = _check_fingerprint(model_fingerprint)
-        if policy is not None:
-            warnings.warn(_POLICY_IS_THE_CLUSTERS, DeprecationWarning, stacklevel=2)
-        self._policy = None if policy is None else pack_policy(policy)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)
 
@@ -151,7 +136,6 @@ class ElasticTrainer:
             RuntimeError: if it is called within the train function of another job.
             ConnectionError: if the cluster that RAY_ADDRESS or `ray start` names does not answer.
             AccessRefusedError: if the cluster wants a token, and this process has none or a wrong one.
-            PolicyConflictError: if other jobs are running under another policy than the one given.
             ImpossibleResourcesError: if the cluster could never run it, and no autoscaler may bring what is
                 missing.
             JobNameTakenError: if an active job has the same name.
@@ -169,8 +153,6 @@ class ElasticTrainer:
         _check_name(spec)
         if warning := session_warning():
             logger.warning("%s", warning)
-        if self._policy is not None:
-            get_or_create_allocator(self._policy)
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         storage.create_within(spec.elastic.storage_timeout_s)
         logging.getLogger("elastic_ray").setLevel(spec.log_level)
@@ -236,7 +218,6 @@ class ElasticTrainer:
             scheduling=self._scheduling,
             log_level=self._run.log_level,
             model_fingerprint=self._fingerprint,
-            policy=self._policy,
             submission=self._submission,
             callbacks=self._callbacks,
             callback_names=tuple(type(callback).__name__ for callback in self._run.callbacks),

@@ -120,5 +120,4 @@ class AllocatorClient:
         self._answers = False
 
     def _find(self) -> Any:
-        # Whether the policy may rule was asked at submission; here it only makes a lost allocator anew.
-        return find_allocator(self._spec.policy)
+        return find_allocator()

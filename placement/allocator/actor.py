@@ -52,6 +52,7 @@ from placement.text import log_plainly
 NAME = "allocator"
 
 _POLL_S = 0.5
+_DEFAULT_POLICY = "goodput"
 _READ_TIMEOUT_S = 5.0
 _HISTORY = 3  # snapshots of the nodes that are compared
 _ATTEMPTS = 5  # to replace an allocator that has no jobs
@@ -85,7 +86,9 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
         ValueError: unknown policy name.
         TypeError: an object that is no policy.
     """
-    packed = pack_policy("goodput" if policy is None else policy)  # a bad one is the caller's error, not the actor's
+    packed = pack_policy(
+        _DEFAULT_POLICY if policy is None else policy
+    )  # a bad one is the caller's error, not the actor's
     for attempt in range(_ATTEMPTS):
         handle: ActorHandle[Any] = _named_actor(packed, config)
         if policy is None and config is None:
@@ -122,9 +125,9 @@ def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> N
     )
 
 
-def find_allocator(packed: PackedPolicy | None) -> Any:
-    """The cluster's allocator whatever its policy; made with this one if there is none. Never waits."""
-    return _named_actor(packed or pack_policy("goodput"), None)
+def find_allocator() -> Any:
+    """Return the cluster's allocator without waiting; create one with the default policy if none runs."""
+    return _named_actor(pack_policy(_DEFAULT_POLICY), None)
 
 
 def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:

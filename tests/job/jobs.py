@@ -27,7 +27,6 @@ def start(
     labels: dict[str, str] | None = None,
     scheduling: er.SchedulingConfig | None = None,
     model_fingerprint: str | None = None,
-    policy: Any = None,
     **config: Any,
 ) -> er.JobHandle:
     """Submit a traced job; its trace lies in ``folder / "trace"``."""
@@ -50,7 +49,6 @@ def start(
         elastic_config=er.ElasticConfig(faults=faults, **{"restart": False, **(elastic or {})}),
         scheduling_config=scheduling,
         model_fingerprint=model_fingerprint,
-        policy=policy,
     ).submit()
 
 

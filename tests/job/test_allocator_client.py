@@ -32,7 +32,7 @@ class Busy:
 
 def test_nothing_is_sent_again_to_an_allocator_that_has_yet_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, heard = Busy(), list[HeartbeatReply]()
-    monkeypatch.setattr(allocator_client, "find_allocator", lambda policy: busy)
+    monkeypatch.setattr(allocator_client, "find_allocator", lambda: busy)
     monkeypatch.setattr(allocator_client, "_SLOW_S", 0.02)
 
     async def beat() -> None:

@@ -48,7 +48,7 @@ def submit(folder: Path, *, everywhere: bool = False) -> er.JobHandle:
 
 def failures() -> list[Any]:
     """What the allocator knows of failing nodes."""
-    return list(ray.get(find_allocator(None).snapshot.remote()).node_failures)
+    return list(ray.get(find_allocator().snapshot.remote()).node_failures)
 
 
 def test_a_job_begins_on_another_node_than_that_on_which_starts_fail(ray_cluster: LocalCluster, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import ray.train
 
 import elastic_ray as er
 from elastic_ray.events import EventKind
+from placement.allocator.actor import get_or_create_allocator
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from tests.job import straggling, traced
 from tests.job.jobs import wait_until
@@ -37,13 +38,13 @@ def start(folder: Path, batch_size: int = BATCH) -> er.JobHandle:
         "epochs": 100_000,
         "by_type": {"SLOW": TIMES},
     }
+    get_or_create_allocator("fifo")  # which does not look at types
     return er.ElasticTrainer(
         straggling.train,
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"slot": 1}),
         run_config=ray.train.RunConfig(storage_path=str(folder / "runs")),
         scheduling_config=er.SchedulingConfig(mixed_gpu_types=True),
-        policy="fifo",  # which does not look at types
     ).submit()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_ray.events import EventKind
+from placement.allocator.actor import get_or_create_allocator
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from tests.job import traced
@@ -36,7 +37,8 @@ def check_steps_once(folder: Path) -> None:
 def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     (tmp_path / "short").mkdir()
-    options: dict[str, Any] = {"workers": 2, "bundle": {"slot": 1.0}, "policy": last_come_first_served}
+    options: dict[str, Any] = {"workers": 2, "bundle": {"slot": 1.0}}
+    get_or_create_allocator(last_come_first_served)
     often = {"checkpoint_interval_s": 0.5}
     long = start(tmp_path / "long", epochs=24, pause_s=0.05, elastic=often, **options)
     wait_until(lambda: long.status().step >= 10, long)
@@ -54,8 +56,9 @@ def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: 
 @pytest.mark.slow
 def test_a_job_whose_only_node_drains_is_off_it_and_goes_on_elsewhere(ray_cluster: Any, tmp_path: Path) -> None:
     """And it was no failure, of which none is allowed here."""
+    get_or_create_allocator("goodput")
     spot = ray_cluster.add_node(num_cpus=0, resources={"spot": 2})
-    handle = start(tmp_path, workers=2, epochs=12, pause_s=0.05, bundle={"spot": 1.0}, policy="goodput")
+    handle = start(tmp_path, workers=2, epochs=12, pause_s=0.05, bundle={"spot": 1.0})
     wait_until(lambda: handle.status().step >= 10, handle)
     ray_cluster.drain_node(spot)
     wait_until(lambda: EventKind.PREEMPTED in kinds(handle), handle, 10)

@@ -14,6 +14,7 @@ from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
+from placement.allocator.actor import get_or_create_allocator
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from tests.job import sharded_rows, tiled
@@ -41,7 +42,6 @@ def start(
     faults: Faults | None = None,
     max_failures: int = 0,
     bundle: dict[str, float] | None = None,
-    policy: Any = None,
     **config: Any,
 ) -> er.JobHandle:
     return er.ElasticTrainer(
@@ -54,7 +54,6 @@ def start(
             failure_config=ray.train.FailureConfig(max_failures=max_failures),
         ),
         elastic_config=er.ElasticConfig(faults=faults, checkpoint_interval_s=interval_s, restart=False),
-        policy=policy,
     ).submit()
 
 
@@ -130,7 +129,8 @@ def test_a_job_goes_on_at_another_size_from_the_last_good_one(ray_cluster: Any, 
 
 @pytest.mark.slow
 def test_a_preempted_job_is_saved_by_all_ranks(ray_cluster: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"bundle": {"slot": 1.0}, "policy": last_come_first_served}
+    get_or_create_allocator(last_come_first_served)
+    options: dict[str, Any] = {"bundle": {"slot": 1.0}}
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     long = start(tmp_path, epochs=20, interval_s=0.3, pause_s=0.1, **options)
     wait_until(lambda: any(state.parts for state in state_files(storage)), long, 600)

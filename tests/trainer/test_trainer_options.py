@@ -324,15 +324,11 @@ def test_elastic_config_types(values: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"policy": "godput"}, ValueError, "policy must be one of fair_share, .* got 'godput'"),
-        ({"policy": 3}, TypeError, "policy must be a registered name, a function .* got 3"),
         ({"model_fingerprint": 3}, TypeError, "model_fingerprint must be a name for the model, or None, but got 3"),
         ({"model_fingerprint": " "}, ValueError, "model_fingerprint must be a non-empty name, such as 'resnet18-224'"),
     ],
 )
-def test_a_policy_or_a_fingerprint_that_is_none_is_refused_at_once(
-    arguments: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_a_wrong_fingerprint_is_refused_at_once(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ElasticTrainer(lambda: None, **arguments)
 
@@ -373,11 +369,3 @@ def test_a_name_that_is_no_directory_or_steers_a_terminal_is_refused(name: str) 
     with pytest.raises(ValueError, match="must start with a letter or digit") as caught:
         read_run(RunConfig(name=name))
     assert str(caught.value).isprintable()
-
-
-def test_a_policy_of_one_job_is_deprecated_and_told_where_it_belongs() -> None:
-    with pytest.warns(
-        DeprecationWarning, match="`elastic-ray allocator set POLICY` or placement.get_or_create_allocator"
-    ):
-        trainer = ElasticTrainer(lambda: None, policy="fifo")
-    assert trainer.spec().policy is not None

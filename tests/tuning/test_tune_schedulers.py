@@ -25,7 +25,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 import elastic_ray as er
 import tuning
-from placement.allocator.actor import NAME
+from placement.allocator.actor import NAME, get_or_create_allocator
 from placement.ray_cluster.named_actors import NAMESPACE
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, in_tune_words, train, trainable
@@ -201,7 +201,8 @@ def test_within_a_second_a_stopped_trials_workers_are_gone_and_its_share_is_the_
 
     space = {"quality": tune.grid_search([1.0, 0.1]), "epochs": 60, "pause_s": 0.1}
     scaling = ray.train.ScalingConfig(num_workers=(1, 4), resources_per_worker={"slot": 1})
-    trainer = er.ElasticTrainer(train, scaling_config=scaling, policy="fair_share")  # whatever the speeds here
+    get_or_create_allocator("fair_share")  # whatever the speeds here
+    trainer = er.ElasticTrainer(train, scaling_config=scaling)
     elastic = tuning.elastic(trainer, sweep="tests")
     fit(tmp_path, space, elastic=elastic, run={"stop": Stop(), "callbacks": [Watch()]})
     assert said["gone"] - said["stopped"] < 1.0
