@@ -23,6 +23,11 @@ FOREIGN_ATTRIBUTES = (
     *("ray.get_actor", "actor_class._remote"),
 )
 
+# Classes that share their name with another of their package, and why.
+SAME_NAMES = {
+    "Report": "elastic_ray.Report is what a loop has reported, elastic_ray.adaptation.Report what a policy reports",
+}
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -63,6 +68,16 @@ def test_modules_and_folders_are_small(package: str) -> None:
         if (n := len([each for each in (ROOT / folder).glob("*.py") if each.name != "__init__.py"])) > MOST_MODULES
     }
     assert not long and not full
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_class_names_are_unique(package: str) -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules(package):
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    assert not {name: at for name, at in places.items() if len(at) > 1 and name not in SAME_NAMES}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

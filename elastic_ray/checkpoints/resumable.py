@@ -11,8 +11,8 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRun:
-    """What was found.
+class StoredProgress:
+    """Checkpoints that storage has of a run.
 
     Attributes:
         checkpoints: reported ones, oldest first.
@@ -37,7 +37,7 @@ def find_stored(
     with_states: bool,
     verify: bool = False,
     heard: Callable[[], bool] = lambda: True,
-) -> StoredRun:
+) -> StoredProgress:
     """Look what storage has.
 
     Args:
@@ -52,12 +52,12 @@ def find_stored(
         OSError: storage cannot be read, which says nothing about what is there.
     """
     if is_trial:
-        return StoredRun(start=storage.load_resume_point(start_from) if start_from is not None else None)
+        return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)
     problems: list[str] = []
     checkpoints = storage.stored_checkpoints(problems.append, heard, verify=verify)
     found = state_files(storage, problems.append, heard) if with_states else ()
     states = of_unfinished(storage, found)
-    return StoredRun(
+    return StoredProgress(
         checkpoints=checkpoints,
         states=states,
         result=tuple(each for each in found if each not in states),

@@ -37,7 +37,7 @@ class Scaling:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Run(RunSettings):
+class RunOptions(RunSettings):
     """What ``RunConfig`` asks for; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
 
     name: str | None
@@ -159,7 +159,7 @@ def _label_selector(selector: Any) -> dict[str, str]:
     return dict(selector)
 
 
-def read_run(config: RunConfig | None) -> Run:
+def read_run(config: RunConfig | None) -> RunOptions:
     """Check a ``RunConfig`` (None: Ray Train's defaults).
 
     Raises:
@@ -179,7 +179,7 @@ def read_run(config: RunConfig | None) -> Run:
     keep = checkpoints.num_to_keep
     if keep is not None and not (_is_int(keep) and keep >= 1):
         raise ValueError(f"CheckpointConfig(num_to_keep) must be None or a whole number from 1, but got {keep!r}")
-    return Run(
+    return RunOptions(
         name=job_name(config.name),
         callbacks=callbacks,
         storage_path=str(config.storage_path),

@@ -9,7 +9,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.tuner import TunerSnapshot, fit_snapshot
 from elastic_ray.events import EventKind
 from elastic_ray.job.context import JobContext
-from elastic_ray.membership.messages import SetBatch
+from elastic_ray.membership.messages import BatchProposal
 from placement.knowledge.knowledge import Prior
 
 
@@ -45,4 +45,4 @@ class BatchChanges:
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change
             self._record.batch_chosen(reason)
-            self._group.post([current.members[0].worker], SetBatch(generation=current.generation, batch=choice))
+            self._group.post([current.members[0].worker], BatchProposal(generation=current.generation, batch=choice))

@@ -6,7 +6,7 @@ import asyncio
 
 from elastic_ray.events import JobPhase
 from elastic_ray.job.context import JobContext
-from elastic_ray.membership.messages import Cancel, Stop
+from elastic_ray.membership.messages import Cancel, StopJob
 from elastic_ray.sealed import Raised, Sealed
 
 
@@ -78,7 +78,7 @@ class JobShutdown:
             self._allocator.ended()
 
     async def _vacate(self) -> None:
-        self._group.post_to_members(Stop())
+        self._group.post_to_members(StopJob())
         if (current := self._group.machine.current) is not None:
             # Rank 0 leaves the report that it waits in; without this the others would wait for it in their next step.
             self._group.post_to_members(Cancel(generation=current.generation))

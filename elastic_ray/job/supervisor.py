@@ -25,7 +25,7 @@ from elastic_ray.job.state_note import controller_state
 from elastic_ray.job.worker_messages import WorkerMessages
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.instructions import Note
-from elastic_ray.membership.messages import Stop
+from elastic_ray.membership.messages import StopJob
 from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
@@ -159,7 +159,7 @@ class JobSupervisor:
             elif self._can_be_saved():
                 self._preemption.begin(Allocated(nodes={}, reason=reason), time.monotonic())
             else:
-                self.group.post_to_members(Stop())
+                self.group.post_to_members(StopJob())
 
     def end_now(self, reason: str = _ASKED) -> None:
         """End the job in the middle of a step."""
@@ -416,7 +416,7 @@ class JobSupervisor:
         if grace and now_s - (self._stopping_since or 0.0) > _STOP_GRACE_S:
             self.finish(JobPhase.STOPPED)
         if self._preemption.remind(now_s):
-            self.group.post(self.group.training(), Stop(save=True))
+            self.group.post(self.group.training(), StopJob(save=True))
         if why := self._preemption.failed(now_s, self.group.training()):
             self.suspend(why)
         self._batches.tick(now_s)

@@ -131,7 +131,7 @@ class Cancel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SetBatch:
+class BatchProposal:
     """The controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
 
     generation: int
@@ -139,7 +139,7 @@ class SetBatch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stop:
+class StopJob:
     """End the job cleanly after the present step.
 
     Attributes:
@@ -149,7 +149,7 @@ class Stop:
     save: bool = False
 
 
-ControllerMessage = GenerationSpec | Cancel | SetBatch | Stop
+ControllerMessage = GenerationSpec | Cancel | BatchProposal | StopJob
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
-from elastic_ray.membership.messages import Cancel, ControllerMessage, GenerationSpec, SetBatch, Stop
+from elastic_ray.membership.messages import BatchProposal, Cancel, ControllerMessage, GenerationSpec, StopJob
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class WorkerMembership:
         self._retired = retired if retired is not None else RetiredCommunicators()
         self.current: GenerationSpec | None = None
         self.communicator: Communicator | None = None
-        self._wish: SetBatch | None = None
+        self._wish: BatchProposal | None = None
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
@@ -76,11 +76,11 @@ class WorkerMembership:
                 case Cancel(generation=generation):
                     self._cancelled.add(generation)
                     self._void_groups()
-                case SetBatch():
+                case BatchProposal():
                     self._wish = message
-                case Stop(save=True):
+                case StopJob(save=True):
                     self.preempting = True
-                case Stop():
+                case StopJob():
                     self.stop_requested = True
             self._news.notify_all()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ray.checkpoints.automatic import StateFile
-from elastic_ray.checkpoints.resumable import StoredRun
+from elastic_ray.checkpoints.resumable import StoredProgress
 from elastic_ray.checkpoints.retention import CheckpointRetention
 from elastic_ray.checkpoints.run_directory import StoredCheckpoint
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
@@ -62,7 +62,7 @@ class JobRecord:
         self._waits: dict[str, str] = {}
         self.looked = False
 
-    def found(self, stored: StoredRun) -> tuple[str, ...]:
+    def found(self, stored: StoredProgress) -> tuple[str, ...]:
         """What storage has, of an earlier run of this name or of this one; returns checkpoints that are not kept.
 
         It counts more than what is known here: a message that a checkpoint is there may have been lost, and a

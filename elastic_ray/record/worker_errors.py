@@ -52,7 +52,7 @@ class WorkerError:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ErrorVerdict:
     """What an exception means for its job.
 
     Attributes:
@@ -79,7 +79,7 @@ class WorkerErrors:
         self._last_of_member: WorkerError | None = None
         self._noted: list[tuple[float, NodeFailure]] = []
 
-    def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> Verdict:
+    def of_member(self, error: WorkerError, *, others_train: bool, now_s: float) -> ErrorVerdict:
         """Judge the exception of a worker that trained.
 
         Args:
@@ -89,7 +89,7 @@ class WorkerErrors:
         """
         origin = error.origin
         if origin is None or origin.refusal:
-            return Verdict(ends=error.raised, reason="elastic_ray raised it")
+            return ErrorVerdict(ends=error.raised, reason="elastic_ray raised it")
         if not others_train and not origin.of_node:
             return self._programs(error, "no other worker trains on")
         if (before := self._same(error, now_s)) is not None:
@@ -99,8 +99,8 @@ class WorkerErrors:
         self._members.append((now_s, error))
         self._last = self._last_of_member = error
         if not counted and not self._losses.one_raised():
-            return Verdict(ends=error.raised, reason="FailureConfig(max_failures) allows no more lost workers")
-        return Verdict(ends=None, reason="no other worker has raised the same")
+            return ErrorVerdict(ends=error.raised, reason="FailureConfig(max_failures) allows no more lost workers")
+        return ErrorVerdict(ends=None, reason="no other worker has raised the same")
 
     def _same(self, error: WorkerError, now_s: float) -> WorkerError | None:
         """Return an earlier exception that shows this one to be the program's."""
@@ -110,7 +110,7 @@ class WorkerErrors:
             return alike[0] if len({error.node, *(each.node for each in alike)}) >= SEVERAL_NODES else None
         return alike[0] if alike else None
 
-    def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> Verdict:
+    def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> ErrorVerdict:
         """Judge the exception of a worker that came to others and has not trained a step; ``joined``: it was a member.
 
         It ends the job only where it returns an exception that cost the job the member which it replaces.
@@ -118,9 +118,9 @@ class WorkerErrors:
         before = self._same(error, now_s) if joined else None
         if before is not None:
             return self._programs(before, f"worker {before.worker} raised the same at the same place")
-        return Verdict(ends=None, reason="it has not trained a step")
+        return ErrorVerdict(ends=None, reason="it has not trained a step")
 
-    def of_start(self, error: WorkerError, *, nodes: int, wanted: int) -> Verdict:
+    def of_start(self, error: WorkerError, *, nodes: int, wanted: int) -> ErrorVerdict:
         """Judge the exception of a worker of a job that does not train yet.
 
         Args:
@@ -129,7 +129,7 @@ class WorkerErrors:
             wanted: workers that the job is to have.
         """
         if error.origin is None or error.origin.refusal:
-            return Verdict(ends=error.raised, reason="elastic_ray raised it")
+            return ErrorVerdict(ends=error.raised, reason="elastic_ray raised it")
         self._starts.append(error)
         self._last = error
         failed = {each.node for each in self._starts}
@@ -139,12 +139,12 @@ class WorkerErrors:
             return self._programs(error, f"starts failed on {len(failed)} node(s)")
         if len(self._starts) >= _STARTS_PER_WORKER * max(1, wanted):
             return self._programs(error, f"{len(self._starts)} starts failed")
-        return Verdict(ends=None, reason="other nodes may start it")
+        return ErrorVerdict(ends=None, reason="other nodes may start it")
 
-    def _programs(self, error: WorkerError, reason: str) -> Verdict:
+    def _programs(self, error: WorkerError, reason: str) -> ErrorVerdict:
         """The error is the program's: no node is to blame for those that were noted before."""
         self._noted = []
-        return Verdict(ends=error.raised, reason=reason)
+        return ErrorVerdict(ends=error.raised, reason=reason)
 
     def note(self, node: str, worker: str, cause: str, *, starting: bool, now_s: float) -> None:
         """Note a worker that failed for the allocator; ``starting``: it had trained nothing."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from elastic_ray.background import Background
 from elastic_ray.checkpoints.automatic import delete_states, keep_last
-from elastic_ray.checkpoints.resumable import StoredRun, find_stored
+from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import Report
 from elastic_ray.job_spec import JobSpec
@@ -149,7 +149,7 @@ class RecordWriter:
         except Exception as error:  # what is left costs room and nothing else
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
-    async def look(self, timeout_s: float) -> StoredRun:
+    async def look(self, timeout_s: float) -> StoredProgress:
         """What storage has of the run. Failures are tried again.
 
         Raises:

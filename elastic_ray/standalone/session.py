@@ -21,7 +21,7 @@ from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.batch.tuner import fit_snapshot
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.events import Pause
-from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Member, RankInfo, SetBatch
+from elastic_ray.membership.messages import BatchProposal, ControllerMessage, GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.session.session import Session
@@ -114,7 +114,7 @@ class StandaloneController:
         if change is not None:
             self._choice, reason = change
             logger.info("%s", reason)
-            self._post(SetBatch(generation=1, batch=self._choice))
+            self._post(BatchProposal(generation=1, batch=self._choice))
 
     def report_soon(self) -> None:
         """Nobody waits for anything."""

@@ -22,7 +22,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
-from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, Stop
+from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.run.current import set_worker_session
 from elastic_ray.run.dismissal import WorkerDismissed
@@ -186,7 +186,7 @@ class Worker:
             return
         self.saves_alone = True
         link.leave_controller(why)
-        membership.post(Stop(save=True))
+        membership.post(StopJob(save=True))
         limit_s, since_s = self._setup.elastic.storage_timeout_s, time.monotonic()
         with self._ended:  # as long as storage takes pieces, the state is on its way
             while self._result is None and time.monotonic() - max(since_s, link.calls.heard_s) < limit_s:

@@ -406,7 +406,7 @@ def _samples_to_goal(name: str, scale: int, seed: int) -> tuple[float, float]:
     import elastic_ray.standalone.session as standalone
     from elastic_ray.batch.limits import BatchChoice
     from elastic_ray.loop.api import current_session
-    from elastic_ray.membership.messages import SetBatch
+    from elastic_ray.membership.messages import BatchProposal
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -423,7 +423,7 @@ def _samples_to_goal(name: str, scale: int, seed: int) -> tuple[float, float]:
         for rows in loader:
             if session.progress.steps == 0 and scale > 1:
                 choice = BatchChoice(atomic_bsz=scale * small // 2, accum_steps=1)
-                session.membership.post(SetBatch(generation=session.membership.generation, batch=choice))
+                session.membership.post(BatchProposal(generation=session.membership.generation, batch=choice))
             optimizer.zero_grad()
             loss_of(wrapped, rows).backward()
             last = session.ledger.outermost.is_last_micro

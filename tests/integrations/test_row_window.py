@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.integrations.ray_data.row_window import Reader, RowWindow, Span
+from elastic_ray.integrations.ray_data.row_window import Reader, RowSpan, RowWindow
 
 
 def reader(rank: int, position: int, *, world_size: int = 2, generation: int = 1) -> Reader:
@@ -108,7 +108,7 @@ def test_rows_that_another_execution_has_cut_otherwise_are_taken_up_once(first: 
         at = 0
         for size in sizes:
             block = list(range(at, at + size))
-            rest = Span(first=at, rows=size, block=block).behind(end)
+            rest = RowSpan(first=at, rows=size, block=block).behind(end)
             if rest is not None:
                 rows += rest.block[rest.offset : rest.offset + rest.rows]
                 end = rest.end

@@ -14,7 +14,7 @@ import pytest
 
 from elastic_ray.background import Background
 from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files, write_file
-from elastic_ray.checkpoints.resumable import StoredRun, find_stored
+from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
 from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage, StoredCheckpoint
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobPhase
@@ -44,8 +44,13 @@ def state_note(**changes: Any) -> str:
     return json.dumps({"resume_point": {**POINT, **changes}, "sha256": "0", "size": 3})
 
 
+<<<<<<< HEAD
 def look(storage: RunStorage, *, verify: bool = False) -> StoredRun:
     return find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=verify)
+=======
+def look(storage: RunStorage) -> StoredProgress:
+    return find_stored(storage, start_from=None, is_trial=False, with_states=True)
+>>>>>>> help-f
 
 
 @pytest.fixture
@@ -183,7 +188,7 @@ def test_a_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_pa
     told = spec(storage_path="run", storage_filesystem=hanging.filesystem)
     record = JobRecord(told)
 
-    async def run() -> StoredRun:
+    async def run() -> StoredProgress:
         writer = RecordWriter(told, record, Background(), lambda what: None)
         hanging.fail("run/checkpoint")
         looking = asyncio.create_task(writer.look(30.0))
@@ -318,13 +323,13 @@ def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_
     )
     record.saved(state(20))
     assert record.resume_point == state(20).resume_point
-    found = StoredRun(checkpoints=(checkpoint(1, 10), checkpoint(2, 30)), states=(state(40), state(20)))
+    found = StoredProgress(checkpoints=(checkpoint(1, 10), checkpoint(2, 30)), states=(state(40), state(20)))
     assert record.found(found) == ()
     assert record.resume_point == state(40).resume_point
     assert record.restart_point == ("checkpoint_2", at(30))
-    record.found(StoredRun(checkpoints=(checkpoint(1, 10),)))
+    record.found(StoredProgress(checkpoints=(checkpoint(1, 10),)))
     assert record.restart_point[0] == "checkpoint_1", "somebody has deleted the other"
-    record.found(StoredRun())
+    record.found(StoredProgress())
     assert record.restart_point == (None, None)
 
 
@@ -337,9 +342,9 @@ def test_a_controller_that_dies_at_the_end_leaves_the_last_state_to_the_next_one
     for finished in ((), (state(90),)):  # of an earlier job of this name
         record = JobRecord(spec())
         record.phase = JobPhase.FINISHED
-        record.found(StoredRun(states=(state(40), state(20)), result=finished))
+        record.found(StoredProgress(states=(state(40), state(20)), result=finished))
         assert record.last_state == state(40)
-    record.found(StoredRun(result=(state(40),)))
+    record.found(StoredProgress(result=(state(40),)))
     assert record.last_state == state(40)
 
 

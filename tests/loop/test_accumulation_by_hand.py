@@ -18,7 +18,7 @@ from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import Stop
+from elastic_ray.membership.messages import StopJob
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver
 from tests.loop.changing import Change, Kill, Outcome, run_job
@@ -263,7 +263,7 @@ def test_a_job_that_is_preempted_in_the_middle_goes_on_with_them(at: int, tmp_pa
 
     def preempt(step: int) -> None:
         if step == at:
-            session.membership.post(Stop(save=True))
+            session.membership.post(StopJob(save=True))
 
     with pytest.raises(WorkerDismissed):
         Loop(inside=preempt)()

@@ -17,7 +17,7 @@ import elastic_ray as er
 from elastic_ray.batch.halving import UNHALVED_STEPS, Halving
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import SetBatch
+from elastic_ray.membership.messages import BatchProposal
 from elastic_ray.monitoring import Monitor
 from placement.goodput.model import NoiseScale
 from tests.loop.changing import Change, Kill, run_job
@@ -73,7 +73,7 @@ def walked(
             assert step is not None
             if wish is not None and session.progress.steps == wish[0]:
                 choice = BatchChoice(atomic_bsz=wish[1])
-                session.membership.post(SetBatch(generation=session.membership.generation, batch=choice))
+                session.membership.post(BatchProposal(generation=session.membership.generation, batch=choice))
             seen.append(
                 Batch(x.tolist(), session.progress.steps, step.micro_steps, loader.batches_left, loader.on_last_batch)
             )

@@ -14,7 +14,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, WeightedRandom
 import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import SetBatch
+from elastic_ray.membership.messages import BatchProposal
 from tests.loop.ranks import Ranks
 from tests.loop.trainee import WORLDS, Trainee, each, numbers
 
@@ -47,7 +47,7 @@ def fetched(persistent: bool) -> dict[str, Any]:
         for indices, processes in loader:
             if session.rank == 0:
                 wish = BatchChoice(atomic_bsz=8)
-                session.membership.post(SetBatch(generation=session.membership.generation, batch=wish))
+                session.membership.post(BatchProposal(generation=session.membership.generation, batch=wish))
             trainee.train(torch.tensor(indices))
             pids += processes
             seen.append(indices)

@@ -17,7 +17,7 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.changes import AgreedChanges
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import Stop
+from elastic_ray.membership.messages import StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.record.record import JobRecord
 from elastic_ray.run.current import set_session
@@ -91,7 +91,7 @@ class Heard(list[Any]):
     def append(self, each: Any) -> None:
         super().append(each)
         if len(self) == self._at:
-            self._session.membership.post(Stop(save=True))
+            self._session.membership.post(StopJob(save=True))
 
 
 @pytest.mark.matrix(every=4)
@@ -131,12 +131,12 @@ def test_one_rank_that_was_told_suffices_and_a_stop_for_good_counts_more() -> No
 
 def test_who_waits_for_a_cure_of_its_group_is_not_woken_by_a_preemption() -> None:
     membership = session_of().membership
-    membership.post(Stop(save=True))
+    membership.post(StopJob(save=True))
     begin_s = time.monotonic()
     with pytest.raises(LostGroupError):
         membership.take_next(timeout_s=0.3)
     assert time.monotonic() - begin_s >= 0.3
-    membership.post(Stop())
+    membership.post(StopJob())
     with pytest.raises(LostGroupError):
         membership.take_next(timeout_s=60.0)
 

@@ -16,7 +16,7 @@ from elastic_ray.batch.scaling_rules import RULES, held_back
 from elastic_ray.batch.statistics import LEAST_PART, WARM_STEPS
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import SetBatch
+from elastic_ray.membership.messages import BatchProposal
 from placement.goodput.model import NoiseScale
 from tests.loop.ranks import Ranks
 
@@ -161,7 +161,7 @@ def rates(rule: str, grows_at: int) -> dict[str, Any]:
         for x, y in loader:
             if session.progress.steps == grows_at and session.rank == 0:
                 wish = BatchChoice(atomic_bsz=2 * BATCH // session.world_size)
-                session.membership.post(SetBatch(generation=session.membership.generation, batch=wish))
+                session.membership.post(BatchProposal(generation=session.membership.generation, batch=wish))
             optimizer.zero_grad()
             nn.functional.cross_entropy(wrapped(x.double()), y).backward()
             noise.append(wrapped._tracker.by_group)
@@ -213,7 +213,7 @@ def grown_alone(_: int) -> tuple[list[int], float]:
             step = session.ledger.outermost
             if session.progress.steps in (2, 3):
                 wish = BatchChoice(atomic_bsz=5, accum_steps=session.progress.steps - 2)
-                session.membership.post(SetBatch(generation=1, batch=wish))
+                session.membership.post(BatchProposal(generation=1, batch=wish))
             seen += index.tolist()
             assert len(index) <= 8
             optimizer.zero_grad()

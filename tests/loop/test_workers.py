@@ -26,7 +26,7 @@ from torch.utils.data import (
 import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import SetBatch
+from elastic_ray.membership.messages import BatchProposal
 from elastic_ray.run.current import set_session
 from tests.loop.ranks import Ranks
 
@@ -74,7 +74,7 @@ def draws(persistent: bool) -> list[Any]:
         for number, (index, drawn, told, pid) in enumerate(loader):
             if session.rank == 0:
                 wish = BatchChoice(atomic_bsz=1 + number % 3)
-                session.membership.post(SetBatch(generation=session.membership.generation, batch=wish))
+                session.membership.post(BatchProposal(generation=session.membership.generation, batch=wish))
             seen += list(zip(index.tolist(), drawn.tolist(), told.tolist(), strict=True))
             pids |= set(pid.tolist())
         found.append((seen, pids))

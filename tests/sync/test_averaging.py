@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_ray.sync import Strategy
-from elastic_ray.sync.averaging.algorithms import DiLoCo
+from elastic_ray.sync.averaging.algorithms import DiLoCoAverager
 from elastic_ray.sync.spec import Average
 from tests.loop.ranks import Ranks
 from tests.sync.drifting import Loop, adam, reference, sgd
@@ -43,7 +43,7 @@ def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, m
 
 def test_what_an_outer_optimizer_has_of_a_checkpoint_goes_to_its_parameters() -> None:
     param = torch.ones(3, device="meta")  # takes the place of a GPU
-    outer = DiLoCo(0.7, 0.9)
+    outer = DiLoCoAverager(0.7, 0.9)
     outer.restore({"anchor": {"w": torch.ones(3)}, "momentum": {"w": torch.ones(3)}})
     model: Any = SimpleNamespace(named={"w": param})
     outer.begin(model)

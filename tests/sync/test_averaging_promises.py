@@ -16,7 +16,7 @@ from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import Stop
+from elastic_ray.membership.messages import StopJob
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.sync import AdaptiveSGD, LocalSGD, Strategy, StrategyError
@@ -128,7 +128,7 @@ def test_a_job_that_is_preempted_saves_the_one_model(tmp_path: Path) -> None:
         def preempt(step: int, model: nn.Module) -> None:
             models[:] = [model]
             if step == 3 and session.rank == 0:
-                session.membership.post(Stop(save=True))
+                session.membership.post(StopJob(save=True))
 
         try:
             Loop(Strategy(average=AVERAGES["sma"]), inside=preempt)()

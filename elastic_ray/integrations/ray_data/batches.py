@@ -17,7 +17,7 @@ from elastic_ray.data.batches import StepBatches, StepSplit
 from elastic_ray.data.sharding import can_switch
 from elastic_ray.integrations.ray_data.columns import cut, to_batch
 from elastic_ray.integrations.ray_data.coordinator import RowsFound, RowsWanted
-from elastic_ray.integrations.ray_data.row_window import Reader, Span
+from elastic_ray.integrations.ray_data.row_window import Reader, RowSpan
 from elastic_ray.loop.api import current_session, get_context
 from placement.ray_cluster.named_actors import insist
 
@@ -59,7 +59,7 @@ class RayDataBatches:
     def _forget(self, position: int) -> None:
         """Know nothing of the epoch's rows from ``position`` on."""
         self._position = self._end = position
-        self._spans: deque[Span] = deque()
+        self._spans: deque[RowSpan] = deque()
         self._blocks: dict[int, Any] = {}
         self._total: int | None = None
         self._asked: Any = None

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from elastic_ray.integrations.ray_data.packing import PackedDatasets, forget, unpack
-from elastic_ray.integrations.ray_data.row_window import Reader, Readers, Span
+from elastic_ray.integrations.ray_data.row_window import Reader, Readers, RowSpan
 from elastic_ray.integrations.ray_data.stream import RowStream, StreamClosed
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
@@ -60,7 +60,7 @@ class RowsWanted:
 class RowsFound:
     """Where rows are: spans in order, and the rows of the whole epoch (None until its end has been read)."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
     total: int | None
 
 

@@ -12,7 +12,7 @@ _PAST = sys.maxsize  # position of a reader that has left
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class RowSpan:
     """Consecutive rows of a stream that lie in one block.
 
     Attributes:
@@ -32,12 +32,12 @@ class Span:
         """Position after its last row."""
         return self.first + self.rows
 
-    def behind(self, position: int) -> Span | None:
+    def behind(self, position: int) -> RowSpan | None:
         """Its rows from ``position`` on; None where it has none."""
         known = max(0, position - self.first)
         if known >= self.rows:
             return None
-        return Span(first=self.first + known, rows=self.rows - known, block=self.block, offset=self.offset + known)
+        return RowSpan(first=self.first + known, rows=self.rows - known, block=self.block, offset=self.offset + known)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ class RowWindow:
     """
 
     def __init__(self, floor: int = 0) -> None:
-        self._spans: deque[Span] = deque()
+        self._spans: deque[RowSpan] = deque()
         self._readers: dict[str, Reader] = {}
         self.floor = floor
         self.end = 0
         self.ended = False
 
     @property
-    def held(self) -> tuple[Span, ...]:
+    def held(self) -> tuple[RowSpan, ...]:
         """What is kept, in order."""
         return tuple(self._spans)
 
@@ -89,7 +89,7 @@ class RowWindow:
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
         """The stream goes on with these rows; none at all is nothing."""
         if rows:
-            span = Span(first=self.end, rows=rows, block=block, offset=offset)
+            span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end
             self._spans.append(span)
             self._drop()
@@ -118,7 +118,7 @@ class RowWindow:
         self._raise_floor()
         return all(each.position == _PAST for each in self._readers.values())
 
-    def spans(self, first: int, end: int) -> tuple[Span, ...]:
+    def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
         """Those that hold any row from ``first`` to ``end``, the latter not included."""
         later = itertools.dropwhile(lambda each: each.end <= first, self._spans)
         return tuple(itertools.takewhile(lambda each: each.first < end, later))

@@ -10,7 +10,7 @@ from typing import Any
 import ray.cloudpickle
 
 from elastic_ray.integrations.ray_data.order import hold_order, leave_room
-from elastic_ray.integrations.ray_data.row_window import Reader, RowWindow, Span
+from elastic_ray.integrations.ray_data.row_window import Reader, RowSpan, RowWindow
 
 logger = logging.getLogger("elastic_ray.data")
 
@@ -98,7 +98,7 @@ class RowStream:
                 raise StreamClosed
             return self._window.ended or self._window.end >= end
 
-    def spans(self, first: int, end: int) -> tuple[Span, ...]:
+    def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
         """The spans that hold any row from ``first`` to ``end``."""
         with self._lock:
             return self._window.spans(first, end)

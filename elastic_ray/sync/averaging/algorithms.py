@@ -26,7 +26,7 @@ class Stateless:
         """See ``Averager``."""
 
 
-class LocalSGD(Stateless):
+class LocalSGDAverager(Stateless):
     """w_r <- mean over ranks of w. Source: Stich, "Local SGD converges fast and communicates little" (ICLR 2019).
 
     Optimizer moments stay each rank's own, as in torch's ``PostLocalSGDOptimizer``: they are made of its own gradients,
@@ -38,7 +38,7 @@ class LocalSGD(Stateless):
         _take(model, model.mean(), 1.0)
 
 
-class SMA(Stateless):
+class SMAAverager(Stateless):
     """w_r <- (1 - alpha) w_r + alpha x mean over ranks of w.
 
     Source: KungFu's ``sma_sgd.py`` (OSDI 2020), after EA-SGD; there it comes before the gradient's update, here after.
@@ -55,7 +55,7 @@ class SMA(Stateless):
         _take(model, model.mean(), self._alpha)
 
 
-class Pair(Stateless):
+class PairAverager(Stateless):
     """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, so that the mean over ranks stays.
 
     Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random peer.
@@ -75,7 +75,7 @@ class Pair(Stateless):
             _take(model, torch._foreach_mul(torch._foreach_add(theirs, list(model.named.values())), 0.5), 1.0)
 
 
-class DiLoCo:
+class DiLoCoAverager:
     """An outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
 
     With the anchor a, the outer momentum m, both equal on all ranks, and the mean w of the ranks' models:
@@ -128,13 +128,13 @@ def make_averager(average: Average) -> Averager:
     """The algorithm that a strategy names."""
     match average.algorithm:
         case "diloco":
-            return DiLoCo(average.outer_lr, average.outer_momentum)
+            return DiLoCoAverager(average.outer_lr, average.outer_momentum)
         case "sma":
-            return SMA(average.alpha)
+            return SMAAverager(average.alpha)
         case "pair":
-            return Pair(average.period)
+            return PairAverager(average.period)
         case _:
-            return LocalSGD()
+            return LocalSGDAverager()
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from elastic_ray.sync.checks import check_count, check_one_of
 from elastic_ray.sync.sharded.rules import RowRule, named_rule
-from elastic_ray.sync.sharded.shard import Shard
+from elastic_ray.sync.sharded.shard import TableShard
 from elastic_ray.sync.sharded.store import LoadedRows, SeededRows
 from elastic_ray.sync.sharded.table import ShardedTable, TableShape
-from elastic_ray.sync.sharded.tiles import Tiling
+from elastic_ray.sync.sharded.tiles import RowTiling
 
 _MOST = 1 << 40
 _UNSERVED = {
@@ -103,7 +103,7 @@ class ShardedEmbedding(torch.nn.Module):
         )
         self._table: ShardedTable | None = None
         self._loaded: dict[str, Tensor] | None = None
-        self._alone: Shard | None = None
+        self._alone: TableShard | None = None
 
     def join(self, rule: RowRule, name: str, number: tuple[int, int], run: Any) -> ShardedTable:
         """Take part in a run's training; ``AdaptiveDataParallel`` calls it.
@@ -175,12 +175,12 @@ class ShardedEmbedding(torch.nn.Module):
             rows.register_post_accumulate_grad_hook(give)  # type: ignore[no-untyped-call]
         return rows
 
-    def _whole_alone(self) -> Shard:
+    def _whole_alone(self) -> TableShard:
         """All rows, outside of any run."""
         if self._alone is None:
-            shape, tiling = self._shape, Tiling.of(self.num_embeddings)
+            shape, tiling = self._shape, RowTiling.of(self.num_embeddings)
             empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
-            shard = self._alone = Shard(tiling, 1, {"weight": empty}, "")
+            shard = self._alone = TableShard(tiling, 1, {"weight": empty}, "")
             loaded = self._loaded
             shard.begin(
                 SeededRows(tiling, self._seed, shape.std, shape.padding, {})

@@ -14,15 +14,15 @@ from elastic_ray.sync.sharded.exchange import carry_out, collect, fetch, push
 from elastic_ray.sync.sharded.placement import hand_over, lost, moves, place
 from elastic_ray.sync.sharded.row_updates import summed
 from elastic_ray.sync.sharded.store import InitialRows, TileStore, whole_of
-from elastic_ray.sync.sharded.tiles import Tiling, from_words, to_words
+from elastic_ray.sync.sharded.tiles import RowTiling, from_words, to_words
 
 
 class RowsLostError(LostGroupError):
     """Rows of a sharded table were lost with all their owners: the job goes on from its last checkpoint."""
 
 
-class Shard:
-    """See the module's text. Methods raise CommunicationFailedError where the group breaks; then all that was held is.
+class TableShard:
+    """One rank's rows of a table. Methods raise CommunicationFailedError where the group breaks; rows held are kept.
 
     Args:
         tiling: of the table.
@@ -31,7 +31,7 @@ class Shard:
         name: of the table, for errors.
     """
 
-    def __init__(self, tiling: Tiling, copies: int, like: Mapping[str, Tensor], name: str) -> None:
+    def __init__(self, tiling: RowTiling, copies: int, like: Mapping[str, Tensor], name: str) -> None:
         self._tiling = tiling
         self._copies = copies
         self._like = like

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.sharded.tiles import Tiling
+from elastic_ray.sync.sharded.tiles import RowTiling
 
 
 class TileStore:
@@ -20,7 +20,7 @@ class TileStore:
         tensors: ``weight`` and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
     """
 
-    def __init__(self, tiling: Tiling, tiles: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tiling: RowTiling, tiles: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
         self.tiling = tiling
         self.tiles = tuple(tiles)
         self.tensors = tensors
@@ -29,7 +29,7 @@ class TileStore:
         self._slots = self._slots.to(tensors["weight"].device)
 
     @classmethod
-    def empty(cls, tiling: Tiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
+    def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
         """Memory for some tiles of tensors such as these."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
@@ -77,7 +77,7 @@ class SeededRows:
 
     trained = False
 
-    def __init__(self, tiling: Tiling, seed: int, std: float, padding: int | None, initial: Mapping[str, float]):
+    def __init__(self, tiling: RowTiling, seed: int, std: float, padding: int | None, initial: Mapping[str, float]):
         self._tiling, self._seed, self._std, self._padding, self._initial = tiling, seed, std, padding, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
@@ -102,7 +102,7 @@ class LoadedRows:
 
     trained = True
 
-    def __init__(self, tiling: Tiling, whole: Mapping[str, Tensor], initial: Mapping[str, float]) -> None:
+    def __init__(self, tiling: RowTiling, whole: Mapping[str, Tensor], initial: Mapping[str, float]) -> None:
         self._tiling, self._whole, self._initial = tiling, whole, initial
 
     def fill(self, name: str, tile: int, into: Tensor) -> None:
@@ -115,7 +115,7 @@ class LoadedRows:
             into.fill_(self._initial[name])
 
 
-def whole_of(tiling: Tiling, name: str, stores: Sequence[Any]) -> Tensor:
+def whole_of(tiling: RowTiling, name: str, stores: Sequence[Any]) -> Tensor:
     """One tensor of a table, [rows, width], from stores that hold all of its tiles between them."""
     first: Tensor = stores[0].tensors[name]
     whole = first.new_empty(tiling.rows, first.shape[1])

@@ -14,9 +14,9 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.sync.sharded.local_gradients import LocalGradients
 from elastic_ray.sync.sharded.row_updates import summed, update_rows
 from elastic_ray.sync.sharded.rules import RowRule
-from elastic_ray.sync.sharded.shard import Shard
+from elastic_ray.sync.sharded.shard import TableShard
 from elastic_ray.sync.sharded.store import InitialRows, LoadedRows, SeededRows, TileStore
-from elastic_ray.sync.sharded.tiles import Tiling
+from elastic_ray.sync.sharded.tiles import RowTiling
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -57,7 +57,7 @@ class _Update:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Pending:
+class _PendingRows:
     """What owners have received for the next update."""
 
     update: _Update
@@ -86,14 +86,14 @@ class ShardedTable:
         self, shape: TableShape, rule: RowRule, seed: int, name: str, number: tuple[int, int], run: Run
     ) -> None:
         self._shape, self.rule, self._seed, self._number, self._run = shape, rule, seed, number, run
-        self._tiling = Tiling.of(shape.rows)
+        self._tiling = RowTiling.of(shape.rows)
         empty = torch.empty(0, shape.width, dtype=shape.dtype, device=shape.device)
         self._names = ("weight", *rule.initial)
-        self._shard = Shard(self._tiling, shape.copies, dict.fromkeys(self._names, empty), name)
+        self._shard = TableShard(self._tiling, shape.copies, dict.fromkeys(self._names, empty), name)
         self._nothing = torch.empty(0, dtype=torch.int64, device=shape.device), empty
         self._local = LocalGradients(self._nothing)
         self._last = _Update()
-        self._pending: _Pending | None = None
+        self._pending: _PendingRows | None = None
         self._begun = False
         self._gathered: dict[str, Tensor] | None = None
         self._unused = False  # gradients that no optimizer step was asked for
@@ -239,7 +239,7 @@ class ShardedTable:
         before = self._pending
         if before is not None and before.update == update:
             ids, gradient = summed([(before.ids, before.gradient), (ids, gradient)], self._shape.width)
-        self._pending = _Pending(update, ids, gradient)
+        self._pending = _PendingRows(update, ids, gradient)
 
     def close(self) -> None:
         """The optimizer was asked to step."""
@@ -291,7 +291,7 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave; see ``Shard.hand_over``."""
+        """Some ranks are about to leave; see ``TableShard.hand_over``."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 

@@ -10,7 +10,7 @@ _WORD_BITS = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tiling:
+class RowTiling:
     """Rows of a table by tile: row ``i`` lies in tile ``i % tiles``, at place ``i // tiles``.
 
     Neighbouring rows, of which the first are often the most wanted, lie in different tiles.
@@ -30,11 +30,11 @@ class Tiling:
             raise ValueError(f"tiles must be between 1 and rows={self.rows}, but got {self.tiles}")
 
     @classmethod
-    def of(cls, rows: int) -> Tiling:
+    def of(cls, rows: int) -> RowTiling:
         """Of a table of so many rows: as many tiles as balance a large group within a percent or two.
 
-        >>> Tiling.of(1000)
-        Tiling(rows=1000, tiles=256)
+        >>> RowTiling.of(1000)
+        RowTiling(rows=1000, tiles=256)
         """
         return cls(rows, max(1, min(rows, _MOST_TILES)))
 

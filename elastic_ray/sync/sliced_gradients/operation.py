@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elastic_ray.sync.operations.protocol import GradientCollectives
 from elastic_ray.sync.operations.wire_form import WireForm
-from elastic_ray.sync.sliced_gradients.routes import Piece, Routes, routes
+from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, routes
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 
 
@@ -105,7 +105,7 @@ class SlicedOperation:
         self._buffers = self._arrived = None
 
 
-def _memory(pieces: Sequence[Piece], like: Tensor) -> tuple[Tensor, list[Tensor]]:
+def _memory(pieces: Sequence[BucketPiece], like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """A buffer for pieces, one after the other, and where each lies in it."""
     sizes = [piece.length for piece in pieces]
     flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)

@@ -22,13 +22,13 @@ class OwnedSpan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Piece:
-    """The same as a part of a bucket.
+class BucketPiece:
+    """Part of a bucket, and the ranks that own its optimizer state.
 
     Attributes:
         param: position of the parameter in the bucket.
         start: first element, of the parameter as a vector.
-        at: the same, of the bucket.
+        at: first element, of the bucket.
         length: elements.
         owners: as of ``OwnedSpan``.
     """
@@ -55,12 +55,12 @@ class Routes:
         followed_splits: elements from each rank.
     """
 
-    sent: tuple[Piece, ...]
+    sent: tuple[BucketPiece, ...]
     sent_splits: tuple[int, ...]
-    kept: tuple[Piece, ...]
+    kept: tuple[BucketPiece, ...]
     passed: tuple[int, ...]
     passed_splits: tuple[int, ...]
-    followed: tuple[Piece, ...]
+    followed: tuple[BucketPiece, ...]
     followed_splits: tuple[int, ...]
 
     @property
@@ -69,7 +69,7 @@ class Routes:
         return self.passed == tuple(range(len(self.kept)))
 
 
-def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[Piece, ...]:
+def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[BucketPiece, ...]:
     """The pieces of a bucket.
 
     Args:
@@ -83,12 +83,12 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
     for param, (size, mine) in enumerate(zip(sizes, spans, strict=True)):
         if sum(span.length for span in mine) != size:
             raise ValueError(f"spans of parameter {param} must cover {size} elements, but got {list(mine)}")
-        found += [Piece(param, span.start, at + span.start, span.length, span.owners) for span in mine]
+        found += [BucketPiece(param, span.start, at + span.start, span.length, span.owners) for span in mine]
         at += size
     return tuple(found)
 
 
-def routes(pieces: Sequence[Piece], rank: int, world_size: int) -> Routes:
+def routes(pieces: Sequence[BucketPiece], rank: int, world_size: int) -> Routes:
     """What a rank sends and receives of a bucket; all ranks call it with the same pieces."""
     # Pieces of one pair of owners lie together, so that with two owners the sums are passed on as they lie.
     ordered = sorted(pieces, key=lambda piece: piece.owners)
@@ -109,5 +109,5 @@ def routes(pieces: Sequence[Piece], rank: int, world_size: int) -> Routes:
     )
 
 
-def _splits(world_size: int, pieces: Callable[[int], Sequence[Piece]]) -> tuple[int, ...]:
+def _splits(world_size: int, pieces: Callable[[int], Sequence[BucketPiece]]) -> tuple[int, ...]:
     return tuple(sum(piece.length for piece in pieces(peer)) for peer in range(world_size))

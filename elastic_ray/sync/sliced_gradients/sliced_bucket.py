@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from elastic_ray.sync.operations.buckets import Bucket, build_bucket
-from elastic_ray.sync.sliced_gradients.routes import Piece, pieces_of
+from elastic_ray.sync.sliced_gradients.routes import BucketPiece, pieces_of
 from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
 
 if TYPE_CHECKING:
@@ -38,16 +38,16 @@ class SlicedBucket(Bucket):
         made = build_bucket(index, group, params, 0)
         super().__init__(index=index, group=group, params=made.params, flat=made.flat, body=made.body, views=made.views)
         self._owners = owners
-        self._pieces: tuple[object, tuple[Piece, ...]] | None = None
+        self._pieces: tuple[object, tuple[BucketPiece, ...]] | None = None
         self._had: Sequence[bool] = [False] * len(params)
         self._contents: dict[int, Content] = {}  # of gradients that are being reduced, or were
         self._own: Tensor | None = None  # this rank's weighted gradients, as they were sent
-        self._kept: list[tuple[Piece, Tensor]] | None = None  # what this rank has added up; None before
-        self._received: list[tuple[Piece, Tensor]] = []
+        self._kept: list[tuple[BucketPiece, Tensor]] | None = None  # what this rank has added up; None before
+        self._received: list[tuple[BucketPiece, Tensor]] = []
         self._numbers: list[list[float]] = []
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[BucketPiece, ...]:
         """Of the present owners; another object when these are others."""
         owners = self._owners.owners
         if self._pieces is None or self._pieces[0] is not owners:
@@ -96,7 +96,7 @@ class SlicedBucket(Bucket):
         content = self._contents[index] = Content()
         param.grad = SlicedGradient(param, content)
 
-    def take(self, kept: Sequence[tuple[Piece, Tensor]], received: Sequence[tuple[Piece, Tensor]]) -> None:
+    def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
         """Sums of pieces that this rank adds up, and of those that it follows."""
         self._kept, self._received = list(kept), list(received)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from elastic_ray.sync.sharded.placement import hand_over, lost, moves, place
-from elastic_ray.sync.sharded.tiles import Tiling, from_words, to_words
+from elastic_ray.sync.sharded.tiles import RowTiling, from_words, to_words
 
 Owners = tuple[tuple[int, ...], ...]
 
@@ -156,7 +156,7 @@ def test_words_hold_sets_of_tiles(tiles: set[int]) -> None:
 
 @given(st.integers(1, 2000))
 def test_tiles_have_all_rows(rows: int) -> None:
-    tiling = Tiling.of(rows)
+    tiling = RowTiling.of(rows)
     assert sum(tiling.rows_in(tile) for tile in range(tiling.tiles)) == rows
     assert max(tiling.rows_in(tile) for tile in range(tiling.tiles)) == tiling.height
 
@@ -164,4 +164,4 @@ def test_tiles_have_all_rows(rows: int) -> None:
 @pytest.mark.parametrize(("rows", "tiles"), [(0, 1), (3, 4), (3, 0)])
 def test_a_tiling_must_have_rows_for_its_tiles(rows: int, tiles: int) -> None:
     with pytest.raises(ValueError, match="must be"):
-        Tiling(rows, tiles)
+        RowTiling(rows, tiles)

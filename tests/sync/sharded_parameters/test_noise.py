@@ -12,7 +12,7 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.loop.api import current_session
-from elastic_ray.membership.messages import SetBatch
+from elastic_ray.membership.messages import BatchProposal
 from elastic_ray.monitoring.monitor import Monitor
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.sharded_parameters.sharded import CLOSE, SAMPLES, Net, data, sharded_net
@@ -70,7 +70,7 @@ def train(case: Case, *, sharded: bool) -> Found:
             step = er.get_context().get_global_step()
             if case.wish is not None and step == 2:
                 wish = BatchChoice(atomic_bsz=case.wish, accum_steps=0)
-                session.membership.post(SetBatch(generation=session.membership.generation, batch=wish))
+                session.membership.post(BatchProposal(generation=session.membership.generation, batch=wish))
             optimizer.zero_grad()
             out = wrapped(x)
             for part in range(case.losses):

@@ -16,7 +16,7 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
-from elastic_ray.membership.messages import Stop
+from elastic_ray.membership.messages import StopJob
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
@@ -144,7 +144,7 @@ class Job:
 
         def between(session: Session, saver: StateSaver, at: int) -> None:
             if at == step and session.rank == 0:
-                session.membership.post(Stop(save=True))
+                session.membership.post(StopJob(save=True))
 
         self.between = between
 
