@@ -44,13 +44,8 @@ def state_note(**changes: Any) -> str:
     return json.dumps({"resume_point": {**POINT, **changes}, "sha256": "0", "size": 3})
 
 
-<<<<<<< HEAD
-def look(storage: RunStorage, *, verify: bool = False) -> StoredRun:
+def look(storage: RunStorage, *, verify: bool = False) -> StoredProgress:
     return find_stored(storage, start_from=None, is_trial=False, with_states=True, verify=verify)
-=======
-def look(storage: RunStorage) -> StoredProgress:
-    return find_stored(storage, start_from=None, is_trial=False, with_states=True)
->>>>>>> help-f
 
 
 @pytest.fixture
