@@ -12,8 +12,9 @@ import torch
 from ray.train import Checkpoint
 
 import elastic_ray as er
-from elastic_ray.checkpoints.automatic import keep_last
+from elastic_ray.checkpoints.automatic import CorruptStateError, keep_last
 from elastic_ray.checkpoints.resumable import find_stored
+from elastic_ray.checkpoints.sharded import model_loading
 from elastic_ray.session import session as sessions
 from elastic_ray.session.session import Session
 from tests.sync.sharded_parameters import sharded
@@ -121,3 +122,14 @@ def test_errors_name_the_way_out(finished: Job, tmp_path: Path) -> None:
     net.last = torch.nn.Linear(57, 4)
     with pytest.raises(RuntimeError, match=r"'last.weight' is \(4, 57\) here and \(5, 57\) in "):
         er.load_model_state(finished.folder, net)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"), [([1, 2], "must be a tree of tensors, but is a list"), ({"first.bias": "x"}, "first.bias in ")]
+)
+def test_what_is_no_model_is_corrupt(
+    finished: Job, monkeypatch: pytest.MonkeyPatch, tree: object, message: str
+) -> None:
+    monkeypatch.setattr(model_loading, "open_checkpoint", lambda storage, state: {"model/0": tree})
+    with pytest.raises(CorruptStateError, match=message):
+        er.load_model_state(finished.folder, trained.Net())
