@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, JobPhase
 from placement.allocator.actor import find_allocator
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
@@ -65,26 +65,30 @@ def submit_many(handle: Any) -> None:
 def test_a_job_trains_through_a_bad_joiner_disk_node_burst_and_clock(
     clock_step: Path, ray_cluster: Any, tmp_path: Path
 ) -> None:
-    bad = tmp_path / "bad-node"
+    bad, orders = tmp_path / "bad-node", tmp_path / "orders"
     bad.write_text("none yet")
+    orders.mkdir()
     ray_cluster.add_node(num_cpus=2)
     handle = start(
         tmp_path,
         workers=(1, 4),
-        epochs=500,
+        epochs=10_000,
         pause_s=0.05,
         bad_node=str(bad),
-        joiner_fails_after=4,
-        disk_fails_at=60,
+        orders=str(orders),
         elastic={"restart": True},
     )
+    handle.resize(4)
     reasons: list[str] = []
 
     def told(text: str) -> bool:
         reasons[:] = [f"{event.kind.value}: {event.reason}" for event in handle.events()]
         return any(text in reason for reason in reasons)
 
+    wait_until(lambda: handle.status().workers == 4, handle)
     # A member's disk fails, once, and the worker that is to replace it cannot read its data: its node is avoided.
+    (orders / "data").touch()
+    (orders / "disk").touch()
     wait_until(lambda: told("/data/shard-17") and told("/data/shard-4"), handle)
     for each in ray.nodes():
         ray.get(find_allocator().forgive.remote(each["NodeID"]), timeout=30.0)
@@ -101,9 +105,12 @@ def test_a_job_trains_through_a_bad_joiner_disk_node_burst_and_clock(
     bad.write_text(fresh.node_id)
     ray_cluster.remove_node(node)
     wait_until(lambda: told("libcudart"), handle)
+    assert handle.status().phase is JobPhase.RUNNING
     after = handle.status().step
     wait_until(lambda: handle.status().step >= after + 100, handle)
-    handle.result(timeout=600)
+    assert handle.status().workers in (2, 3, 4)
+    (orders / "enough").touch()
+    handle.result(timeout=120)
     account = traced.account(tmp_path / "trace")
     assert len(account.final) == 1 and EventKind.RESTART not in kinds(handle), "\n".join(reasons)
     assert max(account.worlds) == 4

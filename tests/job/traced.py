@@ -19,14 +19,15 @@ import numpy as np
 def train(config: dict[str, Any]) -> str:
     """Train a small network.
 
-    ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint,
-    checkpoint_at (step), raise_at (step), disk_fails_at (step at which one worker's disk does, once), hold_lock_at
-    (step) and hold_lock_s, starve (folder: the second process to build its model runs out of memory), tear_at
-    (step), tear (ranks that then run out of memory half-way through optimizer.step(), once each), skip_at and
-    return_at (steps at which rank 1 does something else than the others), nan_at (step at which rank 1's loss is
-    NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model), raise_at_end
-    (rank 1 does), bad_node (Ray's id of a node on which every start fails), joiner_fails_after (processes that are well
-    before one that cannot read its data).
+        ``config``: trace (folder), samples, width (of the network), batch_size, epochs, pause_s, adapt, checkpoint,
+        checkpoint_at (step), raise_at (step), disk_fails_at (step at which one worker's disk does, once), hold_lock_at
+        (step) and hold_lock_s, starve (folder: the second process to build its model runs out of memory), tear_at
+        (step), tear (ranks that then run out of memory half-way through optimizer.step(), once each), skip_at and
+        return_at (steps at which rank 1 does something else than the others), nan_at (step at which rank 1's loss is
+        NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model), raise_at_end
+    (rank 1 does), bad_node (a file with Ray's id of a node on which every start fails), orders (folder: who takes away its
+        file "disk" or "data" is the one whose disk fails in a step of rank 1, or that cannot read its data at the start;
+        with the file "enough" training ends with the epoch).
     """
     import ray
     import torch
@@ -36,7 +37,7 @@ def train(config: dict[str, Any]) -> str:
 
     if "bad_node" in config and ray.get_runtime_context().get_node_id() == Path(config["bad_node"]).read_text():
         raise ImportError("libcudart.so.12: cannot open shared object file")
-    if "joiner_fails_after" in config and _number_in(Path(config["trace"])) == config["joiner_fails_after"]:
+    if "orders" in config and _taken(Path(config["orders"]) / "data"):
         raise OSError(5, "Input/output error", "/data/shard-4")
     if "starve" in config and not _first_in(Path(config["starve"])):
         raise MemoryError("no room for the model")
@@ -84,6 +85,8 @@ def train(config: dict[str, Any]) -> str:
                 return "early"
             if config.get("skip_at") == own:
                 continue
+            if "orders" in config and own >= 0 and _taken(Path(config["orders"]) / "disk"):
+                raise OSError(5, "Input/output error", "/data/shard-17")
             if config.get("disk_fails_at", math.inf) <= own and _touched_first(Path(config["trace"]) / "disk"):
                 raise OSError(5, "Input/output error", "/data/shard-17")
             optimizer.zero_grad()
@@ -95,6 +98,7 @@ def train(config: dict[str, Any]) -> str:
             scheduler.step()
             sums["loss"] += loss.item() * len(y)
             sums["samples"] += len(y)
+            sums["enough"] += float("orders" in config and (Path(config["orders"]) / "enough").exists())
             time.sleep(float(config.get("pause_s", 0.02)))
             if config.get("hold_lock_at") == context.get_global_step() and context.get_world_rank() == 1:
                 ctypes.PyDLL(None).usleep(int(config["hold_lock_s"] * 1e6))
@@ -105,6 +109,8 @@ def train(config: dict[str, Any]) -> str:
         metrics = {"loss": sums["loss"] / sums["samples"], "samples": sums["samples"], "epoch": epoch}
         if not config.get("rank_0_reports") or context.get_world_rank() == 0:
             er.report(metrics, checkpoint=_checkpoint(config, model, optimizer, scheduler, context))
+        if sums["enough"]:
+            break
     if config.get("raise_at_end") and context.get_world_rank() == 1:
         raise KeyError("in the last evaluation")
     final = state_hash(model, optimizer, scheduler)
@@ -158,12 +164,13 @@ def _touched_first(path: Path) -> bool:
     return True
 
 
-def _number_in(folder: Path) -> int:
-    """How many processes have asked before this one."""
-    number = 0
-    while not _touched_first(folder / f"process-{number}"):
-        number += 1
-    return number
+def _taken(path: Path) -> bool:
+    """Whether the file was there; it is not, afterwards."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _first_in(folder: Path) -> bool:
