@@ -494,12 +494,6 @@ _LIGHTNING = (
         instead="refusing the callback",
     ),
     PrivateNames(
-        home="lightning.pytorch.utilities.combined_loader:CombinedLoader",
-        names=("_load_state_dicts",),
-        why="stateful loaders go on after a restart",
-        instead="refusing them",
-    ),
-    PrivateNames(
         home="torchmetrics:Metric",
         names=("_update_count", "_computed", "_defaults", "_copy_state_dict"),
         why="sums of metrics reach joiners and checkpoints",

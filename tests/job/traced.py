@@ -25,9 +25,9 @@ def train(config: dict[str, Any]) -> str:
         (step), tear (ranks that then run out of memory half-way through optimizer.step(), once each), skip_at and
         return_at (steps at which rank 1 does something else than the others), nan_at (step at which rank 1's loss is
         NaN), nonfinite, rank_0_reports (no other rank calls ``report``), own_policy (of the model), raise_at_end
-    (rank 1 does), bad_node (a file with Ray's id of a node on which every start fails), orders (folder: who takes away its
-        file "disk" or "data" is the one whose disk fails in a step of rank 1, or that cannot read its data at the start;
-        with the file "enough" training ends with the epoch).
+    (rank 1 does), bad_node (a file with Ray's id of a node on which every start fails), orders (folder: who takes
+    away its file "disk" or "data" is the one whose disk fails in a step of rank 1, or that cannot read its data at the
+    start; with the file "enough" training ends with the epoch).
     """
     import ray
     import torch

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from elastic_ray.sync import ShardedEmbedding
 from tests.loop.changing import run_job
 

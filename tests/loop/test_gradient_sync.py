@@ -41,6 +41,7 @@ class Counting:
             "rebuild",
             "remember",
             "roll_back",
+            "let_go",
         ):
             raise AttributeError(name)
         return lambda *args, **options: self.calls.append(name)

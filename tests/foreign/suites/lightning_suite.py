@@ -10,7 +10,7 @@ import lightning.pytorch as lightning
 import pytest
 
 from elastic_ray.integrations.lightning import ElasticRayStrategy
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 
 _init = lightning.Trainer.__init__
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elastic_ray.integrations.huggingface import Trainer
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 
 theirs: Any = sys.modules["transformers"]  # a lazy module, which replaces itself in its first import
 theirs.Trainer = Trainer
