@@ -52,6 +52,7 @@ def plain(value: Any) -> Any:
 
 
 def _marked(value: Any, other: Callable[[Any], Any]) -> Any:
+    """Return a value that JSON has words for."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
