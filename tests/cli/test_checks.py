@@ -13,7 +13,7 @@ from elastic_ray.cli import checks
 
 def test_every_check_of_this_machine_says_something() -> None:
     found = checks.machine_checks()
-    assert [check.name for check in found] == ["versions", "GPU", "NCCL", "ports", "shared memory"]
+    assert [check.name for check in found] == ["versions", "GPU", "NCCL", "ports", "shared memory", "Ray's folders"]
     assert all(check.detail for check in found)
     assert {check.name: check.state for check in found}["ports"] == "ok", found
 
