@@ -61,7 +61,8 @@ def session_warning() -> str:
         return ""
     return (
         f"other accounts of this machine may write into {folder}, from which Ray's workers import code: start Ray with "
-        "a --temp-dir that only its user can come to: install -d -m 700 ~/ray && ray start --temp-dir ~/ray/tmp ..."
+        "a --temp-dir that only its user can come to, and drivers with RAY_ADDRESS=auto: "
+        "install -d -m 700 ~/ray && ray start --temp-dir ~/ray/tmp ..."
     )
 
 

@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
 
 
 def _marked(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Return the value in types that JSON has; ``other`` is asked for what it does not know."""
+    """Return a value that JSON has words for."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):

@@ -27,13 +27,14 @@ from collections.abc import Callable, Sequence
 import pyarrow.fs
 
 from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
-from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.run_directory import RunStorage, read_json
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
 from placement.storage.private_files import make_directory, open_whole, replace_file
 
 DIRECTORY = "automatic"
 _FINISHED = "finished"
 _MOST_PARTS = 1_000_000
+_LONGEST_NAME = 1024
 _PAUSES_S = (0.2, 1.0, 3.0)
 
 logger = logging.getLogger(__name__)
@@ -152,8 +153,7 @@ def state_files(
 
 def _read_note(storage: RunStorage, path: str) -> StateFile:
     """The checkpoint whose note is beside ``path``, which has no end."""
-    with storage.filesystem.open_input_stream(_note_of(path)) as raw:
-        note = json.loads(raw.readall())
+    note = read_json(storage.filesystem, _note_of(path))
     told = note["resume_point"]
     point = ResumePoint.from_json(told)
     if point is None or "steps" not in told:
@@ -215,7 +215,7 @@ def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[Sta
         return ()
     try:
         with open_whole(storage.filesystem, path) as raw:
-            finished = bytes(raw.readall()).decode(errors="replace")
+            finished = bytes(raw.read(_LONGEST_NAME)).decode(errors="replace")
     except FileNotFoundError:
         return tuple(states)
     return tuple(each for each in states if posixpath.basename(each.path) != finished)

@@ -19,6 +19,8 @@ from placement.storage.private_files import (
 )
 
 _PART_LINES = 1000
+PIECE = 1 << 20  # bytes that are read at once
+LONGEST_LINE = 8 << 20  # bytes; metrics have at most 256 KiB as JSON
 
 
 class LineFile:
@@ -100,12 +102,17 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
-        """Lines of one file, the last one however far it was written; none where there is no file."""
+        """Lines of one file, the last one however far it was written; none where there is no file.
+
+        What is longer than any line of ours is left out, for whoever may write into the directory could fill memory.
+        """
         with contextlib.suppress(FileNotFoundError), open_whole(self._filesystem, path) as stream:
-            rest = b""
-            while piece := stream.read(1 << 20):
+            rest, too_long = b"", False
+            while piece := stream.read(PIECE):
                 *lines, rest = (rest + piece).split(b"\n")
-                for line in lines:
+                for line in lines[1:] if too_long and lines else lines:
                     yield line.decode(errors="replace")
+                too_long = (too_long and not lines) or len(rest) > LONGEST_LINE
+                rest = b"" if too_long else rest
             if rest:
                 yield rest.decode(errors="replace")

@@ -9,6 +9,7 @@ import os
 import posixpath
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ PROGRESS_FILE = ".elastic_ray.json"
 MARKER_FILE = ".elastic_ray_run"
 _ADDED = ".elastic_ray_added_"
 _FILES = "files"
+_LONGEST_NOTE = 64 << 20  # bytes: of a checkpoint of some hundred thousand files
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
 
@@ -156,9 +158,9 @@ class RunStorage:
         """Add lines to ``events.jsonl``, all or none."""
         self._events.append(lines)
 
-    def read_events(self) -> tuple[JobEvent, ...]:
-        """The events written so far; a last line cut short by a crash is left out."""
-        events = []
+    def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
+        """The last ``most`` events written so far, or all; a last line cut short by a crash is left out."""
+        events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 events.append(JobEvent.from_json(line))
@@ -410,7 +412,9 @@ class BadNoteError(ValueError):
 def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
     """Return what a note says; raises BadNoteError where it is no JSON, and OSError where it cannot be read."""
     with filesystem.open_input_stream(path) as stream:
-        text = stream.readall()
+        text = stream.read(_LONGEST_NOTE + 1)
+    if len(text) > _LONGEST_NOTE:
+        raise BadNoteError(f"its {posixpath.basename(path)} has more than {_LONGEST_NOTE} bytes")
     try:
         return load(text)
     except ValueError as error:

@@ -235,6 +235,35 @@ def test_where_files_are_written_anew_many_lines_come_in_parts(tmp_path: Path) -
     assert [len(part.read_text().splitlines()) for part in parts] == [1000] * 6
 
 
+@given(st.lists(st.sampled_from([0, 1, 7, 8, 9, 20, 70]), max_size=9), st.integers(1, 30), st.booleans())
+def test_lines_that_are_too_long_are_left_out_and_no_others(sizes: list[int], piece: int, ends: bool) -> None:
+    lines = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
+    content = b"\n".join(lines) + (b"\n" if ends and lines else b"")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("elastic_ray.checkpoints.line_files.LONGEST_LINE", 40)
+        patched.setattr("elastic_ray.checkpoints.line_files.PIECE", piece)
+        filesystem = pyarrow.fs._MockFileSystem()
+        with filesystem.open_output_stream("lines") as stream:
+            stream.write(content)
+        found = list(LineFile(filesystem, "lines", private=False).read())
+    short = [line.decode() for line in lines if len(line) < 40]
+    assert [line for line in found if line] == [line for line in short if line]
+
+
+def test_a_line_of_any_length_fills_no_memory(tmp_path: Path) -> None:
+    (path := tmp_path / "events.jsonl").write_bytes(b"first\n")
+    with path.open("ab") as file:
+        file.truncate(1 << 28)  # zeros that take no room on the disk
+        file.seek(0, 2)
+        file.write(b"\nlast\n")
+    tracemalloc.start()
+    found = list(LineFile(pyarrow.fs.LocalFileSystem(), str(path), private=True).read())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == ["first", "last"] and peak < 64 << 20
+
+
 def test_metrics_that_json_cannot_hold_are_rows_all_the_same() -> None:
     found = Report.from_json(Report(index=3, metrics={("a", 1): object, "b": 2}).to_json())
     assert found.index == 3 and found.metrics["b"] == "2"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,7 +15,9 @@ import pyarrow.fs
 import pytest
 from hypothesis import given
 
+from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind, JobEvent, JobPhase, Report
+from elastic_ray.observe.trackers.callbacks import TrackedRun, folder_of
 from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, flat_numbers
 from elastic_ray.observe.trackers.tensorboard import TensorBoardWriter
 from elastic_ray.observe.trackers.tracker_thread import TrackerThread
@@ -316,3 +321,27 @@ def test_reports_without_steps_are_drawn_by_their_number(tmp_path: Path) -> None
         writer.report(report(index, steps=0), 1.0)
     writer.finish(JobPhase.FINISHED)
     assert [step for step, _ in scalars(tmp_path / "tensorboard")["loss"]] == [1, 2]
+
+
+@pytest.mark.parametrize("taken", ["no", "a link", "another's"])
+def test_loggers_write_into_no_folder_that_another_account_has_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, taken: str
+) -> None:
+    if taken == "another's" and os.geteuid() != 0:
+        pytest.skip("only root can give a directory away")
+    for name in ("bucket", "tmp", "victim"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    shared = tmp_path / "tmp" / f"elastic_ray_{os.geteuid()}"
+    if taken == "a link":
+        shared.symlink_to(tmp_path / "victim")
+    elif taken == "another's":
+        shared.mkdir()
+        os.chown(shared, 65534, 65534)
+    remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path / "bucket"), pyarrow.fs.LocalFileSystem())
+    run = TrackedRun(job="a", run_id="1f", storage=RunStorage("runs/a", remote), is_trial=False)
+    folder = Path(folder_of(run))
+    assert (folder == shared / "1f" / "trackers") == (taken == "no") == (not caplog.text)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.geteuid()
+    assert list((tmp_path / "victim").iterdir()) == []
+    assert taken == "no" or list(shared.iterdir()) == []

@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
 from elastic_ray.observe.page.assets import INDEX, read_assets
 from elastic_ray.observe.page.changes import difference, plain, tables, to_json
+from elastic_ray.observe.page.doors import LONGEST_WAIT_S, MOST, MOST_OF_ONE, Doors
 from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
 from elastic_ray.observe.page.gate import HEADERS, Asked, Gate
 from elastic_ray.observe.page.source import ActionRefusedError, Source
@@ -30,6 +32,7 @@ _MOST_NAME = 512
 _STALE_S = 10.0
 _WRITE_S = 30.0  # a browser that takes nothing for so long is gone, or does not read
 _MOST_QUESTIONS = 16
+_MOST_LINES = 10  # of the log in a minute, about what is no HTTP
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -52,6 +55,7 @@ class PageServer:
         self._guessing = asyncio.Lock()  # one simulation at a time
         self._wanted = asyncio.Event()
         self._waiting = 0  # questions of browsers
+        self.doors = Doors(*_room())
 
     def application(self) -> web.Application:
         """What aiohttp runs."""
@@ -149,6 +153,14 @@ class PageServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Refuse what may not be asked, and say nothing of what fails within."""
+        self.doors.begin(request.transport)
+        try:
+            return await self._answer(request, handler)
+        finally:
+            self.doors.end(request.transport, time.monotonic())
+
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Return what a handler answers, or why it may not be asked."""
         refused = self._gate.refusal(_asked(request))
         if refused is not None:
             return _error(*refused)
@@ -247,8 +259,10 @@ class PageServer:
         if action not in _ACTIONS:
             return _error(404, f"there is no action {action[:40]!r}: it must be one of {', '.join(_ACTIONS)}")
         try:
-            body = json.loads(await request.text() or "{}")
+            body = json.loads(await asyncio.wait_for(request.text(), LONGEST_WAIT_S) or "{}")
             workers = body.get("workers") if isinstance(body, dict) else None
+        except asyncio.TimeoutError:
+            return _error(408, f"an action's body must come within {LONGEST_WAIT_S:g} s")
         except (ValueError, RecursionError):
             return _error(400, "an action's body must be a JSON object")
         if action == "resize" and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
@@ -312,10 +326,78 @@ def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
 
 async def serve(server: PageServer, bound: socket.socket, until: Callable[[], Awaitable[object]]) -> None:
     """Serve a page until something is over."""
-    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+    log = logger.getChild("http")
+    log.addFilter(few := _Few())
+    runner = web.AppRunner(
+        server.application(), access_log=None, logger=log, shutdown_timeout=1.0, handler_cancellation=True
+    )
     await runner.setup()
+    listening = await asyncio.get_running_loop().create_server(
+        lambda: _Counted(server.doors, runner.server()),  # type: ignore[misc]
+        sock=bound,
+    )
+    closing = asyncio.create_task(_close_late(server.doors))
     try:
-        await web.SockSite(runner, bound).start()
         await until()
     finally:
+        closing.cancel()
+        listening.close()
         await runner.cleanup()
+        log.removeFilter(few)
+
+
+async def _close_late(doors: Doors) -> None:
+    """End connections whose request does not come."""
+    while True:
+        await asyncio.sleep(1.0)
+        for transport in doors.late(time.monotonic()):
+            cast("asyncio.Transport", transport).abort()
+
+
+class _Counted(asyncio.Protocol):
+    """A connection that is counted; all else is aiohttp's.
+
+    Args:
+        doors: of the page.
+        inner: aiohttp's protocol.
+    """
+
+    def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
+        self._doors, self._inner = doors, inner
+        self._transport: asyncio.BaseTransport | None = None
+        # Called with all that comes and goes.
+        self.data_received = inner.data_received  # type: ignore[method-assign]
+        self.eof_received = inner.eof_received  # type: ignore[method-assign]
+        self.pause_writing = inner.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = inner.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        leaves = self._doors.open(transport, str(peer[0]) if peer else "", time.monotonic())
+        self._inner.connection_made(transport)
+        if leaves is not None:
+            cast("asyncio.Transport", leaves).abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._doors.close(self._transport)
+        self._inner.connection_lost(error)
+
+
+class _Few(logging.Filter):
+    """Lets some lines a minute through: whoever sends what is no HTTP would else fill the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minute, self._lines = 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        minute = int(time.monotonic() // 60)
+        self._minute, self._lines = minute, 1 if minute != self._minute else self._lines + 1
+        return self._lines <= _MOST_LINES
+
+
+def _room() -> tuple[int, int]:
+    """Return how many connections there may be, and of one peer: a quarter of the files that the process may open."""
+    most = min(MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+    return most, min(MOST_OF_ONE, most * 3 // 4)

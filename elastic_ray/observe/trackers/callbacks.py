@@ -234,26 +234,10 @@ class _LoggerCallback:
             trial_id=run.run_id,
             trial_name=run.job,
             config=context.train_loop_config or {},
-            local_path=self._local_path(),
+            local_path=folder_of(run),
             path=run.storage.path,
             node_ip=_address(),
         )
-
-    def _local_path(self) -> str:
-        """The run's own directory, where that is on this node; else one whose files are copied there at the end."""
-        storage = self._run.storage
-        if storage.local:
-            path = os.path.join(storage.path, FOLDER)
-            make_directory(pyarrow.fs.LocalFileSystem(), path, private=storage.private)
-            return path
-        shared = tempfile.gettempdir()  # a controller after this one finds it again
-        path = os.path.join(shared, f"elastic_ray_{os.geteuid()}", self._run.run_id, FOLDER)
-        try:
-            make_own(path, shared)
-        except OSError as error:
-            path = tempfile.mkdtemp(prefix="elastic_ray_")
-            logger.warning("loggers' files are in %s until they are copied: %s", path, error)
-        return path
 
     def begin(self, state: str | None) -> frozenset[int]:
         """Tune's order: set up, then the trial starts."""
@@ -314,6 +298,23 @@ class _LoggerCallback:
     def state(self) -> str | None:
         """By which the tracker's own run is found again."""
         return one_run.state_of(self._callback, self._trial)
+
+
+def folder_of(run: TrackedRun) -> str:
+    """Make the folder of a run's loggers: its own, where that is on this node; else one that is copied at the end."""
+    storage = run.storage
+    if storage.local:
+        path = os.path.join(storage.path, FOLDER)
+        make_directory(pyarrow.fs.LocalFileSystem(), path, private=storage.private)
+        return path
+    shared = tempfile.gettempdir()  # a controller after this one finds it again
+    path = os.path.join(shared, f"elastic_ray_{os.geteuid()}", run.run_id, FOLDER)
+    try:
+        make_own(path, shared)
+    except OSError as error:
+        path = tempfile.mkdtemp(prefix="elastic_ray_")
+        logger.warning("loggers' files are in %s until they are copied: %s", path, error)
+    return path
 
 
 def _checkpoint(report: Report, storage: RunStorage) -> Any:

@@ -13,8 +13,11 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
+from elastic_ray.observe.page import doors
+from elastic_ray.observe.page.doors import MOST_OF_ONE
 from elastic_ray.observe.page.feed import Feed
 from elastic_ray.observe.page.model import JobDetail, PageJob, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.source import ActionRefusedError
@@ -130,6 +133,40 @@ def test_other_hosts_and_other_sites_are_refused(page: Page) -> None:
         assert page.ask(path, Host="evil.example.org")[0] == 403
         assert page.ask(path, Origin="http://evil.example.org")[0] == 403
         assert page.ask(path, Sec_Fetch_Site="cross-site")[0] == 403
+
+
+def test_connections_that_send_nothing_whole_take_nobody_s_place(page: Page) -> None:
+    """As of another account on this machine: 260 halves of a request, more than one peer may have."""
+    with contextlib.ExitStack() as held, contextlib.closing(page.stream()) as watching:
+        stream = messages(watching)
+        assert next(stream)[0] == "snapshot"
+        for _ in range(260):
+            connection = held.enter_context(socket.create_connection(("127.0.0.1", page.port), timeout=10))
+            with contextlib.suppress(OSError):
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+        for _ in range(5):
+            assert page.ask("/api/snapshot")[0] == 200
+        here = [each for each in psutil.Process().net_connections() if each.laddr and each.laddr.port == page.port]
+        assert len([each for each in here if each.status == psutil.CONN_ESTABLISHED]) <= MOST_OF_ONE
+        page.facts.jobs = (*page.facts.jobs, PageJob(job="new", phase="waiting"))
+        assert next(stream)[0] == "change", "who is being answered stays"
+
+
+def test_half_a_request_has_its_time(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "LONGEST_WAIT_S", 0.5)
+    with socket.create_connection(("127.0.0.1", page.port), timeout=60) as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+        with contextlib.suppress(ConnectionResetError):
+            assert slow.recv(1) == b""
+
+
+def test_what_is_no_http_does_not_fill_the_log(page: Page, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(100):
+        with socket.create_connection(("127.0.0.1", page.port), timeout=60) as connection:
+            connection.sendall(b"GET / HTTP/9.9 x\r\nA\x00: \r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                connection.recv(1000)
+    assert 0 < len([each for each in caplog.records if each.name.startswith("elastic_ray.observe")]) <= 20
 
 
 def test_a_change_is_streamed_within_a_second_and_nothing_but_the_change(page: Page) -> None:

@@ -93,6 +93,6 @@ def _read_all(filesystem: pyarrow.fs.FileSystem, folders: Sequence[str], root: s
 def _read(filesystem: pyarrow.fs.FileSystem, folder: str, root: str) -> StoredRun:
     storage = RunStorage(folder, filesystem)
     name = posixpath.relpath(folder, root) if folder != root else posixpath.basename(root)
-    events: tuple[JobEvent, ...] = storage.read_events()[-MOST_EVENTS:]
+    events: tuple[JobEvent, ...] = storage.read_events(MOST_EVENTS)
     reports: tuple[Report, ...] = storage.last_reports(0, MOST_REPORTS)
     return StoredRun(job=name, where=storage.where, events=events, reports=reports)
