@@ -21,6 +21,7 @@ from elastic_ray.events import JobEvent, Report, plain
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, open_output
 from placement.storage.storage_calls import call_storage
+from placement.versions import check_format
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -34,6 +35,7 @@ REPORTS_FILE = "reports.jsonl"
 PROGRESS_FILE = ".elastic_ray.json"
 """Written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
 MARKER_FILE = ".elastic_ray_run"
+_FORMAT = 1  # of notes
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
 
@@ -226,6 +228,7 @@ class RunStorage:
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
         work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
         note = {
+            "format": _FORMAT,
             "index": index,
             "progress": resume_point.to_json() if resume_point is not None else {},
             "metrics": dict(metrics or {}),
@@ -401,6 +404,10 @@ def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] |
         raise BadNoteError(f"its {PROGRESS_FILE} is no JSON: {error}") from None
     if not isinstance(note, dict) or not {"progress", "metrics"} <= note.keys():
         raise BadNoteError(f"its {PROGRESS_FILE} lacks 'progress' or 'metrics'")
+    try:
+        check_format(note, _FORMAT)
+    except ValueError as error:
+        raise BadNoteError(f"its {PROGRESS_FILE}: {error}") from None
     for key in ("progress", "metrics"):
         if not isinstance(note[key], dict):
             raise BadNoteError(f"its {PROGRESS_FILE} has {key}={note[key]!r}, which is no object")
