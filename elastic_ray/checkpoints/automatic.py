@@ -30,8 +30,10 @@ from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.run_directory import RunStorage, read_json
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
 from placement.storage.private_files import make_directory, open_whole, replace_file
+from placement.versions import check_format
 
 DIRECTORY = "automatic"
+_FORMAT = 1  # of notes
 _FINISHED = "finished"
 _MOST_PARTS = 1_000_000
 _LONGEST_NAME = 1024
@@ -100,7 +102,7 @@ def write_file(
 
 def write_note(storage: RunStorage, state: StateFile) -> None:
     """Say that an automatic checkpoint is complete: from here on it counts."""
-    note = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
+    note = {"format": _FORMAT, "resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
     parts = {"parts": state.parts} if state.parts else {}
     path = _note_of(state.path)
     write_checked(storage, path, lambda stream: stream.write(json.dumps({**note, **parts}).encode()))
@@ -154,6 +156,7 @@ def state_files(
 def _read_note(storage: RunStorage, path: str) -> StateFile:
     """The checkpoint whose note is beside ``path``, which has no end."""
     note = read_json(storage.filesystem, _note_of(path))
+    check_format(note, _FORMAT)
     told = note["resume_point"]
     point = ResumePoint.from_json(told)
     if point is None or "steps" not in told:

@@ -23,6 +23,7 @@ from elastic_ray.json_numbers import dump, load
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, sync_directory
 from placement.storage.storage_calls import call_storage
+from placement.versions import check_format
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -38,6 +39,7 @@ PROGRESS_FILE = ".elastic_ray.json"
 MARKER_FILE = ".elastic_ray_run"
 _ADDED = ".elastic_ray_added_"
 _FILES = "files"
+_FORMAT = 1  # of notes
 _LONGEST_NOTE = 64 << 20  # bytes: of a checkpoint of some hundred thousand files
 _CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
 
@@ -232,6 +234,7 @@ class RunStorage:
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
         work = posixpath.join(self.path, f".part_{index:06d}_{uuid.uuid4().hex[:8]}") if self.local else target
         note = {
+            "format": _FORMAT,
             "index": index,
             "progress": resume_point.to_json() if resume_point is not None else {},
             "metrics": dict(metrics or {}),
@@ -450,6 +453,10 @@ def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] |
         raise
     if not isinstance(note, dict) or not {"progress", "metrics"} <= note.keys():
         raise BadNoteError(f"its {PROGRESS_FILE} lacks 'progress' or 'metrics'")
+    try:
+        check_format(note, _FORMAT)
+    except ValueError as error:
+        raise BadNoteError(f"its {PROGRESS_FILE}: {error}") from None
     for key in ("progress", "metrics"):
         if not isinstance(note[key], dict):
             raise BadNoteError(f"its {PROGRESS_FILE} has {key}={note[key]!r}, which is no object")

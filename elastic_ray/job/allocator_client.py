@@ -18,6 +18,7 @@ from placement.allocator.actor import find_allocator
 from placement.allocator.instructions import HeartbeatReply
 from placement.cluster.jobs import Bill, JobView
 from placement.knowledge.store import StorageRoot
+from placement.versions import VersionError, spoken
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -92,12 +93,18 @@ class AllocatorClient:
         """Send one heartbeat, and pass the allocator's answer on."""
         try:
             if self._allocator is None:
-                self._allocator = await asyncio.to_thread(self._find)
+                found = await asyncio.to_thread(self._find)
+                await self._answer(found.speak.remote(spoken()))
+                self._allocator = found
             if self._over:
                 return
             root = None if self._root_is_known else self._root
             beat = self._allocator.heartbeat.remote(self._seen(), self._controller, root)
-            answer = await self._answer(beat)
+            answer: HeartbeatReply = await self._answer(beat)
+        except VersionError as error:
+            self._complain(str(error))
+            self._hear(HeartbeatReply(priors={}, knows_root=False, note=str(error)))
+            return
         except (RayError, asyncio.TimeoutError, ValueError, RuntimeError) as error:  # it may be restarting
             self._complain(f"{str(error) or type(error).__name__}; trying again")
             self._allocator, self._root_is_known = None, False
@@ -106,9 +113,9 @@ class AllocatorClient:
         self._bill = answer.bill or self._bill
         self._hear(answer)
 
-    async def _answer(self, beat: Any) -> HeartbeatReply:
+    async def _answer(self, beat: Any) -> Any:
         """Wait for the answer to a heartbeat: another one would only add to what a busy allocator has to do."""
-        answer: asyncio.Future[HeartbeatReply] = asyncio.ensure_future(beat)
+        answer: asyncio.Future[Any] = asyncio.ensure_future(beat)
         if not (await asyncio.wait([answer], timeout=_SLOW_S))[0]:
             self._complain(f"nothing for {_SLOW_S:g} s; waiting")
         return await asyncio.wait_for(answer, _LOST_S)

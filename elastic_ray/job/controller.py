@@ -33,6 +33,7 @@ from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
 from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
+from placement.versions import Spoken, check_spoken, spoken
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -61,13 +62,14 @@ def start(spec: JobSpec) -> Any:
 def _create(spec: JobSpec) -> Any:
     # A worker node that goes away must not take the job's memory of itself along.
     name = f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
-    return create_on_head(JobController, name, spec, max_restarts=-1)
+    return create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
 
 
 class JobController:
     """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
 
-    def __init__(self, spec: JobSpec) -> None:
+    def __init__(self, spec: JobSpec, theirs: Spoken) -> None:
+        check_spoken(theirs, "the driver", "its job's controller")
         log_plainly(logging.WARNING)
         self._stored_train_loop = spec.stored_train_loop
         self._handle = ray.get_runtime_context().current_actor

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.sealed import Sealed
+from placement.versions import check_format
 
+FORMAT = 1
 _MOST_VALUE = 1 << 16  # bytes
 
 
@@ -55,6 +57,7 @@ class ControllerState:
         first_report: number of its first report; 0 before it.
         return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
         trackers: what its trackers have to know to go on with their runs.
+        format: of the note.
     """
 
     job: str
@@ -93,6 +96,7 @@ class ControllerState:
     trackers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     launched_at_s: float | None = None
     raised: int = 0
+    format: int = FORMAT
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:
@@ -104,6 +108,7 @@ class ControllerState:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")
+        check_format(values, FORMAT)
         known = {field.name for field in dataclasses.fields(cls)}
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
         try:

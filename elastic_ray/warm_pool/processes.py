@@ -22,6 +22,7 @@ from elastic_ray.worker.ownership import calling_owner
 from elastic_ray.worker.process import WorkerProcess
 from elastic_ray.worker.setup import ProcessInfo, ProcessOwner, WorkerSetup
 from placement.ray_cluster.named_actors import NAMESPACE, actor_class, actors_named
+from placement.versions import spoken
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             runtime_env=environment_of(spec) or None,
         )
-        .remote(owner)
+        .remote(owner, spoken())
     )
 
 

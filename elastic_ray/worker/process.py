@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from elastic_ray.membership.messages import ControllerMessage
 from elastic_ray.worker.messages import RunResult
 from elastic_ray.worker.setup import Assignment, ProcessInfo, ProcessOwner, WorkerSetup
+from placement.versions import Spoken, check_spoken
 
 if TYPE_CHECKING:
     from elastic_ray.worker.ownership import Ownership
@@ -25,9 +26,11 @@ class WorkerProcess:
 
     Args:
         owner: for whom it works; None for a process of the pool.
+        theirs: what the one who starts it speaks.
     """
 
-    def __init__(self, owner: ProcessOwner | None = None) -> None:
+    def __init__(self, owner: ProcessOwner | None, theirs: Spoken) -> None:
+        check_spoken(theirs, "a job's controller", "its worker process")
         from elastic_ray.worker.ownership import Ownership
         from elastic_ray.worker.warm_up import warm_up
 

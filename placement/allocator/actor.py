@@ -48,6 +48,7 @@ from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
 from placement.storage.line_file import LineFile
 from placement.text import log_plainly
+from placement.versions import Spoken, check_spoken, spoken
 
 NAME = "allocator"
 
@@ -85,6 +86,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
         PolicyConflictError: jobs are running under another policy.
         ValueError: unknown policy name.
         TypeError: an object that is no policy.
+        VersionError: the allocator is of another release.
     """
     packed = pack_policy(
         _DEFAULT_POLICY if policy is None else policy
@@ -95,6 +97,8 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
             return handle
         try:
             ask: Any = handle.rule_by
+            speak: Any = handle.speak
+            ray.get(speak.remote(spoken()), timeout=_ANSWER_S)
             wanted = (None if policy is None else packed.identity, config)
             rule: AllocatorSettings | None = ray.get(ask.remote(*wanted), timeout=_ANSWER_S)
             if rule is None:
@@ -185,6 +189,14 @@ class Allocator:
         load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
         self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
+
+    async def speak(self, theirs: Spoken) -> None:
+        """A controller or a driver says what it speaks, before anything else.
+
+        Raises:
+            VersionError: something else.
+        """
+        check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(
         self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
@@ -376,7 +388,7 @@ class Allocator:
             self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """A job has ended with this last view; or, with a ``cluster``, its controller is gone."""
+        """A job is over; ``cluster``: with what its workers still hold counted as others' use."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()

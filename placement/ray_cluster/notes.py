@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 
 from ray.experimental import internal_kv
 
 from placement.autoscaling.objectives.base import Account
 from placement.ray_cluster import named_actors
 from placement.ray_cluster.snapshot import is_dead
+from placement.versions import check_format
+
+logger = logging.getLogger("placement.nodes")
 
 NAMESPACE = named_actors.NAMESPACE.encode()
 _CONTROLLERS = "controller/"
@@ -21,19 +25,27 @@ TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""
 
 _ACCOUNT = b"allocator/account"
+_FORMAT = 1
 
 
 def keep_account(account: Account) -> None:
     """Note what the cluster has cost, for the next allocator. Blocks for a moment."""
-    internal_kv._internal_kv_put(
-        _ACCOUNT, json.dumps(dataclasses.asdict(account)).encode(), overwrite=True, namespace=NAMESPACE
-    )
+    text = json.dumps({"format": _FORMAT, **dataclasses.asdict(account)})
+    internal_kv._internal_kv_put(_ACCOUNT, text.encode(), overwrite=True, namespace=NAMESPACE)
 
 
 def account() -> Account:
     """What the cluster has cost, as the allocator before has noted it; an empty account for the first one."""
-    text = internal_kv._internal_kv_get(_ACCOUNT, namespace=NAMESPACE)
-    return Account() if text is None else Account(**json.loads(text))
+    text: bytes | None = internal_kv._internal_kv_get(_ACCOUNT, namespace=NAMESPACE)
+    if text is None:
+        return Account()
+    told = json.loads(text)
+    try:
+        check_format(told, _FORMAT)
+    except ValueError as error:
+        logger.warning("what the cluster has cost is counted from now on: %s", error)
+        return Account()
+    return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account)})
 
 
 def key_of(controller: str, name: str) -> bytes:

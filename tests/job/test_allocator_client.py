@@ -12,6 +12,7 @@ from elastic_ray.job import allocator_client
 from elastic_ray.job.allocator_client import AllocatorClient
 from placement.allocator.instructions import HeartbeatReply
 from placement.cluster.jobs import Bill, JobView
+from placement.versions import PROTOCOL, Spoken, VersionError
 from tests.job.specs import spec
 from tests.placement.views import view
 
@@ -23,6 +24,10 @@ class Busy:
         self.views: list[JobView] = []
         self.asked: list[asyncio.Future[HeartbeatReply]] = []
         self.heartbeat = SimpleNamespace(remote=self._heartbeat)
+        self.speak = SimpleNamespace(remote=self._speak)
+
+    async def _speak(self, theirs: Spoken) -> None:
+        self.heard = theirs
 
     def _heartbeat(self, seen: JobView, *_: Any) -> asyncio.Future[HeartbeatReply]:
         self.views.append(seen)
@@ -49,3 +54,23 @@ def test_nothing_is_sent_again_to_an_allocator_that_has_yet_to_answer(monkeypatc
         assert [said.bill for said in busy.views] == [None, Bill(usd=2.0, attained_s=3.0)], "for the next allocator"
 
     asyncio.run(beat())
+
+
+def test_an_allocator_of_another_release_is_told_nothing_and_the_user_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Newer(Busy):
+        async def _speak(self, theirs: Spoken) -> None:
+            raise VersionError(f"got {theirs.protocol} and 99")
+
+    newer, heard = Newer(), list[HeartbeatReply]()
+    monkeypatch.setattr(allocator_client, "find_allocator", lambda policy: newer)
+
+    async def beat() -> None:
+        client = AllocatorClient(spec(), None, lambda: view("a"), heard.append)
+        for tick in range(3):
+            client.tick(2.0 * tick)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(beat())
+    assert not newer.asked and {said.note for said in heard} == {f"got {PROTOCOL} and 99"}

@@ -26,6 +26,7 @@ from placement.cluster.node_types import NodeType
 from placement.ray_cluster.groups import ready, release, release_all, reserve
 from placement.ray_cluster.named_actors import NAMESPACE
 from placement.ray_cluster.snapshot import group_name, on_head
+from placement.versions import Spoken, VersionError, spoken
 from tests.local_cluster import disconnect
 
 pytestmark = pytest.mark.usefixtures("ray_nodes")
@@ -231,6 +232,24 @@ def test_an_allocator_that_is_gone_for_good_is_made_again(jobs: Jobs) -> None:
     ray.kill(get_or_create_allocator(), no_restart=True)
     wait_until(lambda: set(snapshot().jobs) == {"a"}, "the job is known again")
     assert jobs.held() == {"a": 8}
+
+
+@pytest.mark.thorough
+def test_an_allocator_of_another_release_takes_over_beside_running_jobs(jobs: Jobs) -> None:
+    """An upgrade: the old one is ended, the first who misses it makes the new one, which knows all from heartbeats."""
+    for job in "ab":
+        jobs.start(job)
+    wait_until(lambda: jobs.held() == {"a": 4, "b": 4}, "two jobs share")
+    told = {job: len(jobs.told(job)) for job in "ab"}
+    allocator: Any = get_or_create_allocator()
+    ray.get(allocator.speak.remote(spoken()), timeout=180)
+    with pytest.raises(VersionError, match=r"must speak the same protocol, but got 99 \(elastic-ray 9\.9\)"):
+        ray.get(allocator.speak.remote(Spoken(protocol=99, release="9.9")), timeout=180)
+    ray.kill(allocator, no_restart=True)
+    wait_until(lambda: set(snapshot().jobs) == {"a", "b"} and snapshot().settled, "the next one has heard of both")
+    assert jobs.held() == {"a": 4, "b": 4} and {job: len(jobs.told(job)) for job in "ab"} == told
+    jobs.stop("a")
+    wait_until(lambda: jobs.held() == {"b": 8}, "it decides")
 
 
 @pytest.mark.thorough

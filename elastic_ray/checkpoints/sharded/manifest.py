@@ -324,7 +324,8 @@ def _read(content: bytes) -> dict[Any, Any]:
     except ValueError as error:
         raise ManifestError(str(error)) from error
     if type(told) is not dict or told.get("version") != VERSION:
-        raise ManifestError(f"it is no account of version {VERSION}")
+        found = told.get("version") if type(told) is dict else type(told).__name__
+        raise ManifestError(f"it is no account of version {VERSION}, but of {found!r:.40}")
     return told
 
 

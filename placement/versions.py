@@ -1,0 +1,65 @@
+"""Versions of what is stored, and of what processes tell each other: a newer one is refused by its name."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+PROTOCOL = 1
+"""Number of the messages of drivers, controllers, workers and the allocator; it rises with every change of them."""
+
+
+class VersionError(RuntimeError):
+    """Two processes of different releases of elastic-ray cannot work together."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Spoken:
+    """What a process speaks: the number of its messages, and the release that it is of."""
+
+    protocol: int
+    release: str
+
+
+@functools.cache
+def spoken() -> Spoken:
+    """Return what this process speaks."""
+    try:
+        release = importlib.metadata.version("elastic-ray")
+    except importlib.metadata.PackageNotFoundError:
+        release = "of a source tree"
+    return Spoken(protocol=PROTOCOL, release=release)
+
+
+def check_spoken(theirs: Spoken, they: str, we: str) -> None:
+    """Refuse to work with a process of another protocol.
+
+    Args:
+        theirs: what the other one speaks.
+        they: who that is.
+        we: who this process is.
+
+    Raises:
+        VersionError: the numbers differ; names both sides.
+    """
+    ours = spoken()
+    if theirs.protocol != ours.protocol:
+        raise VersionError(
+            f"{they} and {we} must speak the same protocol, but got {theirs.protocol} (elastic-ray {theirs.release}) "
+            f"and {ours.protocol} (elastic-ray {ours.release}): install one release on all nodes; an allocator of "
+            "another one is replaced once its jobs have ended"
+        )
+
+
+def check_format(told: Mapping[str, Any], newest: int) -> None:
+    """Refuse what a newer release has stored; without a number it is of format 1.
+
+    Raises:
+        ValueError: the format is unknown.
+    """
+    found = told.get("format", 1)
+    if type(found) is not int or not 1 <= found <= newest:
+        raise ValueError(f"its format must be from 1 to {newest}, but is {found!r}: a newer elastic-ray has written it")
