@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
@@ -15,6 +17,9 @@ from placement.goodput.model import NoiseScale
 SPEC = GenerationSpec(
     generation=1, members=tuple(Member(worker=f"w{gpu}", node=f"n{gpu}", gpu_type=gpu) for gpu in ("a", "b"))
 )
+
+
+ALONE = GenerationSpec(generation=1, members=(Member(worker="w", node="n", gpu_type="a"),))
 
 
 def report(batch: int, steps: int) -> StepReport:
@@ -77,3 +82,32 @@ def test_the_model_of_a_type_stays_when_the_group_becomes_mixed() -> None:
     apart = BatchPlanner()
     apart.choose(SPEC, None)
     assert apart.own_model is None
+
+
+def test_what_was_measured_and_allowed_on_a_type_is_told_under_its_name() -> None:
+    planner = BatchPlanner()
+    limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
+    planner.open(LoaderInfo(limits=limits))
+    planner.choose(ALONE, "a")
+    planner.observe(dataclasses.replace(report(64, 100), parts=(), uneven=False, nodes=1, replicas=1))
+    planner.close()
+    ((gpu, (seen,)),) = planner.observations.items()
+    assert (gpu, seen.replicas, seen.atomic_bsz) == ("a", 1, 32)
+    assert planner.atomic_bsz_ranges["a"] == (8, 256)
+
+
+def test_a_report_of_one_sample_or_no_time_has_an_efficiency_and_no_throughput() -> None:
+    planner = BatchPlanner()
+    planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=1, max_batch_size=64)))
+    planner.choose(ALONE, "a")
+    alone = dataclasses.replace(
+        report(64, 100), shape=BatchChoice(atomic_bsz=1), batch_size=1, parts=(), uneven=False, nodes=1, replicas=1
+    )
+    planner.observe(alone)
+    snapshot = planner.due(1000.0)
+    assert snapshot is not None
+    planner.fitted(fit_snapshot(snapshot))
+    assert planner.efficiency == pytest.approx(1.0)
+    assert planner.throughput == pytest.approx(1 / alone.step_time)
+    planner.observe(dataclasses.replace(alone, total_steps=200, step_time=0.0))
+    assert planner.throughput == 0.0

@@ -69,6 +69,7 @@ def test_each_item_exactly_once_under_any_schedule(
                 )
             )
             assert len(stream._ahead) <= most, "bounded by the largest step that was drawn"
+        assert {stream.total for stream in ranks} <= {None, n}, "the items that are drawn and not committed count"
         steps = [step for step in drawn if step is not None]
         if not steps:
             break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import itertools
 import math
 import os
@@ -14,7 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ray.checkpoints import checked_files
 from elastic_ray.checkpoints.automatic import CorruptStateError, delete_others, delete_states, state_files
+from elastic_ray.checkpoints.checked_files import CheckedStream
 from elastic_ray.checkpoints.format import read_state, write_state
 from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
 from elastic_ray.checkpoints.run_directory import RunStorage
@@ -150,3 +154,14 @@ def test_impossible_costs_and_times_are_refused(cost: float, mean: float) -> Non
         checkpoint_interval_s(cost, mean)
     with pytest.raises(ValueError, match="losses and observed_s"):
         mean_time_between_losses_s(-1, 0)
+
+
+def test_a_large_file_reaches_the_disk_piece_by_piece_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked_files, "CHUNK_BYTES", 4)
+    monkeypatch.setattr(checked_files, "_SYNC_BYTES", 8)
+    raw, reached = io.BytesIO(), list[int]()
+    stream = CheckedStream(raw, lambda: True, lambda: reached.append(raw.tell()))
+    stream.write(b"x" * 19)
+    stream.write(b"y" * 6)
+    assert reached == [8, 16, 25] and stream.size == 25
+    assert stream.digest() == hashlib.sha256(raw.getvalue()).hexdigest()

@@ -267,3 +267,10 @@ def test_a_line_of_any_length_fills_no_memory(tmp_path: Path) -> None:
 def test_metrics_that_json_cannot_hold_are_rows_all_the_same() -> None:
     found = Report.from_json(Report(index=3, metrics={("a", 1): object, "b": 2}).to_json())
     assert found.index == 3 and found.metrics["b"] == "2"
+
+
+def test_lines_that_follow_one_cut_short_by_a_crash_are_lines_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("whole\ncut sh")
+    LineFile(pyarrow.fs.LocalFileSystem(), str(path), private=False).append(["next", "last"])
+    assert path.read_text() == "whole\ncut sh\nnext\nlast\n"

@@ -487,3 +487,15 @@ def test_reports_of_other_ranks_alone_are_warned_of(ranks: Ranks) -> None:
     first, second = ranks.run(reporting, (1,), world=2)
     assert not first and len(second) == 1 and "metrics are recorded from rank 0 alone" in second[0]
     assert ranks.run(reporting, (0, 1), world=2) == [[], []] == ranks.run(reporting, (0,), world=2)
+
+
+@pytest.mark.parametrize(("checked", "first"), [(40, 50), (8, 10), (1000, 1100)])
+def test_a_pass_ends_with_a_check_after_a_quarter_of_all_steps_before_and_a_hundred_at_most(
+    checked: int, first: int
+) -> None:
+    model = net()
+    replicas = Replicas()
+    replicas.add(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    replicas.fingerprint(checked)
+    assert [replicas.due(steps, at_end=True) for steps in (first - 1, first, first + 1)] == [False, True, True]
+    assert not replicas.due(checked, always=True), "it was just made"

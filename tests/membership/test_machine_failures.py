@@ -76,7 +76,9 @@ def test_a_reset_gives_everything_back_and_begins_anew_with_higher_numbers() -> 
     driver.reserved("w3")
     driver.lost("w1")
     driver.lost("w2")
+    driver.machine.trained = True
     released = driver.machine.reset()
+    assert not driver.machine.trained, "the group that is to come has not"
     for instruction in released:
         driver.ledger.book(instruction)
     assert {r.worker for r in only(Release, released)} == {"w3", "w4", "w5"}

@@ -12,7 +12,7 @@ from elastic_ray.events import EventKind
 from elastic_ray.membership.instructions import Announce, Note
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
-from elastic_ray.membership.selection import next_group
+from elastic_ray.membership.selection import first_group, next_group
 from elastic_ray.membership.signals import Allocated, StepFailed
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
@@ -122,3 +122,14 @@ def test_who_leaves_a_node_that_is_about_to_go_waits_for_nobody(min_workers: int
     driver = running(4, config=dataclasses.replace(CONFIG, sizes=EVEN, min_workers=min_workers))
     out = driver.tell(Allocated(nodes={"n1": 3, "n2": 1}, reason="n1 goes", draining=("n1",)))
     assert members_of(plan_in(out)) == ["w1", "w2", "w3"]
+
+
+def test_after_all_members_were_lost_only_who_holds_the_state_and_is_still_starting_is_waited_for() -> None:
+    there = roster(WorkerPhase.READY, WorkerPhase.READY, WorkerPhase.STARTING)
+    one, two, third = there.workers.values()
+    for holder in (one, two):
+        holder.has_state = True
+    assert first_group(there, wanted=1, most=0, patient=True) == [one, two]
+    third.has_state = True
+    assert first_group(there, wanted=1, most=0, patient=True) is None
+    assert first_group(there, wanted=1, most=0, patient=False) == [one, two]

@@ -24,10 +24,13 @@ from placement.cluster.node_types import NodeType
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import AllowedSizes
 from placement.errors import InputError
+from placement.goodput.fitting import Observation
+from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.speeds import GoodputCache
+from placement.goodput.step_time import ThroughputModel
 from placement.planning.plan import make_plan
 from placement.policies import make_policy
-from tests.placement.views import model, view
+from tests.placement.views import model, node, view
 
 NOW = 1000.0
 CONFIG = AutoscalerConfig(linger_s=100.0, launch_timeout_s=50.0, retry_s=500.0)
@@ -374,3 +377,41 @@ def test_bad_input_is_refused() -> None:
         AutoscalerConfig(linger_s=-1.0)
     with pytest.raises(ValueError, match="low < high"):
         UtilityBand(low=0.7, high=0.6)
+
+
+def test_the_account_has_what_the_nodes_of_known_types_have_cost_by_the_hour() -> None:
+    scaler, stranger = autoscaler([FIRM, SPOT]), node("stranger", 64.0)
+    nodes = Cluster(nodes=(*here(2, 1).nodes, stranger))
+    scaler.decide([job()], nodes, NOW)
+    scaler.decide([job()], nodes, NOW + 360.0)
+    account = scaler.account
+    assert account.hours == pytest.approx(0.1, rel=0.01) and account.job_hours == pytest.approx(0.1, rel=0.01)
+    assert account.spent_usd == pytest.approx(0.1 * (2 * FIRM.usd_per_h + SPOT.usd_per_h), rel=0.01)
+
+
+def test_a_job_stays_on_a_size_that_is_hardly_worse_and_leaves_one_that_is() -> None:
+    """Four sizes on one node cost the same an hour: the fastest is best."""
+    running = job(max_workers=4, resize_cost_s=0.0).placed({"f0": 3})
+    demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
+
+    def wanted(fastest: float, hysteresis: float) -> int:
+        offer = dataclasses.replace(
+            demand.offers["a"][0],
+            kind=dataclasses.replace(FIRM, startup_s=0.0),
+            rate=np.array([1.0, 2.0, 3.0, fastest]),
+        )
+        objective = CostPerProgress(value_usd_per_h=0.0, hysteresis=hysteresis)
+        return objective.decide(dataclasses.replace(demand, offers={"a": (offer,)}), NOW)["a"].workers
+
+    assert (wanted(3.15, 0.1), wanted(3.15, 0.0), wanted(3.45, 0.1), wanted(3.0, 0.1)) == (3, 4, 4, 3)
+
+
+def test_sizes_that_were_not_tried_are_offered_as_if_synchronisation_took_no_longer_than_on_the_largest_tried() -> None:
+    """The model was fitted to 1 and 2 workers, between which the time grows as if each more cost as much."""
+    steep = GoodputModel(ThroughputModel(0.02, 1e-3, 0.02, 0.5, 0.02, 0.5, 1.5), NoiseScale(sqr=1.0, var=1e6), 64)
+    seen = tuple(Observation(1, k, 64, 0, float(steep.step_time(1, k, 64, 0))) for k in (1, 2))
+    tried = job(goodput=steep, models={"T4": steep}, observations={"T4": seen}, max_workers=4)
+    (known,) = offers(dataclasses.replace(tried, observations={}), [FIRM], {"firm": np.inf}, GoodputCache())
+    (hoped,) = offers(tried, [FIRM], {"firm": np.inf}, GoodputCache())
+    assert hoped.rate[:2] == pytest.approx(known.rate[:2], rel=0.01)
+    assert (hoped.rate[2:] > 1.2 * known.rate[2:]).all() and (np.diff(hoped.rate[1:]) > 0).all()

@@ -19,6 +19,7 @@ from placement.planning.multi_node import held_up, shared
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan
 from placement.planning.tenants import Tenant
+from placement.planning.whole_nodes import node_worth
 from placement.policies import POLICIES, Policy, Target, make_policy
 from tests.placement.views import cluster, model, node, view
 
@@ -373,6 +374,15 @@ def test_no_worker_is_idle_for_the_sake_of_whole_nodes(name: str) -> None:
         "whole": 4,
         "other": 4,
     }
+
+
+def test_a_whole_node_is_the_largest_that_the_job_may_use() -> None:
+    nodes = Cluster(
+        nodes=(*cluster(2, 4).nodes, node("going", 16, draining=True), node("other", 8, labels={"gpu": "T4"}))
+    )
+    assert node_worth(view("a", label_selector={"gpu": "!T4"}), nodes) == 4
+    assert node_worth(view("a"), nodes) == 8
+    assert node_worth(view("a", bundle={"GPU": 1.0}), nodes) == 0
 
 
 @every

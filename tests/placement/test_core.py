@@ -206,6 +206,35 @@ def test_impossible_jobs_are_told_what_is_missing() -> None:
     assert "holds 4 even when it is empty" in told.reason
 
 
+def test_a_job_that_is_impossible_is_told_so_also_if_it_came_while_the_allocator_settled() -> None:
+    world = World(4, settling=True)
+    world.arrive(view("a", bundle={"CPU": 9.0}))
+    told = [i for _ in range(5) for i in world.send(TimePassed(), AT_ONCE.unsatisfiable_s / 2)]
+    assert [(type(each), each.job) for each in told] == [(Unsatisfiable, "a")]
+
+
+def test_room_that_appears_while_all_jobs_wait_is_used_at_once() -> None:
+    world = World(8)
+    world.send(NodesChanged(cluster=Cluster(nodes=(node("n0", 8, free=0),))))
+    world.arrive(view("a"))
+    assert world.sizes() == {"a": 0}
+    world.send(NodesChanged(cluster=cluster(8)), AT_ONCE.min_interval_s / 20)
+    assert world.sizes() == {"a": 8}
+
+
+def test_news_that_force_nothing_wait_for_the_interval_after_the_last_decision_that_changed_nothing() -> None:
+    world = World(8)
+    world.arrive(view("a", max_workers=8, preemptible=False, min_workers=8))
+    world.arrive(view("b", submitted_s=1.0), 10.0)  # a decision, which changes nothing: b waits
+    decided_s = world.now_s
+    world.views["a"] = dataclasses.replace(world.views["a"], goodput=model(noise=0.01, sync_s=5.0))
+    world.beat("a")
+    world.send(TimePassed(), AT_ONCE.min_interval_s / 2)
+    assert world.core.decided_s == decided_s
+    world.send(TimePassed(), AT_ONCE.min_interval_s / 2)
+    assert world.core.decided_s == world.now_s
+
+
 def test_what_no_node_on_offer_could_hold_need_not_wait() -> None:
     world, types = World(4), (node("large", 8),)
     world.send(NodesChanged(cluster=cluster(4), obtainable=types))

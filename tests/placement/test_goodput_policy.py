@@ -18,6 +18,7 @@ from placement.goodput.remaining import remaining
 from placement.goodput.speeds import GoodputCache
 from placement.planning.plan import make_plan
 from placement.policies import GoodputPolicy
+from placement.policies.goodput.gpu_pools import size_grid
 from placement.policies.goodput.speed_value import SpeedValue
 from placement.policies.goodput.tables import build
 from placement.simulator.nodes.clusters import parse_cluster
@@ -361,3 +362,9 @@ def test_the_length_of_an_epoch_is_known_from_other_jobs_of_the_model() -> None:
     assert remaining(fresh) == 995.0
     assert remaining(dataclasses.replace(fresh, done=150.0)) == 1350.0, "it has outgrown the usual"
     assert remaining(dataclasses.replace(fresh, done=60.0, epoch_ends=(50.0,))) == 440.0, "its own counts"
+
+
+def test_sizes_that_leave_no_scattered_room_are_tried_first() -> None:
+    grid = size_grid(node=4, total=12, most=12, extra=[5, 99])
+    assert grid.sizes.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 12]
+    assert grid.sizes[grid.regular].tolist() == [1, 2, 4, 5, 8, 12]

@@ -141,3 +141,11 @@ def test_a_newcomer_knows_how_long_an_epoch_is_also_from_a_run_that_counts_sever
     assert remaining(told) == 997.0
     other = dataclasses.replace(begun, fingerprint="another")
     assert knowledge.complete(other, 1.0).progress == begun.progress
+
+
+def test_noise_is_told_in_the_batches_of_the_job_that_hears_of_it() -> None:
+    """The variance is that of the mean over M0 samples: twice the M0, half the variance."""
+    knowledge = Knowledge()
+    knowledge.learn(measured("old", (1, 2)), 0.0)
+    told = knowledge.complete(dataclasses.replace(fresh(), init_batch_size=128), 1.0).goodput
+    assert told is not None and (told.noise.sqr, told.noise.var) == (MODEL.noise.sqr, MODEL.noise.var / 2)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from placement.cluster.progress import Progress
-from placement.goodput.remaining import concave_value, discount, rank_weights, remaining
+from placement.goodput.remaining import concave_value, discount, overdue, rank_weights, remaining, seconds_left
+from tests.placement.views import view
 
 
 def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> None:
@@ -44,3 +45,23 @@ def test_happiness_is_continuous_in_its_power() -> None:
     speed = np.array([0.5, 1.0, 8.0])
     assert np.allclose(concave_value(speed, 1e-9), concave_value(speed, 0.0), atol=1e-5)
     assert concave_value(speed, 1.0).tolist() == pytest.approx([-0.5, 0.0, 7.0])
+
+
+def test_what_is_left_of_a_job_of_known_length_is_in_seconds_and_nothing_has_begun_without_a_speed() -> None:
+    known = view("a", progress=Progress(done=10.0, epoch_ends=(10.0,), epochs=3), init_batch_size=64)
+    left = seconds_left([known, known, view("b")], np.array([32.0, 0.0, 32.0]))
+    assert left[:2].tolist() == [20.0 * 64 / 32, 0.0] and np.isnan(left[2])
+
+
+def test_lateness_is_the_time_to_the_end_over_the_time_that_all_of_it_takes_on_an_equal_share() -> None:
+    """A third is done: 40 s are left and 20 done at speed 1, half of both at speed 2."""
+    known = view("a", progress=Progress(done=10.0, epoch_ends=(10.0,), epochs=3), init_batch_size=64, submitted_s=5.0)
+    unknown = view("b", progress=Progress(done=10.0), init_batch_size=64)
+    small = view("c", progress=Progress(done=10.0), init_batch_size=None)
+    rate, speed = np.array([32.0, 32.0, 32.0]), np.array([2.0, 1.0, 1.0])
+    late = overdue(
+        [known, unknown, small, view("d")],
+        *(np.append(each, 1.0) for each in (np.array([40.0, 40.0, 40.0]), rate, speed)),
+        65.0,
+    )
+    assert late[:3].tolist() == pytest.approx([(60 + 20) / 30, (65 + 40) / 60, (65 + 40) / 40]) and np.isnan(late[3])

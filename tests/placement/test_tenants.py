@@ -12,8 +12,9 @@ from placement.cluster.cluster import MARKET_LABEL, SPOT, Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
-from placement.planning.problem import Problem
-from placement.planning.tenants import Tenant, entitlements, share_out
+from placement.planning.problem import Plan, Problem
+from placement.planning.tenant_partition import within
+from placement.planning.tenants import Tenant, by_tenant, entitlements, share_out
 from placement.policies import POLICIES, make_policy
 from tests.placement.views import cluster, node, view
 
@@ -224,3 +225,23 @@ def test_a_spot_node_that_arrives_stops_nobody(
     more = tuple(spot_node(f"s{i}", amount) for i, amount in enumerate(spot))
     after = make_plan(make_policy(name), jobs, with_nodes(*there, *more), 0.0, rules)
     assert [each.job for each in jobs if each.workers and not after.allocation.get(each.job)] == []
+
+
+def test_a_tenants_part_begins_with_what_its_jobs_hold() -> None:
+    """Filling the node with most of its workers first would leave nothing of the other."""
+    job = view("a", allocation={"n0": 3, "n1": 1})
+    part = within(Problem(views=[job], cluster=cluster(8, 8)), {"CPU": 4.0}, {})
+    assert {each.node_id: each.free["CPU"] for each in part.cluster.nodes} == {"n0": 3.0, "n1": 1.0}
+
+
+def test_a_tenant_that_could_use_no_more_is_decided_on_once() -> None:
+    asked: list[set[str]] = []
+
+    def solve(problem: Problem) -> Plan:
+        asked.append({each.tenant for each in problem.views})
+        found = {each.job: {"n0" if each.job == "a" else "n1": each.max_workers} for each in problem.views}
+        return Plan(allocation=found, reasons=dict.fromkeys(found, ""))
+
+    jobs = [view(name, tenant=name, max_workers=2) for name in "ab"]
+    by_tenant(Problem(views=jobs, cluster=cluster(4, 4)), solve, {})
+    assert sorted(map(sorted, asked)) == [["a"], ["b"]]

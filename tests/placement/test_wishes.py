@@ -17,6 +17,7 @@ from placement.allocator.significance import trigger_of
 from placement.allocator.snapshot import Trigger
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView, goodputs, speeds
+from placement.cluster.sizes import AllowedSizes
 from placement.goodput.model import GoodputModel, NoiseScale, ThroughputModel
 from placement.goodput.speeds import GoodputCache, table
 from placement.planning.constraints import Constraints
@@ -223,3 +224,9 @@ def test_a_small_held_batch_is_worth_fewer_workers() -> None:
     free, held = (speeds(each, [8]) for each in (job, dataclasses.replace(job, held_batch=64)))
     assert free[8] > held[8]
     assert trigger_of(job, dataclasses.replace(job, held_batch=64), 0.1) is Trigger.MODEL
+
+
+def test_what_makes_no_allowed_size_is_given_back_from_the_last_node_alone() -> None:
+    job = alone("a", max_workers=8, wished=8, sizes=AllowedSizes(sizes=(2, 4, 8)), min_workers=2, allocation={"n0": 2})
+    found = make_plan(GoodputPolicy(), [job], cluster(3, 2), 0.0)
+    assert found.allocation == {"a": {"n0": 3, "n1": 1}} and found.granted == {"a": {"n0": 1, "n1": 1}}

@@ -60,6 +60,12 @@ def test_near_the_top_of_its_rung_a_trial_grows_and_one_about_to_be_cut_does_not
     assert chance(top, [*cut, top, bottom], PROMISE) > 0.7 > 0.3 > chance(bottom, [*cut, top, bottom], PROMISE)
 
 
+def test_a_tie_is_half_a_win() -> None:
+    """Half of one peer: 1/2 / (2/3) of the way to the top, which counts 1 beside a prior of 1/3 that counts 3."""
+    one, other = TrialRecord(trial="one", values=(0.5,)), TrialRecord(trial="other", values=(0.5,))
+    assert chance(one, [one, other], PROMISE) == pytest.approx((0.75 + 3 * (1 / 3)) / 4)
+
+
 def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:
     early, late = TrialRecord(trial="early", values=(0.9,) * 9), TrialRecord(trial="late", values=(0.9,) * 26)
     found = weights([early, late], PROMISE)

@@ -111,10 +111,22 @@ def test_leavers_hand_over_what_only_they_own(tiles: int, world: int, copies: in
     assert not lost(tiles, held)
 
 
+def test_what_is_handed_over_goes_to_those_that_have_least() -> None:
+    owners = [(0,), (0,), (0,), (0,), (1,), (1,)]
+    destinations = [move.destination for move in hand_over(owners, [False, True, True, True])]
+    assert Counter([*destinations, 1, 1]) == {1: 2, 2: 2, 3: 2}
+
+
 @pytest.mark.parametrize("nodes", ["ab", "aabb", "abab", "abc", "aabbcc", "aabc"])
 def test_copies_are_on_different_nodes_where_none_has_more_than_half_of_the_ranks(nodes: str) -> None:
     owners = fresh(64, len(nodes), 2, list(nodes))
     assert all(len({nodes[rank] for rank in mine}) == 2 for mine in owners)
+
+
+@given(st.lists(st.sets(st.integers(0, 7)), min_size=4, max_size=4), st.sampled_from(["abab", "aabb"]))
+def test_copies_come_to_be_on_different_nodes_whatever_was_held(held: list[set[int]], nodes: str) -> None:
+    for owners in (place(8, held, list(nodes), 2), place(8, [set(range(8)), set(), set(), set()], list(nodes), 2)):
+        assert all({nodes[rank] for rank in mine} == {"a", "b"} for mine in owners)
 
 
 def test_balance_comes_before_different_nodes() -> None:

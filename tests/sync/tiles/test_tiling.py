@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync import (
     AllReduce,
     ModelProfile,
@@ -22,9 +26,11 @@ from elastic_ray.sync import (
     UnevenPartitionedPS,
     ZeRO1,
 )
+from elastic_ray.sync.optimizer_tiles.moves import carry_out
 from elastic_ray.sync.optimizer_tiles.tiling import Tiling, cut
 from elastic_ray.sync.plan import lower
-from elastic_ray.sync.sharded.placement import hand_over, lost, moves, place
+from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
+from tests.membership.groups import on_ranks
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 
@@ -192,3 +198,28 @@ def test_one_model_has_one_way_of_tiles() -> None:
 def test_owners_that_cannot_be_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(StrategyError, match=said):
         Owner(**{"unit": "tile", **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("elements", "tiles"), [(64, 1), (100, 1), (127, 1), (128, 2), (256, 4)])
+def test_tiles_have_64_elements_at_least_and_know_their_parameters(elements: int, tiles: int) -> None:
+    profile = ModelProfile(params=(ParamInfo(names=("p",), shape=(elements,)),))
+    tiling = tiles_of(profile)
+    assert len(tiling) == tiles and tiling.names == {"p"}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_tile_that_is_on_its_way_reaches_its_new_owner(world: int) -> None:
+    """Each rank holds a tile of its own, and one that only rank 0 has goes to all."""
+    held = [{rank, 9} if rank == 0 else {rank} for rank in range(world)]
+    to_come = [Move(tile, tile, rank) for tile in range(world) for rank in range(world) if rank != tile]
+    to_come += [Move(9, 0, rank) for rank in range(1, world)]
+
+    def work(communicator: Communicator) -> dict[int, float]:
+        def give(tile: int) -> list[Any]:
+            assert tile in held[communicator.rank]
+            return [{"exp_avg": torch.full((3,), float(tile))}]
+
+        return {tile: states[0]["exp_avg"][2].item() for tile, states in carry_out(communicator, to_come, give)}
+
+    for rank, found in enumerate(on_ranks(world, work)):
+        assert found == {tile: float(tile) for tile in (*range(world), 9) if tile not in held[rank]}
