@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from elastic_ray.faults import Faults
-from elastic_ray.stragglers.reports import RESPONSES, Response, StragglerConfig
+from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes

@@ -6,7 +6,7 @@ import dataclasses
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.noise_scale import NoiseSignal
-from elastic_ray.stragglers.reports import SlowWorker
+from elastic_ray.stragglers.slow_workers import SlowWorker
 from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
 from placement.goodput.model import NoiseScale

@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, check_answers, find_address
-from elastic_ray.cli.rows import JobAnswers
+from elastic_ray.cli.listings import JobAnswers
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import PolicyConflictError, get_or_create_allocator

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import count, say, show_json, show_table
-from elastic_ray.cli.rows import (
+from elastic_ray.cli.listings import (
     DECISION_COLUMNS,
     NODE_COLUMNS,
     SHORT_ID,
@@ -18,6 +16,8 @@ from elastic_ray.cli.rows import (
     node_cells,
     node_rows,
 )
+from elastic_ray.cli.options import json_option
+from elastic_ray.cli.output import count, say, show_json, show_table
 
 if TYPE_CHECKING:
     from placement.allocator.snapshot import CoreSnapshot

@@ -17,7 +17,7 @@ from ray.job_submission import JobSubmissionClient
 
 from elastic_ray.access import HOW_TO_SEND
 from elastic_ray.cli.cluster import RefusedError, connect
-from elastic_ray.cli.rows import Submission
+from elastic_ray.cli.listings import Submission
 
 _NAME = "elastic_ray"
 """Metadata of the submissions that are ours: the name."""

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic_ray.consensus.agreed_changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE, Announcer
-from elastic_ray.consensus.changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.intents import Announced, Intent
 
 if TYPE_CHECKING:

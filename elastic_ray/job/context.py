@@ -7,7 +7,7 @@ import dataclasses
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job.allocator_client import AllocatorClient
-from elastic_ray.job.reports import ReportIntake
+from elastic_ray.job.report_intake import ReportIntake
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.metrics.job_metrics import JobMetrics
 from elastic_ray.observe.trackers.run_trackers import RunTrackers

@@ -8,7 +8,7 @@ from elastic_ray.batch.reports import StepReport
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.signals import Replace
-from elastic_ray.stragglers.reports import SlowWorker
+from elastic_ray.stragglers.slow_workers import SlowWorker
 
 _ALLOCATOR_S = 3.0  # in which the allocator may find another node
 _REMEMBER_S = 900.0  # a node that was slow is taken to be so for this long after the job has left it

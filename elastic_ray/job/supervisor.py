@@ -18,7 +18,7 @@ from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.context import JobContext
 from elastic_ray.job.journal import Journal
 from elastic_ray.job.preemption import Preemption
-from elastic_ray.job.reports import ReportIntake
+from elastic_ray.job.report_intake import ReportIntake
 from elastic_ray.job.shutdown import JobShutdown
 from elastic_ray.job.starter import JobStarter
 from elastic_ray.job.state_note import controller_state

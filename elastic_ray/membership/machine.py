@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from elastic_ray.membership.changes import GenerationChanges, MembershipConfig
+from elastic_ray.membership.generation_changes import GenerationChanges, MembershipConfig
 from elastic_ray.membership.instructions import AllLost, Complete, Instruction, Launch, Release, Reserve, Withdraw
 from elastic_ray.membership.messages import Returned
 from elastic_ray.membership.recovery import SurvivingWorker, recover

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
-from elastic_ray.sync.sharded_parameters.checks import is_sharded_model
+from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 
 
 class ModelCopy(torch.nn.Module):

@@ -12,8 +12,8 @@ from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
+from elastic_ray.sync.engine.gradient_sync import GradientSync
 from elastic_ray.sync.engine.model_profile import is_elementwise
-from elastic_ray.sync.engine.protocol import GradientSync
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 from elastic_ray.sync.sharded.model_tables import ModelTables
@@ -123,10 +123,10 @@ class ModelParts:
                 settings of its sharded modules were replaced.
         """
         # Torch's side of it takes a second to load, which models that are not sharded need not wait for.
-        from elastic_ray.sync.sharded_parameters.checks import shard_size_of
-        from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
         from elastic_ray.sync.sharded_parameters.fsdp_fields import check_places
+        from elastic_ray.sync.sharded_parameters.model_checks import shard_size_of
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
+        from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
         from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows

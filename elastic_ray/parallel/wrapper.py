@@ -57,7 +57,7 @@ from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
 from elastic_ray.sync.sharded.model_tables import ModelTables
-from elastic_ray.sync.sharded_parameters.checks import check_model, is_sharded_model, strategy_of
+from elastic_ray.sync.sharded_parameters.model_checks import check_model, is_sharded_model, strategy_of
 from elastic_ray.sync.spec import Strategy
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics

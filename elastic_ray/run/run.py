@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import ModelInfo
-from elastic_ray.consensus.changes import AgreedChanges
+from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.events import EventKind
 from elastic_ray.faults import FaultInjector
@@ -25,7 +25,7 @@ from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger
 from elastic_ray.steps.sums import StepSums
 from elastic_ray.stragglers.gpu_types import TypeShares
-from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
-from elastic_ray.consensus.changes import UNRECORDED
+from elastic_ray.consensus.agreed_changes import UNRECORDED
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
@@ -30,7 +30,7 @@ from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.steps.random_numbers import fold_generators
-from elastic_ray.stragglers.reports import StragglerConfig
+from elastic_ray.stragglers.slow_workers import StragglerConfig
 
 if TYPE_CHECKING:
     pass

@@ -10,7 +10,7 @@ from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
 from elastic_ray.stragglers.measured import RecentSteps, Tell
 from elastic_ray.stragglers.memory import MemoryTrace
 from elastic_ray.stragglers.network import SendTrace
-from elastic_ray.stragglers.reports import SlowWorker, StragglerCause, StragglerConfig
+from elastic_ray.stragglers.slow_workers import SlowWorker, StragglerCause, StragglerConfig
 
 if TYPE_CHECKING:
     from elastic_ray.membership.messages import Member

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from elastic_ray.background import Background
 from elastic_ray.batch.planner import BatchPlanner
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.generation_changes import MembershipConfig
 from elastic_ray.membership.instructions import (
     AllLost,
     Announce,

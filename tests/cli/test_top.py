@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from elastic_ray.cli.listings import JobRow, NodeRow
 from elastic_ray.cli.observe.status_lines import outlook_lines, until_end
 from elastic_ray.cli.observe.top_lines import SORTS, sorted_rows, table_lines, top_lines
-from elastic_ray.cli.rows import JobRow, NodeRow
 from elastic_ray.events import Pause
 
 NODE = NodeRow(
@@ -138,7 +138,7 @@ LOOK = """
 import os
 import sys
 import elastic_ray.cli.observe.top as top
-from elastic_ray.cli.rows import JobRow
+from elastic_ray.cli.listings import JobRow
 keys = top._Keys(wanted=True)
 screen = top._Screen() if top.on_terminal() else top._Scroll()
 with keys, screen:

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from elastic_ray.cli.app import _HOMES, Commands, cli
+from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, job_cells
 from elastic_ray.cli.output import rich_table, say, show_json, show_table
-from elastic_ray.cli.rows import JOB_COLUMNS, JobRow, job_cells
 from elastic_ray.cli.submit import command, fresh_name
 from elastic_ray.driver.overrides import Overrides
 

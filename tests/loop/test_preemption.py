@@ -15,7 +15,7 @@ from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.consensus.changes import AgreedChanges
+from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership

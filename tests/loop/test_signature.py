@@ -12,7 +12,7 @@ import elastic_ray as er
 from elastic_ray.data.arguments import describe_sample
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.sync.sharded_parameters.checks import SHARDED
+from elastic_ray.sync.sharded_parameters.model_checks import SHARDED
 from tests.loop.changing import run_job
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from elastic_ray.events import EventKind, Pause
-from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.generation_changes import MembershipConfig
 from elastic_ray.membership.instructions import AllLost, Announce, Complete, Instruction, Note, Release, Reserve
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.membership.messages import GenerationSpec

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from elastic_ray.membership.changes import MembershipConfig
+from elastic_ray.membership.generation_changes import MembershipConfig
 from elastic_ray.membership.instructions import (
     AllLost,
     Announce,

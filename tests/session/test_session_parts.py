@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
-from elastic_ray.consensus.changes import AgreedChanges
+from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync import Owner, Reduce, Wire
 from elastic_ray.sync.engine.factory import carries_tail, make_operation
+from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.buckets import Bucket, build_bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation
-from elastic_ray.sync.operations.protocol import BucketOperation
 from elastic_ray.sync.partition import partition_axis
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.spec import Sync

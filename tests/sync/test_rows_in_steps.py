@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.sync import Parallax
-from elastic_ray.sync.tables import rows as operation
+from elastic_ray.sync.tables import rows_operation as operation
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from elastic_ray.cli.jobs import show_events
+from elastic_ray.cli.listings import SHORT_ID, Submission, job_rows
 from elastic_ray.cli.observe.status_lines import outlook_lines
 from elastic_ray.cli.options import job_argument, json_option
 from elastic_ray.cli.output import say, show_json
-from elastic_ray.cli.rows import SHORT_ID, Submission, job_rows
 from elastic_ray.driver.display import status_line
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from elastic_ray.cli.listings import JobRow
 from elastic_ray.cli.output import ago
-from elastic_ray.cli.rows import JobRow
 
 _PARTS = (
     ("training", "training_s"),

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_rows, node_cells, node_rows
 from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, TopLine, sorted_rows, top_cells, top_lines
 from elastic_ray.cli.output import PHASE_STYLES, on_terminal, plain_table, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
-from elastic_ray.cli.rows import NODE_COLUMNS, JobRow, NodeRow, job_rows, node_cells, node_rows
 
 if TYPE_CHECKING:
     from placement.allocator.snapshot import CoreSnapshot

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len, set_cell_size
 
+from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells
 from elastic_ray.cli.observe.status_lines import percent, until_end
 from elastic_ray.cli.output import ago
-from elastic_ray.cli.rows import NODE_COLUMNS, JobRow, NodeRow, job_cells, node_cells
 from placement.text import printable
 
 TOP_COLUMNS = ("JOB", "PHASE", "WORKERS", "DONE", "ETA", "SAMPLES/S", "BATCH", "TRAINS", "AGE", "WHY")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.averaging.protocol import AveragedModel, Averager
+from elastic_ray.sync.averaging.averager import AveragedModel, Averager
 from elastic_ray.sync.averaging.schedule import pairs
 from elastic_ray.sync.spec import Average
 

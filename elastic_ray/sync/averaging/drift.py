@@ -8,9 +8,9 @@ import torch
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.averaging.algorithms import make_averager
+from elastic_ray.sync.averaging.averager import Averager
 from elastic_ray.sync.averaging.consensus import agree
 from elastic_ray.sync.averaging.loss_scale import smallest_scale, take_scale
-from elastic_ray.sync.averaging.protocol import Averager
 from elastic_ray.sync.averaging.replica import Replica
 from elastic_ray.sync.spec import Average
 

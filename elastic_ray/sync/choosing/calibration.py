@@ -10,7 +10,7 @@ import torch
 
 from elastic_ray.sync.choosing import links
 from elastic_ray.sync.choosing.links import PARTS, Probe
-from elastic_ray.sync.operations.protocol import GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 
 # Small collectives are short and their times scatter: the best of a few. A large one is made once in a step.
 _SMALL_BYTES, _REPEATS = 1 << 20, 3

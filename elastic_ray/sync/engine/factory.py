@@ -9,6 +9,7 @@ import torch
 
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.all_reduce import AllReduceOperation
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.buckets import build_bucket
 from elastic_ray.sync.operations.cast_reduce import CastReduceOperation
 from elastic_ray.sync.operations.compressed import CompressedOperation
@@ -16,14 +17,13 @@ from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
 from elastic_ray.sync.operations.owner import OwnerOperation
 from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOperation
-from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 from elastic_ray.sync.spec import Owner, Reduce, Rows
 from elastic_ray.sync.tables.row_bucket import RowBucket
-from elastic_ray.sync.tables.rows import RowsOperation
+from elastic_ray.sync.tables.rows_operation import RowsOperation
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.owing import SettlingOperation
-from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 

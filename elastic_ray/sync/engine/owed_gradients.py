@@ -10,8 +10,8 @@ import torch
 
 from elastic_ray.batch.real_numbers import real_count, real_shape
 from elastic_ray.sync.engine.layout import BucketLayout
+from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
-from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.operations.residual import Residual
 from elastic_ray.sync.profile import ParamInfo
 

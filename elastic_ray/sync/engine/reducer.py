@@ -26,8 +26,8 @@ from elastic_ray.sync.engine.reduction import Reduction
 from elastic_ray.sync.engine.step_weights import Announcements, StepWeights, refuse_weights
 from elastic_ray.sync.engine.summing_group import SummingGroup
 from elastic_ray.sync.engine.trainable import Trainable
+from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS
-from elastic_ray.sync.operations.protocol import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:

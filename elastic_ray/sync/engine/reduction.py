@@ -10,10 +10,10 @@ import torch
 
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.all_reduce import AllReduceOperation
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
-from elastic_ray.sync.operations.protocol import BucketOperation, GradientBucket
 
 if TYPE_CHECKING:
     from elastic_ray.consensus.consensus import RankConsensus

@@ -11,7 +11,7 @@ from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.summing_group import SummingGroup
-from elastic_ray.sync.operations.protocol import GradientBucket
+from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.buckets import Bucket
-from elastic_ray.sync.operations.protocol import GradientCollectives
 
 
 class AllReduceOperation:

@@ -13,8 +13,8 @@ import torch
 from elastic_ray.batch.device_numbers import read
 from elastic_ray.batch.real_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import preconditioner, squared_norm
+from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.gradient_checks import check_gradients
-from elastic_ray.sync.operations.protocol import GradientBucket
 
 _LARGE = 1 << 14
 """Elements of a tensor from which a pass over memory takes longer than a call."""

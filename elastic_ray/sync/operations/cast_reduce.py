@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.wire_form import WireForm
 
 

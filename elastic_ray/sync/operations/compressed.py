@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.owing import OwingOperation
-from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
 
 
 class Compression(Protocol):

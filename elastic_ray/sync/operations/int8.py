@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.operations.protocol import GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 
 BLOCK = 2048
 """Elements that have one scale."""

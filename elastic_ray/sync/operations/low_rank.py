@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.real_numbers import real_count
-from elastic_ray.sync.operations.protocol import GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.same_bits import orthonormal, product_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.wire_form import WireForm
 
 

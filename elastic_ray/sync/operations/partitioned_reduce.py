@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.real_numbers import real_shape
-from elastic_ray.sync.operations.protocol import GradientBucket, GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.wire_form import WireForm
 from elastic_ray.sync.partition import partition_axis
 

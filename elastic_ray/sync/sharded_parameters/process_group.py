@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from elastic_ray.sync.sharded_parameters.checks import ALONE, OF_NO_GROUP
+from elastic_ray.sync.sharded_parameters.model_checks import ALONE, OF_NO_GROUP
 
 if TYPE_CHECKING:
-    from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+    from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 
 _NUMBERS = itertools.count()
 _NAME = "elastic_ray_"

@@ -15,7 +15,6 @@ from elastic_ray.state.replicas import sum_of_bits
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.states import State
-from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     NO_MEMORY_YET,
@@ -55,6 +54,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     rows_of,
     to_code,
 )
+from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 
 if TYPE_CHECKING:
     from elastic_ray.run.group import Group

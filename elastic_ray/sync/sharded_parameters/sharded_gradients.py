@@ -23,8 +23,7 @@ from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.operations.gradient_checks import OUTSIDE_OF_LOADERS, Finiteness, refuse_own
-from elastic_ray.sync.sharded_parameters import checks
-from elastic_ray.sync.sharded_parameters.collectives import GatherShards, ScatterGradients, ShardCollectives
+from elastic_ray.sync.sharded_parameters import model_checks as checks
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     is_backward_over,
     reduce_rest,
@@ -35,6 +34,7 @@ from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     watch_use,
 )
 from elastic_ray.sync.sharded_parameters.micro_steps import MicroSteps
+from elastic_ray.sync.sharded_parameters.shard_collectives import GatherShards, ScatterGradients, ShardCollectives
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.spec import Strategy
 

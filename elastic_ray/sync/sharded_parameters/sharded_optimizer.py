@@ -25,10 +25,10 @@ from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.pending import Update, update_digest
 from elastic_ray.sync.optimizer_tiles.states import State
 from elastic_ray.sync.row_changes import HandChanges
-from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
 from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
+from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
 from elastic_ray.sync.step_hooks import StepHooks
 

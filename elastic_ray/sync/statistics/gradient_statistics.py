@@ -10,7 +10,7 @@ import torch
 from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
-from elastic_ray.sync.operations.protocol import MeasuredGradient
+from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
 from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.noise import NoiseTracker
 

@@ -11,7 +11,7 @@ import torch
 from elastic_ray.batch.noise_scale import NoiseSignal, SmoothedNoise, estimate_groups
 from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.batch.statistics import BucketPreconditioner, is_adam_like
-from elastic_ray.sync.operations.protocol import MeasuredGradient
+from elastic_ray.sync.operations.bucket_operation import MeasuredGradient
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:

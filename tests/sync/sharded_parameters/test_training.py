@@ -18,10 +18,11 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync.operations.gradient_checks import Finiteness
-from elastic_ray.sync.sharded_parameters import collectives, sharded_gradients
-from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
+from elastic_ray.sync.sharded_parameters import shard_collectives as collectives
+from elastic_ray.sync.sharded_parameters import sharded_gradients
 from elastic_ray.sync.sharded_parameters.process_group import ShardProcessGroup, mesh_of_one
 from elastic_ray.sync.sharded_parameters.row_layout import layout_of
+from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.sharded import (
     CLOSE,

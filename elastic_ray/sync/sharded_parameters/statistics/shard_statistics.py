@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from elastic_ray.batch.device_numbers import read
 from elastic_ray.sync.engine.trainable import Trainable
-from elastic_ray.sync.sharded_parameters.collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
+from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
 from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.sync.operations.protocol import GradientCollectives
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.tables.row_bucket import RowBucket
 from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows
 

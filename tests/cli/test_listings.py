@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ray.cli.output import ago, plain_table, to_json
-from elastic_ray.cli.overview import scaling_lines
-from elastic_ray.cli.rows import (
+from elastic_ray.cli.listings import (
     DECISION_COLUMNS,
     JOB_COLUMNS,
     NODE_COLUMNS,
@@ -24,6 +22,8 @@ from elastic_ray.cli.rows import (
     node_cells,
     node_rows,
 )
+from elastic_ray.cli.output import ago, plain_table, to_json
+from elastic_ray.cli.overview import scaling_lines
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job_spec import JobSpec

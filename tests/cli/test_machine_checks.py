@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ray.cli import checks
+from elastic_ray.cli import machine_checks as checks
 
 
 def test_every_check_of_this_machine_says_something() -> None:
