@@ -86,6 +86,8 @@ def test_a_job_trains_through_a_bad_joiner_disk_node_burst_and_clock(
         return any(text in reason for reason in reasons)
 
     wait_until(lambda: handle.status().workers == 4, handle)
+    four = handle.status().step
+    wait_until(lambda: handle.status().step >= four + 50, handle)
     # A member's disk fails, once, and the worker that is to replace it cannot read its data: its node is avoided.
     (orders / "data").touch()
     (orders / "disk").touch()
