@@ -510,3 +510,27 @@ def test_a_callbacks_state_of_keys_of_its_own_travels() -> None:
     _set_state(other, _state_of(callback))
     assert other.best == 3.0
     assert _state_of(NoAttributes()) == {}
+
+
+def tokens(base: type, folder: Path) -> dict[str, list[int]]:
+    """Tokens of each step, and of each batch of an evaluation, as TRL's trainers count them."""
+    counted: dict[str, list[int]] = {"train": [], "eval": []}
+
+    class Counting(base):  # type: ignore[valid-type, misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            own = inputs["attention_mask"].sum()
+            count = int(self.accelerator.gather_for_metrics(own).sum())
+            counted["train" if self.model.training else "eval"].append(count)
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+    trainer = Counting(model=gpt(), args=arguments(folder), train_dataset=Texts(), data_collator=bare)
+    trainer.train()
+    trainer.evaluate(Texts())
+    return counted
+
+
+def test_what_a_subclass_gathers_in_a_step_is_of_all_workers(tmp_path: Path) -> None:
+    alone = tokens(transformers.Trainer, tmp_path)
+    assert len(alone["train"]) == STEPS and alone["eval"]
+    for counted in run_job(lambda: tokens(Trainer, tmp_path), (), first=(1, 2)).results.values():
+        assert counted == alone

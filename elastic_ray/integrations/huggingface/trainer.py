@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
+from elastic_ray.integrations.huggingface.collectives import Collectives
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
 from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import step_through_ours
@@ -101,7 +104,9 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.initial_steps = 0
         self._random_numbers_of: str | None = None
         self._losses: list[torch.Tensor] = []
+        self._in_step = False
         self._unwrap_ours()
+        self._gather_in_steps()
 
     def _unwrap_ours(self) -> None:
         """Have ``accelerator.unwrap_model`` know our wrapper: label smoothing asks it for the model's name."""
@@ -113,6 +118,20 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             return result
 
         theirs.unwrap_model = unwrap_model
+
+    def _gather_in_steps(self) -> None:
+        """Have what subclasses gather in a training step, as TRL its tokens, be of all workers.
+
+        Elsewhere accelerate's process is one, this worker's: every worker evaluates on all of the data.
+        """
+        theirs: Any = self.accelerator
+
+        def routed(alone: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: (together if self._in_step else alone)(*args, **kwargs)
+
+        for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+            together = types.MethodType(getattr(Collectives, name), theirs)
+            setattr(theirs, name, routed(getattr(theirs, name), together))
 
     # --- data
 
@@ -257,7 +276,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         count = self._weigh(loader, inputs)
         if step.micro == 0:
             self._losses = []
-        self._losses.append(self.training_step(model, inputs, count))
+        self._in_step = True
+        try:
+            self._losses.append(self.training_step(model, inputs, count))
+        finally:
+            self._in_step = False
         self.current_flos += float(self.floating_point_ops(inputs))
         self._track_num_input_tokens(inputs)
         if not ends:

@@ -172,7 +172,7 @@ class GradientReducer:
                 self._carried.look(param)
             if not self._running:
                 if not self._sync:
-                    self._carried.add_local(self._ledger.step)
+                    self._carried.add(self._ledger.step, local=True)
                     refuse_weights(self._ledger.step)
                     return
                 self._begin()
