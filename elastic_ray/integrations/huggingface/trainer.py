@@ -103,6 +103,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.tr_weight = 0.0
         self.initial_steps = 0
         self._random_numbers_of: str | None = None
+        self._within_epoch = False  # where the checkpoint stands that they are of
         self._losses: list[torch.Tensor] = []
         self._in_step = False
         self._unwrap_ours()
@@ -194,6 +195,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        self._within_epoch = bool(within)
         while not (job.done or self.control.should_training_stop):
             epoch = job.begin_epoch()
             self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
@@ -237,13 +239,15 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self, model: Any, loader: er.AdaptiveDataLoader, epoch: int, trial: Any, ignored: Any, begin_s: float
     ) -> None:
         """One pass over the data, from where the job is in it."""
+        if self._random_numbers_of is not None and not self._within_epoch:  # the epoch's loader draws from them, too
+            self._load_rng_state(self._random_numbers_of)
         batches: Any = loader.batches(joined_later=True)
         last: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
         while (inputs := next(batches, _END)) is not _END:
             self._take_rank()
-            if self._random_numbers_of is not None:  # after the loader has drawn its own, as theirs does
+            if self._random_numbers_of is not None and self._within_epoch:  # after the loader has drawn, as theirs does
                 self._load_rng_state(self._random_numbers_of)
-                self._random_numbers_of = None
+            self._random_numbers_of = None
             if self._micro_step(model, loader, inputs, last):
                 self._after_step(loader, epoch)
                 self._maybe_log_save_evaluate(
