@@ -175,7 +175,7 @@ class Announcer:
 
         Args:
             tags: sums of their :meth:`step_tag`.
-            note: of this rank's gradients, see ``gradients_note``.
+            note: of this rank's gradients, see ``notes_differ``.
 
         Raises:
             CommunicationFailedError: the group broke.

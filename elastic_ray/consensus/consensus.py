@@ -225,7 +225,7 @@ class RankConsensus:
         """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step.
 
         Args:
-            note: of the gradients, see ``gradients_note``.
+            note: of the gradients, see ``notes_differ``.
         """
         sample_tag = 0 if self._reads_differ else self._position.sample_tag
         return Announcer.step_tag(self._position.loader_steps, sample_tag + note)

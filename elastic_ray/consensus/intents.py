@@ -173,39 +173,22 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
     )
 
 
-_BENEATH = 32
-
-
-def gradients_note(passes: int, *, beneath: bool) -> int:
-    """A small number for what ranks have done to the gradients that they reduce.
-
-    Args:
-        passes: backward passes within ``no_sync`` since the last update.
-        beneath: True if the gradients were added to those of the last update.
-    """
-    return passes % _BENEATH + _BENEATH * beneath
-
-
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Text of the error of ranks whose :func:`gradients_note` differ.
+    """Text of the error of ranks of which some have added to the gradients of the last update.
 
     Args:
-        notes: by rank.
+        notes: by rank, 1 of those that have.
         step: of all loaders counted.
     """
     doing: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
-        passes, beneath = note % _BENEATH, note >= _BENEATH
-        within = (
-            f" after {passes} backward passes within no_sync()" if passes or any(n % _BENEATH for n in notes) else ""
-        )
-        without = ", on top of those of the last update, which zero_grad() has not cleared" if beneath else ""
-        doing.setdefault(f"reduces gradients{within}{without}", []).append(rank)
+        without = ", on top of those of the last update, which zero_grad() has not cleared" if note else ""
+        doing.setdefault(f"reduces gradients{without}", []).append(rank)
     told = "; ".join(f"{_named(ranks)} {what}" for what, ranks in doing.items())
     return (
         f"the ranks do different things in step {step} (steps of all loaders counted), so that their gradients do not "
-        f"belong together: {told}. Every rank must clear gradients and call backward() as often as the others in the "
-        "same steps, whatever its rank, its own samples or a count of its own say"
+        f"belong together: {told}. Every rank must clear gradients in the same steps, whatever its rank, its own "
+        "samples or a count of its own say"
     )
 
 

@@ -254,6 +254,11 @@ class AdaptiveDataLoader(ResumableLoader):
         limits = self._limits
         return limits.init_batch_size if limits.fixed else limits.size_of(self.shape, self._session.world_size)
 
+    @property
+    def total_batch_size(self) -> int:
+        """The same by accelerate's name, which scripts ask loaders for."""
+        return self.current_batch_size
+
     def __len__(self) -> int:
         """Steps of a whole pass at the present batch size; with whole batches this rank's share of them.
 

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 import elastic_ray as er
 
@@ -60,16 +61,21 @@ def plain_model(model: Any) -> Any:
     return model.module if isinstance(model, (LateWrapped, er.AdaptiveDataParallel)) else model
 
 
-class LoaderOnDevice:
+class LoaderOnDevice(DataLoader[Any]):
     """Stands for an ``AdaptiveDataLoader`` whose batches come on the worker's device; what that has is to be had here.
+
+    It is a ``DataLoader`` to those who ask, as what the libraries themselves give is one; nothing of torch's is used.
 
     Args:
         loader: gives the batches.
         device: the worker's.
     """
 
-    def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device) -> None:
+    def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device) -> None:  # torch's own makes a source
         self.loader, self.device = loader, device
+
+    def __iter__(self) -> Any:
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -119,7 +119,7 @@ class RayTrainLoader(LoaderOnDevice):
                 data_loader.batch_size,
             )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         session = current_session()
         epochs, replays = epochs_of(session), True
         if not epochs.begin_pass(self):

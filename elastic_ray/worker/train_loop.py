@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -110,10 +111,18 @@ def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
 
 
 def call(packed: bytes) -> Any:
-    """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do."""
-    with in_ray_train():
-        train_loop, config = load(packed)
-        return train_loop() if config is None else train_loop(config)
+    """Run what :func:`pack` made; for workers. In it ``ray.train``'s own functions do what ours do.
+
+    The process's working directory is afterwards what it was: another run in it finds its relative paths.
+    """
+    folder = os.open(".", os.O_RDONLY)
+    try:
+        with in_ray_train():
+            train_loop, config = load(packed)
+            return train_loop() if config is None else train_loop(config)
+    finally:
+        os.fchdir(folder)
+        os.close(folder)
 
 
 def _takes_config(train_loop: Any, has_config: bool) -> bool:

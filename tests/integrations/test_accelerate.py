@@ -617,3 +617,12 @@ def test_every_argument_is_accounted_for() -> None:
     refused = {name.rpartition(".")[2] for name, what in rows.items() if what == "refused"}
     checked = {*_OF_ACCELERATOR, "gradient_accumulation_plugin"} - {"DistributedDataParallelKwargs"}
     assert refused == checked
+
+
+def test_a_prepared_loader_is_a_data_loader_to_those_who_ask() -> None:
+    set_session(None)
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(numbers(), BATCH))
+    assert isinstance(loader, DataLoader) and accelerator.prepare(loader) is loader
+    assert (loader.total_batch_size, len(loader), loader.batch_size, loader.drop_last) == (BATCH, STEPS, BATCH, False)
+    assert len(loader.dataset) == SAMPLES

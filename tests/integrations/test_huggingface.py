@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 import elastic_ray as er
+from elastic_ray.session.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 
 transformers = pytest.importorskip("transformers")
@@ -510,3 +511,61 @@ def test_a_callbacks_state_of_keys_of_its_own_travels() -> None:
     _set_state(other, _state_of(callback))
     assert other.best == 3.0
     assert _state_of(NoAttributes()) == {}
+
+
+def tokens(base: type, folder: Path) -> dict[str, list[int]]:
+    """Tokens of each step, and of each batch of an evaluation, as TRL's trainers count them."""
+    counted: dict[str, list[int]] = {"train": [], "eval": []}
+
+    class Counting(base):  # type: ignore[valid-type, misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            own = inputs["attention_mask"].sum()
+            count = int(self.accelerator.gather_for_metrics(own).sum())
+            counted["train" if self.model.training else "eval"].append(count)
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+    trainer = Counting(model=gpt(), args=arguments(folder), train_dataset=Texts(), data_collator=bare)
+    trainer.train()
+    trainer.evaluate(Texts())
+    return counted
+
+
+def test_what_a_subclass_gathers_in_a_step_is_of_all_workers(tmp_path: Path) -> None:
+    alone = tokens(transformers.Trainer, tmp_path)
+    assert len(alone["train"]) == STEPS and alone["eval"]
+    for counted in run_job(lambda: tokens(Trainer, tmp_path), (), first=(1, 2)).results.values():
+        assert counted == alone
+
+
+class Noisy(torch.nn.Module):
+    """Draws a random number in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        DRAWN.append(float(torch.rand(())))
+        return {"loss": (self.layer(x)[:, 0] - labels).square().mean()}
+
+
+DRAWN: list[float] = []
+
+
+@pytest.mark.parametrize("step", [3, 4, 6])
+def test_alone_random_numbers_go_on_where_a_checkpoint_stands(step: int, tmp_path: Path) -> None:
+    rows = [{"x": torch.ones(2), "labels": torch.ones(())} for _ in range(16)]
+
+    def run(**options: Any) -> list[float]:
+        set_session(None)
+        DRAWN.clear()
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), report_to=[], use_cpu=True, num_train_epochs=2, disable_tqdm=True, save_steps=1,
+            save_strategy="steps", per_device_train_batch_size=4,
+        )  # fmt: skip
+        trainer = Trainer(model=Noisy(), args=args, train_dataset=rows)
+        trainer.train(**options)
+        return list(DRAWN)
+
+    whole = run()
+    assert run(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}")) == whole[step:]

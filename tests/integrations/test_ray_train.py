@@ -41,6 +41,7 @@ def script(epochs: Any, used: Any = None) -> dict[str, Any]:
     """A train function in the style of Ray Train's documentation."""
     model: Any = ray.train.torch.prepare_model(net())
     loader: Any = ray.train.torch.prepare_data_loader(DataLoader(rows(), batch_size=BATCH))
+    assert isinstance(loader, DataLoader)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     seed = broadcast_from_rank_zero({"seed": 3})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +82,21 @@ def test_a_function_is_called_with_or_without_its_config(loop: Any, config: Any,
 def test_other_functions_are_refused(loop: Any, config: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         ElasticTrainer(loop, train_loop_config=config)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_the_working_directory_is_as_before_for_the_process_s_next_run(
+    raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+
+    def train() -> None:
+        os.chdir("run")
+        if raises:
+            raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
+            call(pack(train, None))
+        assert Path.cwd() == tmp_path

@@ -128,6 +128,8 @@ class Accelerator(OnMainProcess, Collectives):
         """What ``prepare`` makes of one object: itself, if it is none of a training's parts."""
         if isinstance(each, torch.nn.Module):
             return self.prepare_model(each, device_placement)
+        if isinstance(each, AccelerateLoader):
+            return each
         if isinstance(each, (DataLoader, er.AdaptiveDataLoader)):
             return self.prepare_data_loader(each)
         if isinstance(each, torch.optim.Optimizer):

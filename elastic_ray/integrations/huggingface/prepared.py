@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -82,7 +82,7 @@ class AccelerateLoader(LoaderOnDevice):
         self._optimizers = optimizers
         self._non_blocking = bool(accelerator.non_blocking)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         self.gradient_state._add_dataloader(self)
         try:
             for batch in self.loader:

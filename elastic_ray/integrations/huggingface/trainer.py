@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
+from elastic_ray.integrations.huggingface.collectives import Collectives
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
 from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import step_through_ours
@@ -100,8 +103,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.tr_weight = 0.0
         self.initial_steps = 0
         self._random_numbers_of: str | None = None
+        self._within_epoch = False  # where the checkpoint stands that they are of
         self._losses: list[torch.Tensor] = []
+        self._in_step = False
         self._unwrap_ours()
+        self._gather_in_steps()
 
     def _unwrap_ours(self) -> None:
         """Have ``accelerator.unwrap_model`` know our wrapper: label smoothing asks it for the model's name."""
@@ -113,6 +119,20 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             return result
 
         theirs.unwrap_model = unwrap_model
+
+    def _gather_in_steps(self) -> None:
+        """Have what subclasses gather in a training step, as TRL its tokens, be of all workers.
+
+        Elsewhere accelerate's process is one, this worker's: every worker evaluates on all of the data.
+        """
+        theirs: Any = self.accelerator
+
+        def routed(alone: Callable[..., Any], together: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: (together if self._in_step else alone)(*args, **kwargs)
+
+        for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+            together = types.MethodType(getattr(Collectives, name), theirs)
+            setattr(theirs, name, routed(getattr(theirs, name), together))
 
     # --- data
 
@@ -175,6 +195,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
         if args.eval_on_start:
             self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        self._within_epoch = bool(within)
         while not (job.done or self.control.should_training_stop):
             epoch = job.begin_epoch()
             self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
@@ -218,13 +239,15 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         self, model: Any, loader: er.AdaptiveDataLoader, epoch: int, trial: Any, ignored: Any, begin_s: float
     ) -> None:
         """One pass over the data, from where the job is in it."""
+        if self._random_numbers_of is not None and not self._within_epoch:  # the epoch's loader draws from them, too
+            self._load_rng_state(self._random_numbers_of)
         batches: Any = loader.batches(joined_later=True)
         last: dict[str, Any] = {"grad_norm": None, "learning_rate": None}
         while (inputs := next(batches, _END)) is not _END:
             self._take_rank()
-            if self._random_numbers_of is not None:  # after the loader has drawn its own, as theirs does
+            if self._random_numbers_of is not None and self._within_epoch:  # after the loader has drawn, as theirs does
                 self._load_rng_state(self._random_numbers_of)
-                self._random_numbers_of = None
+            self._random_numbers_of = None
             if self._micro_step(model, loader, inputs, last):
                 self._after_step(loader, epoch)
                 self._maybe_log_save_evaluate(
@@ -257,7 +280,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         count = self._weigh(loader, inputs)
         if step.micro == 0:
             self._losses = []
-        self._losses.append(self.training_step(model, inputs, count))
+        self._in_step = True
+        try:
+            self._losses.append(self.training_step(model, inputs, count))
+        finally:
+            self._in_step = False
         self.current_flos += float(self.floating_point_ops(inputs))
         self._track_num_input_tokens(inputs)
         if not ends:

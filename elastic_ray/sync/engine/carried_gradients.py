@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.consensus.intents import gradients_note
 from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
 
@@ -50,9 +49,6 @@ class CarriedGradients:
         self._updated: tuple[weakref.ref[torch.Tensor], int] | None = None  # a gradient that the last update has left
         self._beneath = False  # the present gradients were added to it
         self._alike = False  # all ranks have come by an update in the present group
-        self._adding = False  # a pass within no_sync is in progress
-        self._passes = 0  # such passes since the last update
-        self._uneven = False  # in steps in which ranks have other numbers of samples
 
     @property
     def is_open(self) -> bool:
@@ -75,27 +71,17 @@ class CarriedGradients:
         self._local = self._local or (local and self._context.group.world_size > 1)
         self._behind = self._asked
 
-    def add_local(self, step: LoaderStep | None) -> None:
-        """A backward pass within ``no_sync`` adds to ``.grad``."""
-        if not self._adding:
-            self._adding = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_local)
-            self._passes += 1
-            self._uneven = self._uneven or step is None or len(set(map(sum, step.sizes))) > 1
-        self.add(step, local=True)
-
-    def _end_local(self) -> None:
-        self._adding = False
-
     @property
     def note(self) -> int:
-        """A number that the ranks must have in common when they reduce; see ``gradients_note``.
+        """What the ranks must have in common when they reduce: 1 if gradients were added to those of the last update.
 
-        0 up to the first update in a group: a rank that has joined it lacks what the others have done since their last.
+        How many passes within ``no_sync`` are in them is each rank's own, as under DDP: shares that are cut by tokens
+        differ. 0 up to the first update in a group: a rank that has joined lacks what the others have done since their
+        last.
         """
         if not self._alike:
             return 0
-        return gradients_note(0 if self._uneven else self._passes, beneath=self._beneath)
+        return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
         """The pass has added to the watched parameter: to what was left behind, unless that was thrown away."""
@@ -115,7 +101,6 @@ class CarriedGradients:
 
     def mark_reduced(self) -> None:
         """All that was added up is the same on all ranks now."""
-        self._passes, self._uneven, self._adding = 0, False, False  # a pass that raised has ended nothing
         self._local = False
 
     def refuse_own(self) -> None:
@@ -144,7 +129,7 @@ class CarriedGradients:
     def taken(self) -> None:
         """The optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
-        self._alike, self._passes, self._uneven, self._beneath = True, 0, False, False
+        self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
         for group in self._optimizer.param_groups:
             for p in group["params"]:
@@ -215,6 +200,6 @@ class CarriedGradients:
 
     def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
         self._steps, self._step, self._local = steps, None, False
-        self._passes, self._uneven, self._beneath = 0, False, False
+        self._beneath = False
         for i, p in enumerate(self._params()):
             p.grad = gradients[i].to(p.device) if i in gradients else None

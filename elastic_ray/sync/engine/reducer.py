@@ -169,7 +169,7 @@ class GradientReducer:
         if self._sync:
             self._begin()
         else:
-            self._carried.add_local(self._ledger.step)
+            self._carried.add(self._ledger.step, local=True)
             refuse_weights(self._ledger.step)
         return self._sync
 
