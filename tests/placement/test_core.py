@@ -106,6 +106,16 @@ def test_a_changed_model_waits_for_the_interval_and_is_then_decided() -> None:
     assert world.core.log[-1].trigger == "model"
 
 
+def test_a_snapshot_has_the_records_after_the_one_that_was_read_last() -> None:
+    world = World(8)
+    world.arrive(view("a"))
+    world.arrive(view("b", submitted_s=1.0))
+    log, last = world.core.log, world.core.recorded
+    assert len(log) == last >= 3
+    assert world.core.snapshot().log == world.core.snapshot(0).log == log
+    assert world.core.snapshot(last - 1).log == log[-1:] and world.core.snapshot(last).log == ()
+
+
 def test_exploration_doubles() -> None:
     world = World(8)
     world.arrive(view("a", goodput=None))

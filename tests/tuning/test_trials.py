@@ -64,6 +64,8 @@ def test_a_tie_is_half_a_win() -> None:
     """Half of one peer: 1/2 / (2/3) of the way to the top, which counts 1 beside a prior of 1/3 that counts 3."""
     one, other = TrialRecord(trial="one", values=(0.5,)), TrialRecord(trial="other", values=(0.5,))
     assert chance(one, [one, other], PROMISE) == pytest.approx((0.75 + 3 * (1 / 3)) / 4)
+    best = TrialRecord(trial="best", values=(0.6,))
+    assert chance(best, [one, other, best], PROMISE) == pytest.approx((2 * 1.0 + 1.0) / 5), "at the top at most"
 
 
 def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:

@@ -11,7 +11,9 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     COPIES,
     Layout,
     Piece,
+    RowMove,
     ShardId,
+    by_pair,
     covered,
     from_code,
     hand_over,
@@ -228,3 +230,9 @@ def test_no_rank_holds_more_rows_than_its_memory_is_counted_for(shard_size: int,
         held = sum(piece.stop - piece.start for piece in pieces)
         assert held <= need.need_bytes(world)
         assert held == need.need_bytes(world) or (world > 2 * shard_size and world % shard_size)
+
+
+def test_both_sides_of_a_pair_of_ranks_know_its_pieces_in_the_same_order() -> None:
+    early, late = Piece(0, 8, 9), Piece(1, 0, 4)
+    moved = [RowMove(0, 1, late), RowMove(1, 0, early), RowMove(0, 1, early)]
+    assert by_pair(moved) == by_pair(moved[::-1]) == {(0, 1): (early, late), (1, 0): (early,)}

@@ -1,0 +1,165 @@
+"""Puts random mistakes into the decision code, one at a time, and counts those that the fast tests notice.
+
+By hand and before a release, see docs/contributing.md. The mistakes are cosmic-ray's, drawn by a seed, and are put into
+a copy of the tree; what is not noticed is printed, to be judged: it changes nothing, or a promise has no test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from cosmic_ray.commands.init import init
+from cosmic_ray.mutating import mutate_and_test
+from cosmic_ray.testing import run_tests
+from cosmic_ray.work_db import use_db
+from cosmic_ray.work_item import MutationSpec, TestOutcome
+
+ROOT = Path(__file__).parents[2]
+# Such as one makes. Others of cosmic-ray's end with a TypeError, so that any test notices them, or change nothing.
+LIKELY = re.compile(
+    "core/(AddNot|NumberReplacer|ZeroIterationForLoop|Replace(True|False|And|Or|Break|Continue)With.*"
+    "|ReplaceUnaryOperator_(Delete_Not|USub_UAdd)"
+    "|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_FloorDiv|Pow_Mul)"
+    "|ReplaceComparisonOperator_(Is_IsNot|IsNot_Is|(Eq|NotEq|Lt|LtE|Gt|GtE)_(Eq|NotEq|Lt|LtE|Gt|GtE)))"
+)
+HARMLESS = re.compile(r"strict=|@dataclasses|raise ")
+# Of each part the modules that decide, and their tests; {a,b} stands for several names.
+PARTS = {
+    "membership": (
+        "elastic_ray/membership/{machine,selection,changes}.py",
+        "tests/membership/test_{machine_*,selection,small_parts}.py",
+    ),
+    "consensus": (
+        "elastic_ray/consensus/*.py",
+        "tests/membership/test_{consensus,small_parts}.py tests/sync/tiles/test_pieces.py",
+    ),
+    "data": (
+        "elastic_ray/data/{order,batches,sharding,shares,permutation}.py",
+        "tests/data/test_{order,permutation,sharding,shares,stream}.py",
+    ),
+    "batch": (
+        "elastic_ray/batch/{planner,tuner,growth,halving,limits,ramp}.py",
+        "tests/batch/test_*.py tests/membership/test_small_parts.py tests/job/test_allocator_view.py",
+    ),
+    "tables": ("elastic_ray/sync/sharded/{placement,tiles}.py", "tests/sync/sharded/test_placement.py"),
+    "tiles": (
+        "elastic_ray/sync/optimizer_tiles/{tiling,moves,written}.py",
+        "tests/sync/tiles/test_{tiling,pieces}.py",
+    ),
+    "rows": (
+        "elastic_ray/sync/sharded_parameters/row_layout.py",
+        "tests/sync/sharded_parameters/test_row_layout.py",
+    ),
+    "checkpoints": (
+        "elastic_ray/checkpoints/{interval,line_files,checked_files,sharded/rectangles}.py",
+        "tests/job/test_{automatic_checkpoint_files,bounded_reports}.py tests/sync/tiles/test_pieces.py",
+    ),
+    "replicas": ("elastic_ray/state/replicas.py", "tests/loop/test_replicas.py"),
+    "allocator": (
+        "placement/allocator/{core,known_job,significance,explaining}.py",
+        "tests/placement/test_{core,explaining,elastic_policies,notices}.py",
+    ),
+    "goodput": (
+        "placement/goodput/*.py",
+        "tests/placement/test_{remaining,goodput,goodput_table,fitting,least_squares,mixed_groups}.py",
+    ),
+    "policy": ("placement/policies/goodput/*.py", "tests/placement/test_{goodput_policy,policies}.py"),
+    "planning": (
+        "placement/planning/*.py",
+        "tests/placement/test_{tenants,wishes,constraints,deadlines,multi_node,slow_nodes,start_times,allowed_sizes}.py",
+    ),
+    "autoscaling": (
+        "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
+        "tests/placement/test_{autoscaler,budget,job_costs,spot}.py",
+    ),
+    "knowledge": ("placement/knowledge/{knowledge,lengths}.py", "tests/placement/test_{knowledge,lengths}.py"),
+    "tuning": ("tuning/{trials,nni/spaces,nni/results}.py", "tests/tuning/test_{trials,nni_pure}.py"),
+}
+
+
+def paths(patterns: str) -> list[Path]:
+    """Return the files of the patterns, each of which must match one."""
+    found: list[Path] = []
+    for pattern in patterns.split():
+        before, names, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", pattern).groups()
+        for name in (names or "").split(","):
+            files = sorted(Path().glob(f"{before}{name}{after}"))
+            if not files:
+                raise SystemExit(f"each pattern of PARTS must match a file, but {before}{name}{after} matches none")
+            found += files
+    return found
+
+
+def _decides(spec: MutationSpec) -> bool:
+    """True unless the line decides nothing; a star that unpacks is taken for a product."""
+    line = spec.module_path.read_text().splitlines()[spec.start_pos[0] - 1]
+    at = spec.start_pos[1]
+    unpacks = "Operator_Mul" in spec.operator_name and line[at - 1 : at + 2] != " * "
+    return not unpacks and not HARMLESS.search(line)
+
+
+def drawn(modules: list[Path], count: int, seed: str) -> list[MutationSpec]:
+    """Return mistakes drawn by the seed: first a place in the code, then one of the mistakes that can be made there."""
+    with tempfile.TemporaryDirectory() as folder, use_db(f"{folder}/all.sqlite") as everything:
+        init(modules, everything, {})
+        places = defaultdict(list)
+        for item in everything.work_items:
+            (spec,) = item.mutations
+            if LIKELY.fullmatch(spec.operator_name) and _decides(spec):
+                places[str(spec.module_path), spec.start_pos].append(spec)
+    dice = random.Random(seed)
+    chosen = dice.sample(sorted(places), min(count, len(places)))
+    return [
+        dice.choice(sorted(places[place], key=lambda spec: (spec.operator_name, spec.occurrence))) for place in chosen
+    ]
+
+
+def score(part: str, options: argparse.Namespace) -> tuple[int, int]:
+    """Return how many mistakes were noticed, and how many there were."""
+    modules, tests = map(paths, PARTS[part])
+    command = f"{options.python} -m pytest -q -x --tb=line -p no:cacheprovider {shlex.join(map(str, tests))}"
+    began_s = time.monotonic()
+    outcome, output = run_tests(command, 600.0)
+    if outcome is not TestOutcome.SURVIVED:
+        raise SystemExit(f"the tests of {part} must pass without a mistake:\n{output}")
+    timeout_s = 20.0 + 3 * (time.monotonic() - began_s)
+    mistakes = drawn(modules, options.count, f"{options.seed}/{part}")
+    missed = [result for spec in mistakes if not (result := mutate_and_test([spec], command, timeout_s)).is_killed]
+    print(f"{part}: {len(mistakes) - len(missed)} of {len(mistakes)} noticed", flush=True)
+    for result in missed:
+        print("\n".join(line for line in (result.diff or "").splitlines() if not line.startswith("---")), flush=True)
+    return len(mistakes) - len(missed), len(mistakes)
+
+
+def main() -> None:
+    """Score the parts that are named, all by default."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all by default")
+    parser.add_argument("--count", type=int, default=13, help="mistakes a part")
+    parser.add_argument("--seed", default="1", help="another one draws others")
+    parser.add_argument("--python", default=sys.executable, help="runs the tests")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"parts must be of {', '.join(PARTS)}, but got {', '.join(sorted(unknown))}")
+    with tempfile.TemporaryDirectory() as folder:
+        skipped = shutil.ignore_patterns(".*", "__pycache__")
+        copy = shutil.copytree(ROOT, Path(folder) / "tree", ignore=skipped)
+        os.chdir(copy)
+        os.environ["PYTHONPATH"] = str(copy)
+        scores = [score(part, options) for part in options.parts or PARTS]
+    noticed, made = (sum(each) for each in zip(*scores, strict=True))
+    print(f"all: {noticed} of {made} noticed, {noticed / max(made, 1):.0%}")
+
+
+if __name__ == "__main__":
+    main()
