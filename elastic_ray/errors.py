@@ -14,7 +14,7 @@ import ray.cloudpickle
 from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
 from elastic_ray.access import AccessRefusedError as AccessRefusedError
-from elastic_ray.sealed import Raised, pickled_error, seal_error
+from elastic_ray.sealed import Raised, pickled_error
 from placement.text import printable, printable_lines
 
 
@@ -106,11 +106,6 @@ class TrainFunctionError(WorkerGroupError):
     def of(cls, raised: Raised) -> TrainFunctionError:
         """What a worker has told, with its cause if this process can load it: only for the user's own processes."""
         return _train_function_error(raised.pickled, raised.traceback_text, raised.rank, raised.node)
-
-    @classmethod
-    def from_exception(cls, error: BaseException, *, rank: int, node: str) -> TrainFunctionError:
-        """Wrap what a train function raised, while its traceback is still there."""
-        return cls.of(seal_error(error, rank=rank, node=node))
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else type(self).__name__

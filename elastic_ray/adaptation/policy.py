@@ -10,9 +10,6 @@ from elastic_ray.adaptation.view import PolicyView
 
 Answer: TypeAlias = "Request | Iterable[Request] | None"
 
-HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
-"""In the order in which a run calls them."""
-
 _SETTINGS = {"watches", "strict", "deadline_s"}
 
 

@@ -378,7 +378,7 @@ class AllocatorCore:
         if any(instruction.job == name for instruction in instructions):
             return []
         goes = self._draining_of(job.view.allocation)
-        return [Allocate(job=name, nodes=target, reason=job.reason, repeated=True, draining=goes)]
+        return [Allocate(job=name, nodes=target, reason=job.reason, draining=goes)]
 
     def _draining_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
         """Those of the nodes that are about to go."""

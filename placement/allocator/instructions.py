@@ -18,14 +18,12 @@ class Allocate:
         job: whom to tell.
         nodes: workers per node id; empty lets the job wait.
         reason: the decision's reason, a sentence.
-        repeated: the job was told before and is not there yet.
         draining: nodes of its own that are about to go.
     """
 
     job: str
     nodes: Mapping[str, int]
     reason: str
-    repeated: bool = False
     draining: tuple[str, ...] = ()
 
 

@@ -23,7 +23,6 @@ from placement.cluster.node_types import NodeType, check_types
 from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 
-MARKETS = (SPOT, "on-demand")
 SPOT_LASTS_H = 12.0
 """How long a spot node is expected to last before any was seen [h]."""
 STARTUP_S = 240.0

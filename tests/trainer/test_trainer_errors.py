@@ -18,6 +18,7 @@ from elastic_ray.errors import (
     TrainFunctionError,
     WorkersLostError,
 )
+from elastic_ray.sealed import seal_error
 
 
 def round_trip(error: Any) -> Any:
@@ -28,7 +29,7 @@ def raised(error: BaseException) -> TrainFunctionError:
     try:
         raise error
     except BaseException as caught:
-        return TrainFunctionError.from_exception(caught, rank=3, node="n1")
+        return TrainFunctionError.of(seal_error(caught, rank=3, node="n1"))
 
 
 class Coded(RuntimeError):

@@ -208,7 +208,7 @@ def test_result_of_a_finished_job(storage: RunStorage, source: Path) -> None:
 
 
 def test_result_of_a_failed_job(storage: RunStorage) -> None:
-    error = TrainFunctionError.from_exception(ValueError("x"), rank=0, node="n")
+    error = TrainFunctionError.of(seal_error(ValueError("x"), rank=0, node="n"))
     assert make_result(JobOutcome(phase=JobPhase.FAILED, error=error), storage).error is error
     raised = seal_error(ValueError("x"), rank=2, node="n")
     opened = make_result(JobOutcome(phase=JobPhase.FAILED, error=raised), storage).error

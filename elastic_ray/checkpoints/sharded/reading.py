@@ -33,17 +33,9 @@ _IsPutOff: TypeAlias = Callable[[Mapping[str, Any], StoredTensor], bool]
 logger = logging.getLogger(__name__)
 
 
-def read_checkpoint(storage: RunStorage, state: StateFile) -> dict[str, Any]:
-    """The captured states of an automatic checkpoint, one file's or all parts', on the CPU.
-
-    Raises:
-        CorruptStateError: it is not what was written, or cannot be read, also after a while.
-    """
-    return _read(storage, state, lambda tree, tensor: False)
-
-
 def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int = _LEAST_BYTES) -> dict[str, Any]:
-    """The same, with `UnreadTensor` in the place of tensors of which each rank is to read its rows, or its tiles.
+    """The captured states of an automatic checkpoint, one file's or all parts', on the CPU, with `UnreadTensor` in the
+    place of tensors of which each rank reads its rows, or its tiles.
 
     All parts are read through and compared with their checksums; they must stay until the others are read.
 
@@ -53,17 +45,12 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
         least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
 
     Raises:
-        CorruptStateError: as of :func:`read_checkpoint`.
+        CorruptStateError: it is not what was written, or cannot be read, also after a while.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
         return is_divided(tree, tensor.path) and math.prod(tensor.shape) * _itemsize(tensor) >= least_bytes
 
-    return _read(storage, state, is_put_off)
-
-
-def _read(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
-    """Of either kind; raises CorruptStateError."""
     if not state.parts:
         return read_state(storage, state)
     try:
@@ -116,7 +103,7 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
 
 
 def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
-    """As :func:`read_checkpoint`; raises also ManifestError and OSError."""
+    """As :func:`open_checkpoint`; raises also ManifestError and OSError."""
     manifest = read_manifest(storage, state)
     files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
     for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them

@@ -16,12 +16,12 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.statistics.measured_rows import MeanRows, ScatteredRows
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.test_meta import Live
-from tests.sync.tiles.saving import Job
+from tests.sync.tiles.saving import Job, read_checkpoint
 
 LAYER_BYTES = (64 * 64 + 64) * 4
 STEPS = 18  # the optimizer's state is warm, and statistics are measured in its units more than once

@@ -15,7 +15,7 @@ from torch import nn
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.membership.messages import StopJob
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.run.dismissal import WorkerDismissed
@@ -35,6 +35,11 @@ def go_on_from(states: dict[str, Any] | Callable[[str], dict[str, Any] | None] |
     if own is not None:
         session.states.resume(copy.deepcopy(own), loaded=True)
     return session
+
+
+def read_checkpoint(storage: RunStorage, state: StateFile) -> dict[str, Any]:
+    """All of an automatic checkpoint, as tensors."""
+    return open_checkpoint(storage, state, least_bytes=1 << 62)
 
 
 @dataclasses.dataclass

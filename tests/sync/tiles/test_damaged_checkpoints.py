@@ -18,11 +18,12 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import PartsMissingError, await_parts, finish
 from elastic_ray.checkpoints.sharded.manifest import Manifest, ManifestError, account_name, complete
 from elastic_ray.checkpoints.sharded.part_file import BLOCK_BYTES, PartFile
-from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.checkpoints.sharded.writing import write_part
 from elastic_ray.state.codec import NotPlainError, decode, encode
 from elastic_ray.state.pieces import Pieces, shared_out, take_apart
 from elastic_ray.state.resume_point import ResumePoint
+from tests.sync.tiles.saving import read_checkpoint
 
 RANKS = 3
 POINT = ResumePoint(epoch=0, steps=7)

@@ -19,14 +19,14 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync import Owner, Reduce, Rule, Strategy
 from elastic_ray.sync.optimizer_tiles.stored import StoredStates
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.sync.sharded_parameters.test_meta import Live
-from tests.sync.tiles.saving import Job, go_on_from
+from tests.sync.tiles.saving import Job, go_on_from, read_checkpoint
 from tests.sync.tiles.trained import OPTIMIZERS, Net, assert_same_state, data
 
 FOUR = (1, 2, 3, 4)
