@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 import elastic_ray as er
-from elastic_ray.session.current import set_session
+from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, Kill, run_job
 
 transformers = pytest.importorskip("transformers")
