@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from elastic_ray.communication.no_group import NoGroup
 from elastic_ray.consensus.agreed_changes import CONTROL_SIZE, AgreedChanges, Sums, with_names_of_first_rank
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE, Announcer
 from elastic_ray.consensus.intents import Announced, Intent
@@ -59,7 +60,7 @@ class RankConsensus:
         is_last_epoch: True if no other one follows, as far as all ranks know.
 
     Attributes:
-        announcer: what the ranks of the present group tell each other before collectives; unset before the first.
+        announcer: what the ranks of the present group tell each other before collectives.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RankConsensus:
         self._changes = changes
         self._replicas = replicas
         self._position = position
-        self.announcer: Announcer
+        self.announcer: Announcer = NoGroup()  # type: ignore[assignment]
         self._plan: DataPlan | None = None
 
     def add(self, *parts: ControlPart) -> None:

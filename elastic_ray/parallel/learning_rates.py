@@ -86,8 +86,12 @@ class LearningRates:
             factors = held_back(factors, self._held())
             self._held()[:] = factors
         self.factor = by_policy * sum(factors) / max(1, len(factors))
-        for group, rate, factor in zip(groups, rates, factors, strict=True):
-            group["lr"] = rate * factor * by_policy
+        try:
+            for group, rate, factor in zip(groups, rates, factors, strict=True):
+                group["lr"] = rate * factor * by_policy
+        except ValueError:  # a rule of the user's has given too few or too many
+            self.restore(rates)
+            raise
         return rates
 
     def restore(self, rates: Sequence[float]) -> None:

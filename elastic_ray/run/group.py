@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from elastic_ray.communication.no_group import NoGroup
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo, Returned
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator
     from elastic_ray.membership.worker_side import WorkerMembership
-
-
-class _NoCommunicator:
-    """Stands in the place of a communicator before there is one."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("the session has not entered a generation yet")
 
 
 class Group:
@@ -32,8 +26,8 @@ class Group:
         generation_spec: the present generation as announced, None before the first.
         generation: how often the group has changed, 0 before the first.
         rank: rank of this worker in the present generation; 0 before the first.
-        world_size: number of ranks of the present generation; 1 before the first.
-        communicator: the present generation's; before the first, all that is asked of it raises RuntimeError.
+        world_size: number of ranks of the present generation; 1 before the first, and for who has left.
+        communicator: the present generation's; where there is none, all that is asked of it raises RuntimeError.
         returned: workers that belong to the group no more, for their train functions have returned.
         members: the members of the present generation by rank; none before the first.
         nodes: the node of each rank of the present generation; before the first, of this worker alone.
@@ -46,22 +40,24 @@ class Group:
     ) -> None:
         self._worker = worker
         self._membership = membership
+        self._expected = expected
         self._most_workers = most_workers
-        self.communicator: Communicator = _NoCommunicator()  # type: ignore[assignment]
-        self.generation_spec: GenerationSpec | None = None
-        self.generation, self.rank, self.world_size = 0, 0, 1
-        self.members: tuple[Member, ...] = ()
-        self.returned: tuple[Returned, ...] = ()
-        self.nodes: tuple[str, ...] = ("",)
-        self.rank_info, self.mixed = expected, False
+        self.follow()
 
     def follow(self) -> None:
-        """The membership has taken another group, or has let go of all."""
+        """The membership has taken another group, or has let go of all: who has left is alone."""
         spec, communicator = self._membership.current, self._membership.communicator
-        self.generation_spec, self.generation = spec, spec.generation if spec is not None else 0
+        self.generation_spec: GenerationSpec | None = spec
+        self.generation = spec.generation if spec is not None else 0
+        self.returned: tuple[Returned, ...] = spec.returned if spec is not None else ()
         if spec is None or communicator is None:
+            self.communicator: Communicator = NoGroup()  # type: ignore[assignment]
+            self.rank, self.world_size = 0, 1
+            self.members: tuple[Member, ...] = ()
+            self.nodes: tuple[str, ...] = ("",)
+            self.rank_info, self.mixed = self._expected, False
             return
-        self.communicator, self.returned = communicator, spec.returned
+        self.communicator = communicator
         self.rank, self.world_size = communicator.rank, communicator.world_size
         self.members, self.nodes = spec.members, tuple(member.node for member in spec.members)
         self.rank_info = spec.place_of(self._worker)

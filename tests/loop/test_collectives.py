@@ -18,6 +18,7 @@ from elastic_ray.state.tree import UnsafeStateError
 from elastic_ray.state.tree_bytes import from_bytes, to_bytes
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.loop.test_accumulation_by_hand import BATCH, EPOCHS, SAMPLES, STEPS, net, rows, weights
+from tests.loop.trainee import Trainee, numbers
 
 PER_EPOCH = SAMPLES // BATCH
 
@@ -335,3 +336,20 @@ def test_a_rank_that_there_is_not_is_refused() -> None:
 def test_bytes_of_a_stranger_are_no_value(content: bytes) -> None:
     with pytest.raises(ValueError, match="what is no value"):
         from_bytes(content)
+
+
+def test_who_has_left_is_alone_in_what_its_code_does_on_the_way_out() -> None:
+    found: dict[str, Any] = {}
+
+    def train() -> None:
+        trainee, loader = Trainee(), er.AdaptiveDataLoader(numbers(64), batch_size=4)
+        session = current_session()
+        try:
+            for _ in er.remaining_epochs_until(1):
+                for (x,) in loader:
+                    trainee.train(x)
+        finally:
+            found[session.worker] = session.group.world_size, er.all_reduce(session.rank + 1.0)
+
+    outcome = run_job(train, [Change(5, (1,))], first=(1, 2))
+    assert outcome.groups == [(1, 2), (1,)] and found["w2"] == (1, 1.0)

@@ -11,8 +11,8 @@ from torch import nn
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.consensus.announcer import Announcer
 from elastic_ray.consensus.agreed_changes import CONTROL_SIZE, AgreedChanges, with_names_of_first_rank
+from elastic_ray.consensus.announcer import Announcer
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.consensus.saving import Readiness, SaveAgreement, Saving

@@ -1,0 +1,12 @@
+"""What stands in the place of a group's parts before there is a group (pure)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NoGroup:
+    """Whatever is asked of it raises RuntimeError."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("the session has not entered a generation yet, or has left the last one")
