@@ -71,7 +71,7 @@ PARTS = {
     ),
     "goodput": (
         "placement/goodput/*.py",
-        "tests/placement/test_{remaining,goodput,goodput_table,fitting,least_squares,mixed_groups}.py",
+        "tests/placement/test_{remaining,goodput,goodput_policy,goodput_table,fitting,least_squares,mixed_groups}.py",
     ),
     "policy": ("placement/policies/goodput/*.py", "tests/placement/test_{goodput_policy,policies}.py"),
     "planning": (

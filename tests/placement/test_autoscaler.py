@@ -326,6 +326,8 @@ def test_a_deadline_is_met_at_the_least_cost_and_a_budget_used_for_speed() -> No
 def test_a_job_of_unknown_length_says_that_its_deadline_cannot_be_planned_for() -> None:
     decision = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, deadline_s=NOW + 9.0)], here(), NOW)
     assert decision.notes["a"].startswith("not known yet how long the job takes")
+    without = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, goodput=None)], here(), NOW)
+    assert "a" not in without.notes, "it has none"
 
 
 def test_what_the_limits_do_not_allow_is_said() -> None:

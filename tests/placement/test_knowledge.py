@@ -149,3 +149,13 @@ def test_noise_is_told_in_the_batches_of_the_job_that_hears_of_it() -> None:
     knowledge.learn(measured("old", (1, 2)), 0.0)
     told = knowledge.complete(dataclasses.replace(fresh(), init_batch_size=128), 1.0).goodput
     assert told is not None and (told.noise.sqr, told.noise.var) == (MODEL.noise.sqr, MODEL.noise.var / 2)
+
+
+def test_what_is_known_of_other_types_does_not_take_the_place_of_the_type_that_a_job_is_on() -> None:
+    knowledge = Knowledge()
+    slow = measured("old", (1, 2, 4), gpu="T4")
+    fast = [dataclasses.replace(each, step_time=each.step_time / 3) for each in slow.observations["T4"]]
+    knowledge.learn(slow, 0.0)
+    knowledge.learn(dataclasses.replace(slow, models={"A100": MODEL}, observations={"A100": tuple(fast)}), 0.0)
+    told = knowledge.complete(measured("new", (1,), gpu="T4"), 1.0)
+    assert told.goodput == told.models["T4"] != told.models["A100"]
