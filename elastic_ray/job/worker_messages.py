@@ -39,6 +39,7 @@ from placement.text import printable, printable_lines
 
 logger = logging.getLogger("elastic_ray.job")
 
+_CAUSE = 300  # characters
 _TRACEBACK = 8_000  # characters, from the end
 _NOTICES = 100  # the last ones, among which repeated ones are found
 
@@ -195,18 +196,26 @@ class WorkerMessages:
         """A worker's train function has raised: only that worker is lost, unless the error is the program's."""
         machine, now_s = self._group.machine, time.monotonic()
         record = machine.workers.get(worker)
+        if record is None:
+            logger.info("job %s: worker %s, which it has given back, raised %s", self._spec.job, worker, result.error)
+            return
+        if record.phase is WorkerPhase.LEAVING:  # what its code does on the way out costs nobody anything
+            text = f"worker {worker} raised while it left: {printable(str(result.error).strip()[-_CAUSE:])}"
+            self._events.note(EventKind.WARNING, text)
+            self._group.take(Left(worker=worker))
+            return
         error = WorkerError(
             worker=worker,
-            node=record.node if record is not None else "",
+            node=record.node,
             steps=result.steps,
             origin=result.origin,
             raised=result.error,
         )
         newcomer = not result.trained and machine.is_newcomer(worker)
         if newcomer:
-            joined = record is not None and record.phase is WorkerPhase.MEMBER
+            joined = record.phase is WorkerPhase.MEMBER
             verdict = self._errors.of_newcomer(error, joined=joined, now_s=now_s)
-        elif not result.trained and machine.current is None and not (record is not None and record.has_state):
+        elif not result.trained and machine.current is None and not record.has_state:
             verdict = self._errors.of_start(error, nodes=self._allocator.nodes, wanted=machine.target_workers)
         else:
             verdict = self._errors.of_member(error, others_train=self._group.others_train(worker), now_s=now_s)
@@ -216,7 +225,8 @@ class WorkerMessages:
             return
         # What may be called once a process (set_start_method, torch.library.define) raises the second time.
         reused = newcomer and result.reused
-        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained, reused=reused)
+        blames = verdict.blames_node and not reused
+        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained, reused=reused, blames=blames)
 
     def _lose(
         self,
@@ -226,6 +236,7 @@ class WorkerMessages:
         newcomer: bool,
         trained: bool,
         reused: bool = False,
+        blames: bool = True,
     ) -> None:
         """Continue without a worker that has raised.
 
@@ -235,6 +246,7 @@ class WorkerMessages:
             newcomer: it had come to others: the next one waits, the longer the more of them failed.
             trained: it had trained a step.
             reused: its process had run the train function before, which its node is not to blame for.
+            blames: its node may be the cause.
         """
         record = self._group.machine.workers.get(worker)
         node = record.node if record is not None else ""
@@ -245,6 +257,6 @@ class WorkerMessages:
         kind = EventKind.CANCELLED if newcomer else EventKind.WARNING
         again = ", in a process that had run the function before; the next one is a fresh one" if reused else ""
         self._events.note(kind, f"{told}, it raised {cause}{again}", detail=detail)
-        if not reused:
+        if blames:
             self._errors.note(node, worker, cause, starting=not trained, now_s=time.monotonic())
         self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer and not reused))

@@ -32,6 +32,7 @@ class Losses:
         self._restart = restart
         self.lost = 0.0
         self.failures = self.raised = self.fruitless = self.saved_steps = 0
+        self._just_raised = False  # since a group has trained last
 
     def recall(self, *, lost: float, failures: int, raised: int, fruitless: int, saved_steps: int) -> None:
         """What the controller before this one has counted."""
@@ -45,7 +46,12 @@ class Losses:
     def one_raised(self) -> bool:
         """Count a worker that is lost to its own exception; returns whether the others may train on."""
         self.raised += 1
+        self._just_raised = True
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
+
+    def settled(self) -> None:
+        """A group trains after the last loss."""
+        self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
         """The whole job is lost; returns whether it may restart.
@@ -55,6 +61,9 @@ class Losses:
         """
         self.lost += 1.0
         self.failures += 1
+        if self._just_raised:  # the exception that has cost the job its last worker is this failure
+            self.raised -= 1
+        self._just_raised = False
         if self._max_failures:
             return self._max_failures < 0 or self.failures + self.raised <= self._max_failures
         if saved_steps > self.saved_steps:

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 REMEMBER_S = 600.0
 """For so long after an exception the same one on another worker counts as its return [s]."""
 
+_THIRD_S = 86400.0  # for so long a third of the same does, as an error of each epoch's end comes back
+_ALIKE_OF_NODES = 4  # errors of devices at one place within an hour, whatever their nodes
+_HOUR_S = 3600.0
+_KEPT = 64
+
 SEVERAL_NODES = 3
 """Nodes that must see an error of a device, or failed starts, before these are the program's."""
 
@@ -58,10 +63,12 @@ class ErrorVerdict:
     Attributes:
         ends: the error that ends the job; None where only the worker is lost.
         reason: why, a sentence.
+        blames_node: the worker's node may be the cause.
     """
 
     ends: BaseException | Raised | None
     reason: str
+    blames_node: bool = True
 
 
 class WorkerErrors:
@@ -75,6 +82,7 @@ class WorkerErrors:
         self._losses = losses
         self._members: list[tuple[float, WorkerError]] = []
         self._starts: list[WorkerError] = []
+        self._newcomers: list[WorkerError] = []
         self._last: WorkerError | None = None
         self._last_of_member: WorkerError | None = None
         self._noted: list[tuple[float, NodeFailure]] = []
@@ -104,11 +112,15 @@ class WorkerErrors:
 
     def _same(self, error: WorkerError, now_s: float) -> WorkerError | None:
         """Return an earlier exception that shows this one to be the program's."""
-        self._members = [(at_s, each) for at_s, each in self._members if now_s - at_s < REMEMBER_S]
-        alike = [each for _, each in self._members if error.is_like(each)]
+        self._members = self._members[-_KEPT:]
+        alike = [(now_s - at_s, each) for at_s, each in self._members if error.is_like(each)]
+        lately = [each for ago_s, each in alike if ago_s < REMEMBER_S]
         if error.origin is not None and error.origin.of_node:
-            return alike[0] if len({error.node, *(each.node for each in alike)}) >= SEVERAL_NODES else None
-        return alike[0] if alike else None
+            within_hour = [each for ago_s, each in alike if ago_s < _HOUR_S]
+            several = len({error.node, *(each.node for each in lately)}) >= SEVERAL_NODES
+            return alike[0][1] if (lately and several) or len(within_hour) >= _ALIKE_OF_NODES else None
+        before = [each for ago_s, each in alike if ago_s < _THIRD_S]
+        return lately[0] if lately else before[0] if len(before) > 1 else None
 
     def of_newcomer(self, error: WorkerError, *, joined: bool, now_s: float) -> ErrorVerdict:
         """Judge the exception of a worker that came to others and has not trained a step; ``joined``: it was a member.
@@ -118,6 +130,11 @@ class WorkerErrors:
         before = self._same(error, now_s) if joined else None
         if before is not None:
             return self._programs(before, f"worker {before.worker} raised the same at the same place")
+        alike = [each for each in self._newcomers if error.is_like(each) and each.node != error.node]
+        self._newcomers = [*self._newcomers, error][-_KEPT:]
+        if alike and error.origin is not None and not error.origin.of_node:
+            self._noted = []  # as where the program cannot have more workers: newcomers fail wherever they are
+            return ErrorVerdict(ends=None, reason="newcomers on other nodes fail alike", blames_node=False)
         return ErrorVerdict(ends=None, reason="it has not trained a step")
 
     def of_start(self, error: WorkerError, *, nodes: int, wanted: int) -> ErrorVerdict:
@@ -163,6 +180,7 @@ class WorkerErrors:
     def settled(self, *, started: bool = False) -> None:
         """A group trains after the last loss, and after starts that failed; ``started``: from a checkpoint or anew."""
         self._last, self._starts = None, []
+        self._losses.settled()
         if started:  # its steps may be fewer than those before, and more than enough
             self._last_of_member = None
 

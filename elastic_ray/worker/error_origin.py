@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import errno
+import os
 import re
+import sys
 import sysconfig
 import traceback
 import types
+from pathlib import Path
 
-_OURS = ("elastic_ray", "placement", "tuning")
+_OURS = tuple(f"{Path(__file__).parents[2] / name}{os.sep}" for name in ("elastic_ray", "placement", "tuning"))
+_RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE")}
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DEVICE_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO})
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
@@ -42,26 +47,37 @@ def origin_of(error: BaseException) -> ErrorOrigin:
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, line) for frame, line in frames if _is_users(frame)]
     kind, places = type(error), own or frames
-    raised_in = str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
-    ours = _is_ours(kind.__module__) or (_is_ours(raised_in) and not isinstance(error, OSError))
+    of_node = _is_of_node(
+        error
+    )  # also where it surfaces in our frames, as CUDA's errors do at the next synchronisation
+    ours = _is_ours(kind) or (_raised_by_us(error.__traceback__) and not isinstance(error, OSError))
     return ErrorOrigin(
         kind=f"{kind.__module__}.{kind.__qualname__}",
         place=f"{places[-1][0].f_code.co_filename}:{places[-1][1]}" if places else "",
-        refusal=ours,
-        of_node=not ours and _is_of_node(error),
+        refusal=ours and not of_node,
+        of_node=of_node,
     )
 
 
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in _OURS
+def _is_ours(kind: type[BaseException]) -> bool:
+    """True for classes of elastic_ray; a package of the user's may have the name of one of ours."""
+    module = sys.modules.get(kind.__module__)
+    return str(getattr(module, "__file__", None) or "").startswith(_OURS)
+
+
+def _raised_by_us(trace: types.TracebackType | None) -> bool:
+    """True if a ``raise`` of elastic_ray's was executed; what torch raises has no frame of its own."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        return False
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] in _RAISES
 
 
 def _is_users(frame: types.FrameType) -> bool:
     """True unless a frame belongs to elastic_ray, to Python or to an installed library."""
     file = frame.f_code.co_filename
-    return not (
-        _is_ours(str(frame.f_globals.get("__name__", ""))) or file.startswith("<") or file.startswith(_LIBRARIES)
-    )
+    return not (file.startswith(_OURS) or file.startswith("<") or file.startswith(_LIBRARIES))
 
 
 def _is_of_node(error: BaseException) -> bool:

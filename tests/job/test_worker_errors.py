@@ -20,6 +20,7 @@ from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.record.losses import Losses
 from elastic_ray.record.worker_errors import REMEMBER_S, WorkerError, WorkerErrors
 from elastic_ray.sealed import Raised
+from elastic_ray.worker import error_origin
 from elastic_ray.worker.error_origin import ErrorOrigin, origin_of
 from tests.job.jobs import kinds, run, start
 
@@ -110,6 +111,14 @@ def test_a_real_dataloader_tells_of_a_killed_process_and_of_a_disk(how: str) -> 
     assert found.of_node and found.place.startswith(__file__)
 
 
+def test_what_torch_raises_within_our_frames_is_no_refusal_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(error_origin, "_OURS", (__file__,))
+    assert not origin(lambda: torch.ones(2).copy_(torch.ones(3))).refusal
+    assert origin(of_text(RuntimeError("call loader.weigh(n) once"))).refusal
+    found = origin(of_text(RuntimeError("CUDA error: uncorrectable ECC error encountered")))
+    assert found.of_node and not found.refusal
+
+
 def test_others_are_not() -> None:
     class Odd(RuntimeError):
         def __str__(self) -> str:
@@ -165,8 +174,35 @@ def test_what_elastic_ray_raises_and_what_no_other_worker_survives_ends_the_job(
 
 def test_a_device_is_the_nodes_until_three_nodes_have_met_its_error() -> None:
     job = Job()
-    assert [job.member(worker, DISK) for worker in ("a1", "a2", "a3", "b1", "b2")] == [None] * 5
+    assert [job.member(worker, DISK) for worker in ("a1", "a2", "b1")] == [None] * 3
     assert job.member("c1", DISK) is job.raised[0]
+    few = Job()
+    assert [few.member(worker, DISK) for worker in ("a1", "b1", "a2", "b2")] == [None] * 4
+    assert few.member("a3", DISK) is few.raised[0], "two nodes are all there are: five times within an hour"
+
+
+def test_an_error_of_each_epochs_end_ends_the_job_the_third_time() -> None:
+    job = Job()
+    for worker in ("a1", "b1"):
+        assert job.member(worker) is None
+        job.now_s += 2 * REMEMBER_S
+    assert job.member("c1") is job.raised[0]
+
+
+def test_an_exception_that_costs_the_last_worker_is_one_failure() -> None:
+    job = Job(max_failures=1)
+    assert job.member("a1", DISK, others=False) is None
+    assert job.losses.all_lost(0) and (job.losses.failures, job.losses.raised) == (1, 0)
+    assert job.member("a1", DISK, others=False) is not None, "the second is one too many"
+
+
+def test_newcomers_that_fail_alike_on_several_nodes_blame_none() -> None:
+    job = Job()
+    judge = job.errors.of_newcomer
+    assert judge(job.error("a1", HERE), joined=True, now_s=job.now_s).blames_node
+    job.errors.note("a", "a1", "x", starting=True, now_s=job.now_s)
+    assert not judge(job.error("b1", HERE), joined=True, now_s=job.now_s).blames_node
+    assert job.errors.failures(job.now_s) == ()
 
 
 def test_max_failures_counts_them_and_several_workers_of_a_node_in_a_step_once() -> None:
