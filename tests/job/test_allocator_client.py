@@ -64,7 +64,7 @@ def test_an_allocator_of_another_release_is_told_nothing_and_the_user_is_told_so
             raise VersionError(f"got {theirs.protocol} and 99")
 
     newer, heard = Newer(), list[HeartbeatReply]()
-    monkeypatch.setattr(allocator_client, "find_allocator", lambda policy: newer)
+    monkeypatch.setattr(allocator_client, "find_allocator", lambda: newer)
 
     async def beat() -> None:
         client = AllocatorClient(spec(), None, lambda: view("a"), heard.append)

@@ -193,7 +193,7 @@ def test_an_exception_that_costs_the_last_worker_is_one_failure() -> None:
     job = Job(max_failures=1)
     assert job.member("a1", DISK, others=False) is None
     assert job.losses.all_lost(0) and (job.losses.failures, job.losses.raised) == (1, 0)
-    assert job.member("a1", DISK, others=False) is not None, "the second is one too many"
+    assert job.member("a1", DISK, steps=9, others=False) is not None, "the second is one too many"
 
 
 def test_newcomers_that_fail_alike_on_several_nodes_blame_none() -> None:
