@@ -1,7 +1,8 @@
 """JSON of values that users give: valid whatever they hold, also numbers that JSON has no words for (pure).
 
 NaN and the infinities are written as an object of one key, ``{"__float__": "NaN"}``, ``"Infinity"`` or ``"-Infinity"``,
-and read back as the number. What JSON does not know is written as a scalar's number, else as its ``repr``.
+and read back as the number; a mapping of the user's own with that one key has its value in a list. What JSON does not
+know is written as a scalar's number, else as its ``repr``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def _marked(value: Any, other: Callable[[Any], Any]) -> Any:
             return value
         return {_KEY: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, Mapping):
-        return {key: _marked(each, other) for key, each in value.items()}
+        marked = {key: _marked(each, other) for key, each in value.items()}
+        return {_KEY: [marked[_KEY]]} if [*marked] == [_KEY] else marked
     if isinstance(value, list | tuple):
         return [_marked(each, other) for each in value]
     known = other(value)
@@ -68,4 +70,9 @@ def _marked(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _unmarked(value: dict[str, Any]) -> Any:
-    return _NAMES.get(value[_KEY], value) if len(value) == 1 and isinstance(value.get(_KEY), str) else value
+    if [*value] != [_KEY]:
+        return value
+    only = value[_KEY]
+    if isinstance(only, list) and len(only) == 1:
+        return {_KEY: only[0]}
+    return _NAMES.get(only, value) if isinstance(only, str) else value

@@ -6,18 +6,21 @@ import contextlib
 import functools
 import os
 import posixpath
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 import pyarrow.fs
 
-from elastic_ray.checkpoints.checked_files import CHUNK_BYTES, CheckedStream, Checksum, write_checked
+from elastic_ray.checkpoints.checked_files import CHUNK_BYTES, CheckedStream, Checksum, sha256_of, write_checked
 from placement.storage.private_files import PART, make_directory, sync_directory
 from placement.storage.storage_calls import StorageCalls
 
 if TYPE_CHECKING:
     from elastic_ray.checkpoints.run_directory import RunStorage
 
+NOTES = (".elastic_ray.json", ".elastic_ray_added_")
+"""A checkpoint's note, and what the names of those about added files begin with."""
 _THREADS = 4
 
 
@@ -103,6 +106,7 @@ def add_files(
     source: str,
     storage: RunStorage,
     target: str,
+    noted: Collection[str],
     *,
     go_on: Callable[[], bool] = lambda: True,
 ) -> dict[str, Checksum]:
@@ -110,22 +114,45 @@ def add_files(
 
     Args:
         origin, source, storage, target, go_on: as :func:`copy_directory`.
+        noted: names of files that notes tell of; another one of the right size is of a try before.
 
     Raises:
         InterruptedError, SourceError: as :func:`copy_directory`.
     """
     added = {}
     for entry, copy in _below(origin, source, target):
-        if storage.filesystem.get_file_info(copy).type != pyarrow.fs.FileType.NotFound:
+        name, there = posixpath.relpath(copy, target), storage.filesystem.get_file_info(copy)
+        if there.type != pyarrow.fs.FileType.NotFound:
+            if there.is_file and entry.is_file and name not in noted and there.size == entry.size is not None:
+                added[name] = Checksum(sha256_of(storage.filesystem, copy, go_on), there.size)
             continue
         if entry.type == pyarrow.fs.FileType.Directory:
             make_directory(storage.filesystem, copy, private=storage.private)
             continue
-        part = f"{copy}{PART}"  # whoever reads meanwhile sees all of a file or none of it
-        added[posixpath.relpath(copy, target)] = _copy_file(origin, entry.path, storage, part, go_on)
-        storage.filesystem.move(part, copy)
+        part = f"{copy}.{uuid.uuid4().hex[:8]}{PART}"  # whoever reads meanwhile sees all of a file or none of it
+        try:
+            checksum = _copy_file(origin, entry.path, storage, part, go_on)
+            if _publish(storage.filesystem, part, copy):
+                added[name] = checksum
+        finally:
+            with contextlib.suppress(Exception):
+                storage.filesystem.delete_file(part)
         sync_directory(storage.filesystem, posixpath.dirname(copy))
     return added
+
+
+def _publish(filesystem: pyarrow.fs.FileSystem, part: str, copy: str) -> bool:
+    """Give a file its name; False where another rank was faster, as far as the file system can tell."""
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        try:
+            os.link(part, copy)
+            return True
+        except FileExistsError:
+            return False
+        except OSError:
+            pass  # it has no links
+    filesystem.move(part, copy)
+    return True
 
 
 def _copy_file(
@@ -144,14 +171,16 @@ def _copy_file(
 
 
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
-    """What lies below ``source``, and the path of each copy below ``target``."""
+    """What lies below ``source``, and the path of each copy below ``target``; without the notes of a checkpoint."""
     source = source.rstrip("/") or "/"
     if isinstance(origin, pyarrow.fs.LocalFileSystem):
         check_tree(source)
     with reading_source():
         entries = origin.get_file_info(pyarrow.fs.FileSelector(source, recursive=True))
     for entry in entries:
-        yield entry, posixpath.join(target, entry.path[len(source) :].lstrip("/"))
+        name = entry.path.strip("/")[len(source.strip("/")) :].lstrip("/")  # some give paths with a "/" in front
+        if name != NOTES[0] and not name.startswith(NOTES[1]):
+            yield entry, posixpath.join(target, name)
 
 
 def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:

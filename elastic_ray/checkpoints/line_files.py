@@ -15,6 +15,7 @@ from placement.storage.private_files import (
     open_append,
     open_whole,
     replace_file,
+    sync,
     sync_directory,
 )
 
@@ -82,7 +83,7 @@ class LineFile:
             try:
                 while data:
                     data = data[os.write(descriptor, data) :]
-                os.fsync(descriptor)
+                sync(descriptor)
                 if not size:
                     sync_directory(self._filesystem, posixpath.dirname(self._path))
             except OSError:

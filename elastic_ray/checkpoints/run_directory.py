@@ -10,18 +10,24 @@ import posixpath
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyarrow.fs
 
 from elastic_ray.checkpoints.checked_files import Checksum, sha256_of, write_checked
-from elastic_ray.checkpoints.copying import MissingSourceError, add_files, copy_directory, reading_source
+from elastic_ray.checkpoints.copying import NOTES, MissingSourceError, add_files, copy_directory, reading_source
 from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.events import JobEvent, Report
 from elastic_ray.json_numbers import dump, load
 from elastic_ray.state.resume_point import ResumePoint
-from placement.storage.private_files import ForeignDirectoryError, check_own, make_directory, sync_directory
+from placement.storage.private_files import (
+    ForeignDirectoryError,
+    check_own,
+    make_directory,
+    replace_file,
+    sync_directory,
+)
 from placement.storage.storage_calls import call_storage
 from placement.versions import check_format
 
@@ -34,10 +40,9 @@ logger = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 REPORTS_FILE = "reports.jsonl"
-PROGRESS_FILE = ".elastic_ray.json"
-"""Written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
+PROGRESS_FILE, _ADDED = NOTES
+"""The first is written last into a checkpoint's directory: a directory without it is not a complete checkpoint."""
 MARKER_FILE = ".elastic_ray_run"
-_ADDED = ".elastic_ray_added_"
 _FILES = "files"
 _FORMAT = 1  # of notes
 _LONGEST_NOTE = 64 << 20  # bytes: of a checkpoint of some hundred thousand files
@@ -276,10 +281,17 @@ class RunStorage:
         origin, origin_path = _source_directory(source)
         self.check_reachable()
         target = posixpath.join(self.path, f"checkpoint_{index:06d}")
-        if not self._exists(posixpath.join(target, PROGRESS_FILE)):
+        try:
+            note = _read_note(self.filesystem, target)
+        except BadNoteError:  # is being written
+            note = None
+        if note is None:
             return None
-        if files := add_files(origin, origin_path, self, target, go_on=go_on):
-            self._write_note(posixpath.join(target, f"{_ADDED}{uuid.uuid4().hex[:8]}.json"), {_FILES: _told(files)})
+        there = self.filesystem.get_file_info(pyarrow.fs.FileSelector(target))
+        noted = self._noted(target, note, [posixpath.basename(entry.path) for entry in there])
+        if files := add_files(origin, origin_path, self, target, noted, go_on=go_on):
+            added = posixpath.join(target, f"{_ADDED}{uuid.uuid4().hex[:8]}.json")
+            replace_file(self.filesystem, added, dump({_FILES: _told(files)}).encode(), private=self.private)
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
@@ -349,16 +361,33 @@ class RunStorage:
     def _check_files(self, path: str, note: Mapping[str, Any], heard: Callable[[], bool] | None) -> None:
         """Raise BadNoteError unless a checkpoint's files are those that were written; compare sums where ``heard``."""
         selector = pyarrow.fs.FileSelector(path, recursive=True)
-        entries = {posixpath.relpath(entry.path, path): entry for entry in self.filesystem.get_file_info(selector)}
-        added = [name for name in entries if name.startswith(_ADDED)]
-        for each in (note, *(read_json(self.filesystem, posixpath.join(path, name)) for name in added)):
-            for name, (size, sha256) in _files(each).items():
-                entry = entries.get(name)
-                if entry is None or entry.size != size:
-                    there = "is not there" if entry is None else f"has {entry.size} bytes"
-                    raise BadNoteError(f"its {name} {there}, but {size} bytes were written")
-                if heard is not None and sha256_of(self.filesystem, posixpath.join(path, name), heard) != sha256:
+        found, top = self.filesystem.get_file_info(selector), path.strip("/")  # some give paths with a "/" in front
+        entries = {posixpath.relpath(entry.path.strip("/"), top): entry for entry in found}
+        for name, written in self._noted(path, note, entries).items():
+            entry, sizes = entries.get(name), [size for size, _ in written]
+            if entry is None or entry.size not in (None, *sizes):
+                there = "is not there" if entry is None else f"has {entry.size} bytes"
+                raise BadNoteError(f"its {name} {there}, but {sizes[0]} bytes were written")
+            if heard is not None:
+                sha256 = sha256_of(self.filesystem, posixpath.join(path, name), heard)
+                if sha256 not in [each for _, each in written]:
                     raise BadNoteError(f"its {name} has another checksum than what was written")
+
+    def _noted(self, path: str, note: Mapping[str, Any], names: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
+        """Return size and checksum of a checkpoint's files, by each of its notes; ranks may add one at the same time.
+
+        Args:
+            path: of the checkpoint.
+            note: rank 0's.
+            names: of what is in it; of a note of added files that is not whole nothing counts.
+        """
+        noted = {name: [each] for name, each in _files(note).items()}
+        for name in names:
+            if name.startswith(_ADDED) and name.endswith(".json"):
+                with contextlib.suppress(BadNoteError):
+                    for added, each in _files(read_json(self.filesystem, posixpath.join(path, name))).items():
+                        noted.setdefault(added, []).append(each)
+        return noted
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint's directory; no error if it is gone already."""
@@ -429,9 +458,9 @@ def _told(files: Mapping[str, Checksum]) -> dict[str, dict[str, Any]]:
 
 
 def _files(note: Any) -> dict[str, tuple[int, str]]:
-    """Return size and checksum of each file that a note names; raises BadNoteError where it names none."""
-    try:
-        return {name: (int(each["size"]), str(each["sha256"])) for name, each in note[_FILES].items()}
+    """Return size and checksum of each file that a note names; raises BadNoteError where they cannot be read."""
+    try:  # notes of formats before have none
+        return {name: (int(each["size"]), str(each["sha256"])) for name, each in note.get(_FILES, {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadNoteError(f"its note does not tell its files: {type(error).__name__}: {error}") from None
 

@@ -55,9 +55,14 @@ class TakenError(Exception):
     """Another submission has this id."""
 
 
-def free_id(name: str) -> str:
-    """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name."""
-    return next_id(name, [each.submission for each in submissions()])
+def free_id(name: str, refused: Sequence[str] = ()) -> str:
+    """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name.
+
+    Args:
+        name: of the job.
+        refused: ids that Ray has refused.
+    """
+    return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
 def next_id(name: str, taken: Sequence[str]) -> str:
@@ -98,12 +103,18 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
 
 def submissions() -> tuple[Submission, ...]:
     """Ours, whether they run or have ended; none where there is no dashboard to ask."""
+    return tuple(_read(each) for each in _listed() if _NAME in (each.metadata or {}))
+
+
+def _listed() -> Sequence[Any]:
+    """All jobs that Ray knows, none where there is no dashboard to ask."""
     try:
-        return tuple(_read(each) for each in client().list_jobs() if _NAME in (each.metadata or {}))
+        listed: Sequence[Any] = client().list_jobs()
     except RefusedError:
         raise
     except (click.ClickException, RuntimeError, OSError):
         return ()
+    return listed
 
 
 def find(name: str) -> Submission | None:

@@ -16,6 +16,7 @@ from elastic_ray.cli.output import say, show_json
 from elastic_ray.driver.overrides import Overrides
 
 _FORMAT = "%m%d-%H%M%S"
+_TRIES = 20
 
 
 @click.command(short_help="Run a script on the cluster.")
@@ -67,8 +68,9 @@ def submit(
     env = read_env(env_json)
     if not script.resolve().is_relative_to(folder):
         raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
+    refused: list[str] = []
     while True:
-        submission = ray_jobs.free_id(name)
+        submission = ray_jobs.free_id(name, refused)
         told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
         entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
         try:
@@ -76,8 +78,13 @@ def submit(
                 submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env
             )
             break
-        except ray_jobs.TakenError:
-            continue  # by one that was not there a moment ago
+        except ray_jobs.TakenError as error:  # by one that was not there a moment ago
+            refused.append(submission)
+            if len(refused) == _TRIES:
+                raise click.ClickException(
+                    f"a submission must have an id of its own, but Ray refused {', '.join(refused)} as taken: choose "
+                    "another --name"
+                ) from error
     if as_json:
         show_json({"name": name, "submission": submission, "entrypoint": entrypoint})
         return

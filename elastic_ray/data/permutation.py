@@ -42,7 +42,7 @@ class Permutation:
     """Indices 0..samples-1 in an order that depends on ``key`` alone; computed as they are asked for.
 
     Attributes:
-        samples: number of indices, >= 1.
+        samples: number of indices.
         key: any text; equal texts give equal orders. Empty: they ascend.
 
     >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()
@@ -61,8 +61,13 @@ class Permutation:
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, part: slice | Indices) -> Indices:
-        """Return the indices at ``part`` of the positions 0..samples-1."""
+    def __getitem__(self, part: slice | Indices | int) -> Indices:
+        """Return the indices at ``part`` of the positions 0..samples-1; of one position a scalar."""
+        if isinstance(part, int | np.integer):
+            one: Indices = self[np.array([range(self.samples)[part]])][0]
+            return one
+        if not self.samples:
+            return np.zeros(0, np.int64)[part]
         indices = self._through_rounds(positions(part, self.samples).astype(np.uint64))
         while len(outside := np.flatnonzero(indices >= np.uint64(self.samples))):
             indices[outside] = self._through_rounds(indices[outside])

@@ -22,6 +22,7 @@ import pyarrow.fs
 FILE_MODE = 0o600
 DIRECTORY_MODE = 0o700
 PART = ".part"
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.ENOSYS)  # FUSE, network mounts and the like
 _FIRST_USER, _NOBODY = 1000, 65534  # uids of people's accounts
 
 _OBJECT_STORES = tuple(
@@ -81,6 +82,10 @@ def replace_file(filesystem: pyarrow.fs.FileSystem, path: str, content: bytes, *
         OSError: the file system refuses.
     """
     part = path if isinstance(filesystem, _OBJECT_STORES) else f"{path}{PART}"
+    if part != path and not isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # where a move replaces
+        there, new = filesystem.get_file_info([path, part])
+        if new.is_file and there.type == pyarrow.fs.FileType.NotFound:  # the end came between deleting and moving
+            filesystem.move(part, path)
     with open_output(filesystem, part, private=private) as stream:
         stream.write(content)
     if part != path:
@@ -106,20 +111,31 @@ def open_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
 def sync_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     """Wait until a file's content has reached the disk: a node's end would take what only its memory holds."""
     if isinstance(filesystem, pyarrow.fs.LocalFileSystem):  # elsewhere a file is kept once it is written
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        _open_and_sync(path)
 
 
 def sync_directory(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     """Wait until the names in a directory have reached the disk: of new files, and of what was moved."""
-    if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if isinstance(filesystem, pyarrow.fs.LocalFileSystem):
+        _open_and_sync(path, os.O_DIRECTORY)
+
+
+def sync(descriptor: int) -> None:
+    """Wait until what is open has reached the disk, where the file system can tell."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # FUSE and the like that cannot
+        if error.errno not in _CANNOT_SYNC:
             raise
+
+
+def _open_and_sync(path: str, flags: int = 0) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    except PermissionError:  # may be written but not read: a drop box
+        return
+    try:
+        sync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -9,12 +9,14 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from elastic_ray.cli import submission as ray_jobs
 from elastic_ray.cli.app import _HOMES, Commands, cli
 from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, job_cells
 from elastic_ray.cli.output import rich_table, say, show_json, show_table
@@ -131,3 +133,18 @@ def test_the_grafana_dashboard_is_printed_for_either_prometheus() -> None:
     assert (
         json.loads(honoured.output) and "exported_job" not in honoured.output and 'job=~\\"$job\\"' in honoured.output
     )
+
+
+def test_a_submission_whose_ids_are_all_taken_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+
+    def refuse(*, submission: str, **_: Any) -> None:
+        tried.append(submission)
+        raise ray_jobs.TakenError(submission)
+
+    monkeypatch.setattr(ray_jobs, "submit", refuse)
+    monkeypatch.setattr(ray_jobs, "_listed", lambda: ())
+    (script := tmp_path / "train.py").write_text("")
+    result = CliRunner().invoke(cli, ["submit", "--name", "x", str(script)])
+    assert result.exit_code == 1 and "choose another --name" in result.output
+    assert len(set(tried)) == len(tried) == 20

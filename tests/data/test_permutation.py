@@ -191,3 +191,11 @@ def test_what_is_computed_ahead_is_what_each_step_takes(
             expected += [whole[piece].tolist() for piece in cut.slices(count, position)]
             position += count
     assert taken == expected and sorted(index for batch in taken for index in batch) == list(range(total))
+
+
+def test_one_position_and_no_samples() -> None:
+    order = Permutation(samples=17, key="a")
+    assert [order[each] for each in (0, 2, -1)] == order[:][[0, 2, -1]].tolist()
+    with pytest.raises(IndexError):
+        order[17]
+    assert Permutation(samples=0, key="a")[:].tolist() == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pyarrow.fs
@@ -114,3 +116,27 @@ def test_a_file_is_replaced_wholly_or_not_at_all(tmp_path: Path) -> None:
         replace_file(filesystem, path, b"second", private=True)
         allowed.remove(b"first")
         loss.fail()
+
+
+def test_what_a_crash_has_left_beside_a_file_is_kept_until_the_next_is_whole(tmp_path: Path) -> None:
+    """Where a move does not replace, the file is deleted first; the next one's bytes must not go into its only copy."""
+    remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+    (tmp_path / "note.part").write_bytes(b"first")
+    with pytest.raises(TypeError):
+        replace_file(remote, "note", None, private=True)  # type: ignore[arg-type]
+    assert (tmp_path / "note").read_bytes() == b"first"
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_that_cannot_sync_are_written_to(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    local = pyarrow.fs.LocalFileSystem()
+    replace_file(local, str(tmp_path / "note"), b"first", private=True)
+    lines = LineFile(local, str(tmp_path / "lines"), private=True)
+    lines.append(["a"])
+    assert list(lines.read()) == ["a"]

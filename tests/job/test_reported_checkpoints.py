@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
@@ -10,13 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.fs
 import pytest
 import ray.train  # now, for storing imports it: a busy machine takes longer for that than storage is waited for
+from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ray.checkpoints import reported as reported_module
 from elastic_ray.checkpoints.copying import SourceError
 from elastic_ray.checkpoints.reported import CheckpointNote, ReportedCheckpoints
-from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.storage_calls import StorageCalls
@@ -211,3 +214,95 @@ def test_another_rank_waits_as_long_as_rank_0_stores(
     begin_s = time.monotonic()
     assert "rank 0 has not" in checkpoints.add(ray.train.Checkpoint.from_directory(other), 2, lambda: False)
     assert time.monotonic() - begin_s >= 0.5
+
+
+# -- notes ---------------------------------------------------------------------------------------------------------
+
+
+def indices(storage: RunStorage, *, verify: bool = True) -> list[int]:
+    problems: list[str] = []
+    found = storage.stored_checkpoints(problems.append, verify=verify)
+    assert not problems
+    return [each.index for each in found]
+
+
+def test_a_note_of_a_format_without_files_is_accepted(storage: RunStorage, source: Path) -> None:
+    note = Path(storage.persist_checkpoint(source, 1).path) / PROGRESS_FILE
+    told = json.loads(note.read_text())
+    del told["files"]
+    note.write_text(json.dumps(told))
+    assert indices(storage) == [1]
+
+
+def test_a_checkpoint_made_from_an_earlier_one_has_its_own_notes(
+    storage: RunStorage, source: Path, tmp_path: Path
+) -> None:
+    (other := tmp_path / "other").mkdir()
+    (other / "rank-1.pt").write_bytes(b"y")
+    first = storage.persist_checkpoint(source, 1)
+    storage.add_to_checkpoint(other, 1)
+    copy = Path(first.to_directory(str(tmp_path / "copy")))
+    (copy / "rank-1.pt").write_bytes(b"of the second")
+    second = storage.persist_checkpoint(copy, 2)
+    assert storage.add_to_checkpoint(copy, 2) == []
+    assert indices(storage) == [1, 2]
+    assert not list(Path(second.path).glob(".elastic_ray_added_*"))
+
+
+def test_half_a_note_of_added_files_says_nothing(storage: RunStorage, source: Path) -> None:
+    stored = Path(storage.persist_checkpoint(source, 1).path)
+    (stored / ".elastic_ray_added_0.json").write_text('{"files": {"rank-1.pt"')
+    (stored / ".elastic_ray_added_1.json.part").write_text("{")
+    assert indices(storage) == [1]
+
+
+def test_two_ranks_may_add_one_file_at_the_same_time(storage: RunStorage, source: Path, tmp_path: Path) -> None:
+    """The second rank begins while the first copies."""
+    (first := tmp_path / "first").mkdir()
+    (first / "shared.pt").write_bytes(b"first")
+    (second := tmp_path / "second").mkdir()
+    (second / "shared.pt").write_bytes(b"second!")
+    stored = Path(storage.persist_checkpoint(source, 1).path)
+    inner: list[Any] = []
+
+    def go_on() -> bool:
+        if not inner:
+            inner.append(None)
+            inner[0] = storage.add_to_checkpoint(second, 1)
+        return True
+
+    assert storage.add_to_checkpoint(first, 1, go_on=go_on) == []
+    assert inner == [["shared.pt"]]
+    assert (stored / "shared.pt").read_bytes() == b"second!"
+    assert indices(storage) == [1]
+    assert not list(stored.glob("*.part"))
+
+
+def test_adding_again_tells_of_what_the_try_before_has_left(storage: RunStorage, source: Path, tmp_path: Path) -> None:
+    (other := tmp_path / "other").mkdir()
+    for name in ("a.pt", "b.pt"):
+        (other / name).write_bytes(b"y")
+    stored = Path(storage.persist_checkpoint(source, 1).path)
+    with pytest.raises(InterruptedError):
+        storage.add_to_checkpoint(other, 1, go_on=lambda: len(list(stored.glob("*.pt"))) < 2)
+    assert len(list(stored.glob("*.pt*"))) == 2, "no part is left"
+    assert storage.add_to_checkpoint(other, 1) == ["a.pt", "b.pt"]
+    assert storage.add_to_checkpoint(other, 1) == []
+    assert indices(storage) == [1]
+
+
+def test_storage_may_give_paths_in_another_form(source: Path, tmp_path: Path) -> None:
+    """A run at ``runs/a`` of a directory of a file system: it gives ``/runs/a/...``."""
+    (tmp_path / "base").mkdir()
+    remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path / "base"), pyarrow.fs.LocalFileSystem())
+    memory = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(MemoryFileSystem()))
+    for filesystem in (remote, memory):
+        storage = RunStorage("runs/a", filesystem)
+        storage.create()
+        (source / "deep").mkdir(exist_ok=True)
+        (source / "deep" / "rest.pt").write_bytes(b"rest")
+        storage.persist_checkpoint(source, 1)
+        storage.persist_checkpoint(ray.train.Checkpoint("runs/a/checkpoint_000001", filesystem), 2)
+        assert indices(storage) == [1, 2]
+        with storage.filesystem.open_input_stream("runs/a/checkpoint_000002/deep/rest.pt") as stream:
+            assert stream.read() == b"rest"
