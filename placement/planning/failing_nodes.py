@@ -81,7 +81,7 @@ def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -
 
 
 def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
-    """Take from what is free what the job lacks of its minimum on these nodes; nothing, and False, if it is too little."""
+    """Take from what is free what the job lacks of its minimum on these nodes; False, and nothing, if it is short."""
     there = [node.node_id for node in nodes if not node.draining]
     lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
     taken = dict[str, int]()
