@@ -212,7 +212,7 @@ class AllocatorCore:
                 self._knowledge.recall(event.measurements, now_s)
                 self._pending = self._pending or Trigger.MODEL
         elif isinstance(event, TimePassed):
-            self._nodes.forget(steady_s)
+            self._nodes.forget(steady_s, self._node_ids)
             self._drop_silent(now_s, steady_s)
         if self._settling:
             self._unjudged = True
@@ -318,7 +318,6 @@ class AllocatorCore:
         self._urgent = self._pending = None
         self._decided_s, self._decided_at_s, self._decided_for = now_s, steady_s, trigger
         views = self.views(now_s)
-        self._avoids = avoid_failing(views, self._cluster, self._nodes.avoided(steady_s))[2]
         for job in self._jobs.values():
             job.decided()
         try:
@@ -335,9 +334,10 @@ class AllocatorCore:
         return self._carry_out(plan, trigger, now_s, steady_s)
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
-        views, cluster, notes = avoid_failing(views, cluster, self._nodes.avoided(self._steady_s or 0.0))
+        avoided = self._nodes.avoided(self._steady_s or 0.0)
+        views, cluster, self._avoids = avoid_failing(views, cluster, avoided)
         plan = make_plan(self._policy, views, cluster, now_s, self._constraints, self._guaranteed, self._granted)
-        return plan.noted(notes) if notes else plan
+        return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
         """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""

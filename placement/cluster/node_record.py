@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from placement.cluster.jobs import JobView
 
 WINDOW_S = 600.0
-"""Two failures of a job within this time, or failures of two jobs, make a node one to avoid [s]."""
+"""Two failures of a job within this time, or in training of two programs' jobs, make a node one to avoid [s]."""
 
 REST_S = 600.0
 """A node is avoided for so long after the last failure, and twice as long each time that it fails again [s]."""
@@ -26,6 +26,8 @@ FORGET_S = 24 * 3600.0
 """A failure is forgotten after this [s]."""
 
 _MOST_FAILURES = 64  # of a node; the last ones
+_MOST_TOLD = 32  # by a job at once; the last ones
+_LONGEST_CAUSE = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class _Noted:
     worker: str
     cause: str
     starting: bool
+    program: tuple[str, str | None]  # tenant and fingerprint: trials of a sweep fail alike on any node
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,14 +126,15 @@ class NodeRecord:
     def hear(self, view: JobView, now_s: float) -> None:
         """Take in what a job tells [s, of a clock that nobody sets]."""
         key = view.job, view.submitted_s
-        for told in view.node_failures:
+        for told in view.node_failures[-_MOST_TOLD:]:
             at_s = now_s - max(0.0, told.age_s)
             known = self._nodes.get(told.node, [])
             if at_s <= self._forgiven_s.get(told.node, -math.inf) or now_s - at_s > FORGET_S:
                 continue
             if any((each.job, each.worker) == (key, told.worker) for each in known):
                 continue
-            noted = _Noted(at_s, key, told.worker, told.cause, told.starting)
+            program = view.tenant, view.fingerprint
+            noted = _Noted(at_s, key, told.worker, told.cause[:_LONGEST_CAUSE], told.starting, program)
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
@@ -144,10 +148,10 @@ class NodeRecord:
         self._forgiven_s[node] = now_s
         return self._nodes.pop(node, None) is not None
 
-    def forget(self, now_s: float) -> None:
-        """Forget what is too old."""
+    def forget(self, now_s: float, nodes: Collection[str]) -> None:
+        """Forget what is too old, and nodes that are not among these."""
         for node, noted in list(self._nodes.items()):
-            self._keep(node, [each for each in noted if now_s - each.at_s <= FORGET_S])
+            self._keep(node, [each for each in noted if node in nodes and now_s - each.at_s <= FORGET_S])
         self._forgiven_s = {node: at_s for node, at_s in self._forgiven_s.items() if now_s - at_s <= FORGET_S}
 
     def _keep(self, node: str, noted: list[_Noted]) -> None:
@@ -166,7 +170,8 @@ class NodeRecord:
                 if _rests_until(own, of_jobs=False) > now_s:
                     by_job.setdefault(key, {})[node] = _reason(node, own, "its workers")
             if _rests_until(noted, of_jobs=True) > now_s:
-                by_all[node] = _reason(node, noted, f"workers of {len({each.job for each in noted})} jobs")
+                trained = [each for each in noted if not each.starting]
+                by_all[node] = _reason(node, trained, f"workers of {len({each.job for each in trained})} jobs")
         return AvoidedNodes(by_job=by_job, by_all=by_all)
 
     def rows(self, now_s: float) -> tuple[NodeHistory, ...]:
@@ -200,12 +205,16 @@ def _rests_until(noted: Sequence[_Noted], *, of_jobs: bool) -> float:
 
     Args:
         noted: failures.
-        of_jobs: two jobs must have failed within the window; else two workers, or one at its start.
+        of_jobs: jobs of two programs must have failed in training within the window; else two workers, or one at its
+            start.
     """
     until_s, rest_s = -math.inf, 0.0
+    if of_jobs:
+        noted = [each for each in noted if not each.starting]
     for index, failure in enumerate(noted):
         recent = [each for each in noted[: index + 1] if failure.at_s - each.at_s <= WINDOW_S]
-        enough = len({each.job for each in recent}) > 1 if of_jobs else len(recent) > 1 or failure.starting
+        programs = {each.job: each.program for each in recent}  # a job's last: its fingerprint comes later
+        enough = len(set(programs.values())) > 1 if of_jobs else len(recent) > 1 or failure.starting
         if failure.at_s > until_s and (enough or until_s > -math.inf):  # it has failed, or failed again after a rest
             rest_s = min(2 * rest_s or REST_S, MOST_REST_S)
         if rest_s:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from placement.cluster.cluster import Cluster, slots, without
+from placement.cluster.cluster import Cluster, Node, slots, without
 from placement.cluster.jobs import JobView
 from placement.cluster.node_record import AvoidedNodes
 from placement.planning.slow_nodes import NODE_LABEL
+from placement.policies.shared.base import admit
 
 
 def avoid_failing(
@@ -17,36 +18,82 @@ def avoid_failing(
     """The jobs and the cluster as a policy is to see them, so that nodes are left on which workers fail.
 
     A job whose minimum the other nodes could not run avoids none, and neither does one that has trained and finds no
-    room for its minimum elsewhere now: it keeps what works. One that has yet to begin waits for other nodes.
+    room for its minimum elsewhere now: it keeps what works. One that has yet to begin waits for other nodes than those
+    where its own workers failed, but for none that others avoid. No job loses its minimum to one that leaves a node.
 
     Returns:
         The very same objects where nothing is avoided, and by job why it is closed to which nodes.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}
-    changed, notes = list(views), dict[str, str]()
-    here = {node.node_id for node in cluster.nodes}
-    for index, view in enumerate(views):
-        reasons = {node: why for node, why in avoided.of(view).items() if node in here}
-        if reasons and NODE_LABEL not in view.label_selector and _may_avoid(view, reasons, views, cluster):
-            condition = f"!in({','.join(sorted(reasons))})"
-            changed[index] = dataclasses.replace(view, label_selector={**view.label_selector, NODE_LABEL: condition})
-            notes[view.job] = "; ".join(reasons[node] for node in sorted(reasons))
-    if not notes:
+    closed = _closed(views, cluster, avoided)
+    if not closed:
         return views, cluster, {}
     named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in cluster.nodes)
-    return changed, Cluster(nodes=tuple(named)), notes
+    labelled = Cluster(nodes=tuple(named))
+    running = admit(views, cluster).floors.keys()
+    trained = {view.job for view in views if view.most_workers}
+    while closed:
+        changed = [_closed_to(view, closed[view.job]) if view.job in closed else view for view in views]
+        lost = running - admit(changed, labelled).floors.keys()
+        own = {v.job: avoided.by_job.get((v.job, v.submitted_s), {}) for v in views if v.job in closed}
+        waiting = {job for job in closed if job not in trained and closed[job].keys() <= own[job].keys()}
+        if lost <= waiting:
+            notes = {job: "; ".join(reasons[node] for node in sorted(reasons)) for job, reasons in closed.items()}
+            return changed, labelled, notes
+        for job in (lost & closed.keys()) - waiting or (trained & closed.keys()) or set(closed):
+            kept = {} if job in trained else {n: why for n, why in closed[job].items() if n in own[job]}
+            if kept and job not in waiting:
+                closed[job] = kept
+            else:
+                del closed[job]
+    return views, cluster, {}
 
 
-def _may_avoid(view: JobView, closed: Collection[str], views: Sequence[JobView], cluster: Cluster) -> bool:
-    """True if other nodes could run the job's minimum; of a job that has trained, if they have room for it now."""
-    nodes = [node for node in cluster.nodes if node.node_id not in closed and node.matches(view.selector)]
-    if sum(slots(node.total, view.bundle) for node in nodes) < view.min_workers:
-        return False
-    if not view.most_workers:
-        return True
+def _closed_to(view: JobView, nodes: Mapping[str, str]) -> JobView:
+    condition = f"!in({','.join(sorted(nodes))})"
+    return dataclasses.replace(view, label_selector={**view.label_selector, NODE_LABEL: condition})
+
+
+def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -> dict[str, dict[str, str]]:
+    """By job the nodes that it may avoid, with their reasons: others could run its minimum, and have room if it trains.
+
+    What a job finds room in is gone for the next one.
+    """
     by_id = cluster.by_id()
-    held = {each.job: {n: k for n, k in each.allocation.items() if n in by_id} for each in views if each is not view}
-    left = without(cluster, {job: at for job, at in held.items() if at}, {each.job: each.bundle for each in views})
-    there = {node.node_id for node in nodes if not node.draining}
-    return sum(node.slots(view.bundle) for node in left.nodes if node.node_id in there) >= view.min_workers
+    held = {view.job: {n: k for n, k in view.allocation.items() if n in by_id} for view in views}
+    left = without(cluster, {job: at for job, at in held.items() if at}, {view.job: view.bundle for view in views})
+    free = {node.node_id: dict(node.free) for node in left.nodes}
+    others: dict[object, tuple[list[Node], int]] = {}  # jobs are many, kinds of them few
+    closed = dict[str, dict[str, str]]()
+    for view in views:
+        reasons = {node: why for node, why in avoided.of(view).items() if node in by_id}
+        if not reasons or NODE_LABEL in view.label_selector:
+            continue
+        kind = (tuple(sorted(view.bundle.items())), tuple(sorted(view.selector.items())), frozenset(reasons))
+        if kind not in others:
+            nodes = [node for node in cluster.nodes if node.node_id not in reasons and node.matches(view.selector)]
+            others[kind] = nodes, sum(slots(node.total, view.bundle) for node in nodes)
+        nodes, possible = others[kind]
+        if possible >= view.min_workers and (not view.most_workers or _take(view, nodes, free)):
+            closed[view.job] = reasons
+    return closed
+
+
+def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:
+    """Take from what is free what the job lacks of its minimum on these nodes; False, and nothing, if it is short."""
+    there = [node.node_id for node in nodes if not node.draining]
+    lacking = view.min_workers - sum(view.allocation.get(node, 0) for node in there)
+    taken = dict[str, int]()
+    for node in there:
+        if lacking <= 0:
+            break
+        if here := min(lacking, slots(free[node], view.bundle)):
+            taken[node] = here
+            lacking -= here
+    if lacking > 0:
+        return False
+    for node, workers in taken.items():
+        for name, need in view.bundle.items():
+            free[node][name] = free[node].get(name, 0.0) - workers * need
+    return True

@@ -109,9 +109,9 @@ def test_nodes_wanted_by_type_and_market() -> None:
 
 def test_nodes_that_are_avoided_by_whom() -> None:
     record = NodeRecord()
-    for job, node_id in (("a", "n0"), ("b", "n0"), ("a", "n1")):
-        failure = NodeFailure(node=node_id, worker=f"w{node_id}", cause="OSError", age_s=0.0, starting=True)
-        record.hear(view(job, node_failures=(failure,)), 0.0)
+    for job, node in (("a", "n0"), ("b", "n0"), ("a", "n1")):
+        failure = NodeFailure(node=node, worker="w1", cause="OSError", age_s=0.0, starting=node == "n1")
+        record.hear(view(job, tenant=job, node_failures=(failure,)), 0.0)
     core = dataclasses.replace(snapshot(), node_failures=record.rows(1.0))
     assert values(cluster_samples(core), NODES_AVOIDED) == {("all",): 1, ("some",): 1}
     assert values(cluster_samples(snapshot()), NODES_AVOIDED) == {("all",): 0, ("some",): 0}

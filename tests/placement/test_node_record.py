@@ -18,12 +18,14 @@ from placement.cluster.node_record import (
     MOST_REST_S,
     REST_S,
     WINDOW_S,
+    AvoidedNodes,
     NodeFailure,
     NodeRecord,
 )
 from placement.planning.failing_nodes import avoid_failing
 from placement.planning.slow_nodes import NODE_LABEL
 from placement.policies.goodput.policy import GoodputPolicy
+from placement.policies.shared.base import admit
 from tests.placement.views import cluster, view
 
 
@@ -51,7 +53,7 @@ def test_two_failures_in_ten_minutes_close_a_node_to_the_job_and_those_of_two_jo
     assert not avoids(record, "a", 1.0)
     record.hear(told("a", failure("n0", "w1", 500.0), failure("n0", "w2")), 500.0)
     assert (avoids(record, "a", 501.0), avoids(record, "b", 501.0)) == ({"n0"}, set())
-    record.hear(told("b", failure("n0", "w1")), 600.0)
+    record.hear(told("b", failure("n0", "w1"), tenant="y"), 600.0)
     assert avoids(record, "b", 601.0) == avoids(record, "c", 601.0) == {"n0"}
 
 
@@ -107,8 +109,8 @@ def test_what_is_forgiven_is_not_heard_again() -> None:
 
 def test_a_job_that_was_ended_by_its_own_program_takes_back_what_it_told() -> None:
     record = NodeRecord()
-    record.hear(told("a", failure("n0", "w1", starting=True), failure("n1", "w2")), 0.0)
-    record.hear(told("b", failure("n0", "w1")), 0.0)
+    record.hear(told("a", failure("n0", "w1"), failure("n1", "w2")), 0.0)
+    record.hear(told("b", failure("n0", "w1"), tenant="y"), 0.0)
     assert avoids(record, "c", 1.0) == {"n0"}
     record.ended(told("a", failure("n1", "w2")))
     assert not avoids(record, "c", 1.0)
@@ -128,7 +130,7 @@ def test_whatever_has_failed_a_node_comes_back(times: list[tuple[float, str, boo
     assert after <= before, "without another failure nobody begins to avoid a node"
     free = record.avoided(last_s + MOST_REST_S)
     assert not free.by_job and not free.by_all
-    record.forget(last_s + FORGET_S + 1.0)
+    record.forget(last_s + FORGET_S + 1.0, {"n0"})
     assert not record.rows(last_s + FORGET_S + 1.0)
 
 
@@ -198,3 +200,46 @@ def test_the_allocator_moves_a_job_off_says_why_and_moves_it_back_once_it_is_for
     assert target(20.0, dataclasses.replace(started, age_s=10.0)) == {"n0": 1, "n1": 1} and not core.avoids
     core.handle(JobEnded(job="a", view=told("a")), 30.0)
     assert not core.snapshot().node_failures
+
+
+def test_jobs_of_one_program_and_failed_starts_close_a_node_to_nobody_else() -> None:
+    for kwargs, starting in (({"tenant": "x", "fingerprint": "f"}, False), ({}, True)):
+        record = NodeRecord()
+        for job in "ab":
+            fields = kwargs or {"tenant": job}
+            record.hear(told(job, failure("n0", "w1", starting=starting), **fields), 0.0)
+        assert not record.avoided(1.0).by_all
+    record.hear(told("c", failure("n0", "w1"), tenant="x", fingerprint="f"), 0.0)
+    record.hear(told("d", failure("n0", "w1"), tenant="x", fingerprint="g"), 0.0)
+    assert set(record.avoided(1.0).by_all) == {"n0"}
+
+
+def avoided_by_all(node: str) -> AvoidedNodes:
+    return AvoidedNodes(by_job={}, by_all={node: "it fails"})
+
+
+def test_jobs_that_leave_a_node_share_the_room_elsewhere_and_displace_nobody() -> None:
+    views = [
+        view(f"j{i:02d}", submitted_s=float(i), max_workers=1, most_workers=1, allocation={"n0" if i < 8 else "n1": 1})
+        for i in range(15)
+    ]
+    seen, labelled, notes = avoid_failing(views, cluster(8, 8), avoided_by_all("n0"))
+    moved = [before.job for before, after in zip(views[:8], seen, strict=False) if after is not before]
+    assert moved == ["j00"] and "j00" in notes
+    assert len(admit(seen, labelled).floors) == len(views)
+
+
+def test_a_new_job_that_fits_nowhere_else_runs_on_a_node_that_others_avoid() -> None:
+    full = view("b", allocation={"n0": 4}, min_workers=4, max_workers=4, most_workers=4)
+    seen, labelled, notes = avoid_failing([full, view("a", submitted_s=1.0)], cluster(4, 4), avoided_by_all("n1"))
+    assert "a" in admit(seen, labelled).floors and "a" not in notes
+
+
+def test_what_a_job_tells_is_bounded_and_nodes_that_are_gone_are_forgotten() -> None:
+    record = NodeRecord()
+    failures = [dataclasses.replace(failure(f"n{i}", "w"), cause="x" * 10_000) for i in range(100)]
+    record.hear(told("a", *failures), 0.0)
+    rows = record.rows(0.0)
+    assert len(rows) == 32 and max(len(row.cause) for row in rows) == 200
+    record.forget(1.0, {"n99"})
+    assert [row.node for row in record.rows(1.0)] == ["n99"]
