@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import elastic_ray as er
 from elastic_ray.adaptation import Policy, PolicyView, SetBatch
+from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.run.current import set_session
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.steps.ledger import StepLedger
@@ -103,7 +104,7 @@ def test_over_a_pass_the_steps_add_up_to_those_of_the_initial_batch(
             sizes=[[batch]],
             scale=1.0,
             init_batch_size=first,
-            shape=None,  # type: ignore[arg-type]
+            shape=BatchChoice(atomic_bsz=batch),
             ordinal=0,
             can_switch=lambda world_size: True,
         )
