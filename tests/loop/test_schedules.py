@@ -98,7 +98,8 @@ def test_over_a_pass_the_steps_add_up_to_those_of_the_initial_batch(
     counted, position = 0, 0
     while position < samples:
         batch = min(batches[counted % len(batches)], samples - position)
-        ledger.step = LoaderStep(
+        ledger.depth = 1
+        ledger.step = ledger.outermost = LoaderStep(
             loader_pass=PassProgress(position=position),
             total=samples,
             sizes=[[batch]],
