@@ -17,7 +17,7 @@ from pygments.formatters import HtmlFormatter
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-LINK = re.compile(r"\]\(\.\./([^)#\s]+)\)")
+LINK = re.compile(r"\]\(\.\./([^)#\s]+)(?:#L\d+)?\)")  # a line of it is for the repository alone
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".md": "markdown"}
 FENCE = "``````"  # longer than any fence within a file
 

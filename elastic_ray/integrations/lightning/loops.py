@@ -90,7 +90,8 @@ class ElasticFitLoop(_FitLoop):
         if "combined_loader" in state:
             passes = current_session().progress.passes
             used = passes[0].position if passes else 0  # of an epoch that max_steps have cut short, which is over here
-            state[_PLACE] = {**state.pop("combined_loader")[0], "used": used}
+            cut_short = 0 <= self.max_steps <= self.epoch_loop.global_step
+            state[_PLACE] = {**state.pop("combined_loader")[0], "used": used, "cut_short": cut_short}
         return state
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ class ElasticFitLoop(_FitLoop):
             batches = 0
             if place is not None:
                 place = {**place, "epoch": theirs.processed, "loops": [], "left": 0}
-        elif not within and batches and not progress.is_last_batch and self.max_steps >= 0:  # which have cut it short
+        elif not within and batches and not progress.is_last_batch and _cut_short(place, self.max_steps):
             theirs.processed -= 1
             within = True
             if place is not None:
@@ -165,9 +166,13 @@ class ElasticFitLoop(_FitLoop):
         if states.progress.epoch or states.progress.passes or states.progress.steps:
             return
         begun = RunProgress(epoch=self.epoch_progress.current.processed, steps=self.epoch_loop.global_step)
-        if batches:
+        loader = self._data_fetcher.loader
+        position, samples = batches * loader.batch_size, loader._samples
+        if samples is not None and position >= samples:  # the batch was smaller where they were counted
+            begun.epoch += 1
+        elif position:
             begun.begin_pass(0)
-            begun.passes[0].advance(batches * self._data_fetcher.loader.batch_size)
+            begun.passes[0].advance(position)
         states.start_from(begun)
 
     def _count_epochs(self) -> int:
@@ -355,6 +360,16 @@ def become_elastic(trainer: Any) -> None:
 def trains(trainer: Any) -> bool:
     """Whether a trainer is within its training, not in an evaluation."""
     return trainer is not None and trainer.state.stage == RunningStage.TRAINING
+
+
+def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
+    """Whether ``max_steps`` ended the epoch that was left in its middle, not a callback, for good.
+
+    Args:
+        place: in the data, of the checkpoint; None for one that another strategy wrote, which does not say.
+        max_steps: of this trainer.
+    """
+    return max_steps >= 0 if place is None else bool(place["cut_short"])
 
 
 def _adapts() -> bool:
