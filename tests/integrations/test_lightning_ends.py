@@ -104,6 +104,10 @@ class Scheduled(Model):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[float, int]] = []
+        self.first_epoch = 5
+
+    def on_train_batch_start(self, batch: Any, number: int) -> int | None:
+        return -1 if self.current_epoch == 0 and number == self.first_epoch else None
 
     def training_step(self, batch: Any, _: int) -> Any:
         self.steps.append((self.optimizers().param_groups[0]["lr"], int(batch[1][0])))
@@ -114,7 +118,29 @@ class Scheduled(Model):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def go_on(elastic: bool, folder: Path, ckpt_path: Path | None = None, **options: Any) -> tuple[Any, Any]:
+class Shorten(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Has the first epoch end after three batches, and saves at its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.first_epoch = 3
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def go_on(
+    elastic: bool,
+    folder: Path,
+    ckpt_path: Path | None = None,
+    *,
+    also: tuple[Any, ...] = (),
+    batch_size: int = 4,
+    **options: Any,
+) -> tuple[Any, Any]:
     """Five steps an epoch, of which ``options`` may use less; each step and each epoch's end leaves a checkpoint."""
     set_session(None)
     saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -122,7 +148,7 @@ def go_on(elastic: bool, folder: Path, ckpt_path: Path | None = None, **options:
         strategy=ElasticRayStrategy() if elastic else "auto",
         accelerator="cpu",
         devices=1,
-        callbacks=[saves],
+        callbacks=[saves, *also],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -130,9 +156,8 @@ def go_on(elastic: bool, folder: Path, ckpt_path: Path | None = None, **options:
         **{"max_epochs": 3, **options},
     )
     module = Scheduled()
-    trainer.fit(
-        module, DataLoader(TensorDataset(torch.ones(20, 2), torch.arange(20)), batch_size=4), ckpt_path=ckpt_path
-    )
+    rows = TensorDataset(torch.ones(20, 2), torch.arange(20))
+    trainer.fit(module, DataLoader(rows, batch_size=batch_size), ckpt_path=ckpt_path)
     return trainer, module
 
 
@@ -157,6 +182,28 @@ def test_more_steps_go_on_within_the_epoch_that_fewer_have_cut_short(saved: bool
     go_on(saved, tmp_path / "few", max_steps=7)
     trainer, rest = go_on(True, tmp_path / "again", tmp_path / "few" / "step=7.ckpt", max_steps=9)
     assert (rest.steps, trainer.global_step) == (whole.steps[7:], 9)
+
+
+def test_an_epoch_that_a_callback_has_ended_stays_ended(tmp_path: Path) -> None:
+    saved = tmp_path / "epoch.ckpt"
+    _, whole = go_on(True, tmp_path, also=(Shorten(saved),), max_steps=9)
+    _, rest = go_on(True, tmp_path / "again", saved, max_steps=9)
+    assert (len(whole.steps), rest.steps) == (9, whole.steps[3:])
+
+
+def test_epochs_that_were_too_few_for_max_steps_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, _ = go_on(True, tmp_path, also=(Shorten(tmp_path / "epoch.ckpt"),), max_steps=9, max_epochs=-1)
+    assert trainer.global_step == 8
+    assert "the training ended after 8 of max_steps=9: on_train_batch_start() has ended epochs" in caplog.text
+
+
+@pytest.mark.parametrize(("batch_size", "first"), [(8, 16), (12, 0)])
+def test_a_checkpoint_of_another_strategy_goes_on_with_a_larger_batch(
+    batch_size: int, first: int, tmp_path: Path
+) -> None:
+    go_on(False, tmp_path)
+    trainer, rest = go_on(True, tmp_path / "again", tmp_path / "step=2.ckpt", batch_size=batch_size)
+    assert (rest.steps[0][1], trainer.current_epoch) == (first, 3)
 
 
 def test_alone_a_fit_follows_one_that_has_failed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
@@ -41,6 +43,8 @@ check_overridden(
     },
 )
 
+
+logger = logging.getLogger(__name__)
 
 _PLACE = "elastic_ray_place"  # in a checkpoint: Lightning's loaders, which have no state, refuse one under their name
 
@@ -120,7 +124,14 @@ class ElasticFitLoop(_FitLoop):
             self._came_later = bool(session.progress.passes)
             set_rank()
             _start_anew(self)
-            return super().run()
+            super().run()
+            too_few = epochs.done and self.max_epochs in (None, -1) and self.epoch_loop.global_step < self.max_steps
+            if too_few and not self.trainer.should_stop and not session.adaptation.stopped:
+                logger.warning(
+                    "the training ended after %d of max_steps=%d: on_train_batch_start() has ended epochs before their "
+                    "last batch, so that they were too few; give max_epochs as well",
+                    *(self.epoch_loop.global_step, self.max_steps),
+                )
         except BaseException as error:
             strategy: Any = self.trainer.strategy
             strategy.leave(goes_on=isinstance(error, (WorkerDismissed, LostGroupError, CommunicationFailedError)))
@@ -190,6 +201,8 @@ class ElasticFitLoop(_FitLoop):
                     "dataset has no length: give max_epochs as well"
                 )
             return known
+        if known is not None and is_overridden("on_train_batch_start", self.trainer.lightning_module):
+            return known  # the hook may end an epoch before its last batch
         by_steps = math.ceil(self.max_steps / max(steps, 1))
         return by_steps if known is None else min(known, by_steps)
 
