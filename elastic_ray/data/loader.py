@@ -124,7 +124,7 @@ class AdaptiveDataLoader(ResumableLoader):
             self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
 
     @property
-    def _samples(self) -> int | None:
+    def dataset_size(self) -> int | None:
         """Samples of a pass now, for a dataset may change between epochs; None where they are not known."""
         given = self._given
         if isinstance(given.dataset, IterableDataset):
@@ -162,7 +162,7 @@ class AdaptiveDataLoader(ResumableLoader):
         known = None if self._leads or self._is_late or replaced else loaders.info
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
-        if (samples := self._samples) is not None and max_batch_size > samples:
+        if (samples := self.dataset_size) is not None and max_batch_size > samples:
             raise ValueError(f"max_batch_size must be at most an epoch's {samples} samples, but got {max_batch_size}")
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
@@ -215,7 +215,7 @@ class AdaptiveDataLoader(ResumableLoader):
             (loaders.info is None or (loaders.is_left and not session.elastic)) and not self._given.whole_batches
         ):
             sample = describe_sample(self.dataset)
-            loaders.lead(self, LoaderInfo(limits=self._limits, dataset_size=self._samples, sample=sample))
+            loaders.lead(self, LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample))
 
     @property
     def _leads(self) -> bool:
@@ -268,7 +268,7 @@ class AdaptiveDataLoader(ResumableLoader):
         batch_sampler = self._given.batch_sampler
         if batch_sampler is not None:
             return self._own_batches(len(batch_sampler))  # type: ignore[arg-type]
-        samples = self._samples
+        samples = self.dataset_size
         if samples is None:
             raise TypeError("an AdaptiveDataLoader over an iterable dataset has no length")
         steps, rest = divmod(samples, self.current_batch_size)
@@ -433,4 +433,4 @@ class AdaptiveDataLoader(ResumableLoader):
         return Shares(weights=weights, least=least, most=self._limits.upper)
 
     def _pass_total(self, loader_pass: PassProgress) -> int:
-        return loader_pass.position if self._samples is None else self._samples
+        return loader_pass.position if self.dataset_size is None else self.dataset_size

@@ -130,6 +130,7 @@ def sync(descriptor: int) -> None:
 
 
 def _open_and_sync(path: str, flags: int = 0) -> None:
+    """Sync a file or directory that is not open; one that may not be read is left to the system."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except PermissionError:  # may be written but not read: a drop box

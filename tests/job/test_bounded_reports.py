@@ -210,8 +210,8 @@ def test_lines_stay_wherever_a_writer_ends_that_writes_a_file_anew(
     handler.replaces = replaces
     filesystem = pyarrow.fs.PyFileSystem(handler)
     file, added = LineFile(filesystem, "lines.jsonl", private=True, in_parts=in_parts), []
-    for number in range(20):
-        handler.left = number % 6
+    for number in range(24):
+        handler.left = number % 8
         with contextlib.suppress(OSError):
             file.append([f"{number} a", f"{number} b"])
             added += [f"{number} a", f"{number} b"]

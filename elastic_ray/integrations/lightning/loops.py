@@ -178,7 +178,7 @@ class ElasticFitLoop(_FitLoop):
             return
         begun = RunProgress(epoch=self.epoch_progress.current.processed, steps=self.epoch_loop.global_step)
         loader = self._data_fetcher.loader
-        position, samples = batches * loader.batch_size, loader._samples
+        position, samples = batches * loader.batch_size, loader.dataset_size
         if samples is not None and position >= samples:  # the batch was smaller where they were counted
             begun.epoch += 1
         elif position:
