@@ -50,17 +50,16 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
     packing = _place(counts, wanted, cluster, keep=True)
     if packing.short:
         anew = _place(counts, wanted, cluster, keep=False)
-        if _missing(anew, counts) < _missing(packing, counts):
+        if _missing(anew, counts, wanted) < _missing(packing, counts, wanted):
             return anew
     return packing
 
 
-def _missing(packing: Packing, counts: Mapping[str, int]) -> tuple[int, int]:
-    """Fewer jobs without any worker is better, then fewer workers missing."""
-    return (
-        sum(1 for job, short in packing.short.items() if short == counts[job]),
-        sum(packing.short.values()),
-    )
+def _missing(packing: Packing, counts: Mapping[str, int], jobs: Sequence[JobView]) -> tuple[int, int, int]:
+    """Fewer running jobs without any worker is better, then fewer of all jobs, then fewer workers missing."""
+    without = {job for job, short in packing.short.items() if short == counts[job]}
+    stopped = sum(1 for view in jobs if view.workers and view.job in without)
+    return stopped, len(without), sum(packing.short.values())
 
 
 def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster, *, keep: bool) -> Packing:
@@ -71,10 +70,11 @@ def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster,
         for view in jobs:
             packer.keep(view, counts[view.job])
 
-    def order(view: JobView) -> tuple[float, float, tuple[float, str]]:
+    def order(view: JobView) -> tuple[float, float, int, tuple[float, str]]:
         # Minimums before growth, so that scattered room never costs a job its whole place; large pieces
-        # first.
-        return (-free.share(view), -free.share(view) * counts[view.job], view.arrival)
+        # first, and of equal ones those that fewer nodes can hold.
+        reach = int(np.count_nonzero(free.slots(view)))
+        return (-free.share(view), -free.share(view) * counts[view.job], reach, view.arrival)
 
     ranked = sorted(jobs, key=order)
     # A job in one piece is best placed at once; only when minimums are at stake are they placed before all

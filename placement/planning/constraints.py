@@ -13,14 +13,14 @@ import dataclasses
 import functools
 from collections.abc import Collection, Sequence
 
-from placement.cluster.cluster import Allocation
+from placement.cluster.cluster import Allocation, Cluster
 from placement.cluster.jobs import JobView
 from placement.planning.allowed_sizes import in_allowed_sizes
 from placement.planning.deadlines import guarantee
 from placement.planning.multi_node import check_apart
 from placement.planning.problem import Plan, Problem, Solver, by_priority
 from placement.planning.spot import with_minimums_on_demand
-from placement.planning.tenants import Tenant, by_tenant, check_tenants, kept_without_idle_spot
+from placement.planning.tenants import Tenant, by_tenant, check_tenants
 from placement.planning.whole_nodes import in_whole_nodes, node_worth, on_nodes_of_their_own
 
 _ROUNDS = 8  # a decision is repeated from its own outcome until it stays; more than two are rare
@@ -79,9 +79,10 @@ def decide(
         guaranteed: jobs whose deadlines the last decision guaranteed.
     """
     plans: list[Plan] = []
-    tenants = {tenant.name: tenant for tenant in constraints.tenants}
-    problem = dataclasses.replace(problem, kept=kept_without_idle_spot(problem, tenants))
     running = {view.job for view in problem.views if view.workers}
+    if left := without_idle_spot(problem):  # whose arrival must stop nobody
+        settled = decide(left, solve, constraints, now_s, guaranteed)
+        problem = dataclasses.replace(problem, kept=frozenset(running & settled.allocation.keys()))
     present = problem
     seen = [_places({view.job: view.allocation for view in problem.views})]
     for _ in range(_ROUNDS):
@@ -96,7 +97,18 @@ def decide(
         seen.append(places)
         guaranteed = plan.guaranteed
         present = dataclasses.replace(problem, views=[v.placed(plan.allocation.get(v.job, {})) for v in problem.views])
+    if left and problem.kept - plans[-1].allocation.keys():  # they fit, but not as workers are placed beside others
+        return settled
     return _with_first_reasons(plans)
+
+
+def without_idle_spot(problem: Problem) -> Problem | None:
+    """The problem without spot nodes on which nobody is yet; None where there are none, or nobody runs."""
+    used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
+    left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
+    if not used or len(left) == len(problem.cluster.nodes):
+        return None
+    return dataclasses.replace(problem, cluster=Cluster(nodes=left))
 
 
 def _decide_once(

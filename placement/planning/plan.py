@@ -11,7 +11,7 @@ from placement.cluster.cluster import TOLERANCE, Allocation, AllocationError, Cl
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
-from placement.planning.constraints import Constraints, decide
+from placement.planning.constraints import Constraints, decide, without_idle_spot
 from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
 from placement.planning.slow_nodes import avoid_slow
@@ -103,7 +103,10 @@ def _plan_without_wishes(
         return _ask_policy(policy, problem, now_s)
 
     if not problem.apart and not constraints.concern(problem.views):
-        return solve(problem)
+        plan = solve(problem)
+        stops = any(view.workers and view.job not in plan.allocation for view in problem.views)
+        if not stops or without_idle_spot(problem) is None:
+            return plan
     plan = decide(problem, solve, constraints, now_s, guaranteed)
     check(plan.allocation, {view.job: view.bundle for view in problem.views}, problem.cluster)
     return plan

@@ -230,28 +230,6 @@ def _parts(problem: Problem) -> list[Problem]:
     return found
 
 
-def kept_without_idle_spot(problem: Problem, configured: Mapping[str, Tenant]) -> frozenset[str]:
-    """Running jobs that would keep their minimum if spot nodes on which nobody is yet were not there.
-
-    Args:
-        problem: all jobs and the whole cluster.
-        configured: tenants by name, as far as they are.
-    """
-    names = {view.tenant for view in problem.views}
-    tenants = {name: configured.get(name) or _as_told(name, problem.views) for name in names}
-    used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
-    nodes = problem.cluster.nodes
-    left = tuple(node for node in nodes if not node.spot or node.node_id in used)
-    if not used or len(left) == len(nodes):
-        return frozenset()
-    without = dataclasses.replace(problem, cluster=Cluster(nodes=left))
-    if len(tenants) <= 1 and not any(each.quota for each in tenants.values()):
-        floors: Collection[str] = minimums(without)  # as jobs of one tenant are served
-    else:
-        _, floors = share_out(without, tenants)
-    return frozenset(view.job for view in problem.views if view.workers and view.job in floors)
-
-
 class _Filling:
     """Workers are given out one by one, or a minimum at a time, to see how much each tenant may use."""
 

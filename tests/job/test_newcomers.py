@@ -36,7 +36,7 @@ def train(config: dict[str, Any]) -> int:
         raise OSError(5, "Input/output error", "/data/shard-17")
     model: torch.nn.Module = torch.nn.Linear(1, 2 if fails == "model" else 1)
     if config["fails"] == "twice":  # what the tests before have measured of speeds is of another model
-        model = torch.nn.Sequential(model, torch.nn.Linear(1, 1))
+        model = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     class Rows(torch.utils.data.Dataset[torch.Tensor]):

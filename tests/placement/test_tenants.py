@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from placement.cluster.cluster import MARKET_LABEL, SPOT, Cluster, Node
@@ -203,6 +203,20 @@ jobs_of_two = st.lists(
     spot=st.lists(st.integers(1, 4), min_size=1, max_size=2),
     wanted=jobs_of_two,
     weight=st.sampled_from([1.0, 2.0]),
+)
+# What is lent to a's first job would be given to its third, by shares alone.
+@example(
+    name="goodput", cpus=[2], spot=[1], wanted=[("a", 2, 0, False), ("b", 2, 0, False), ("a", 1, 1, False)], weight=1.0
+)
+# Placed anew, the first would take the room that the second needs.
+@example(name="fifo", cpus=[3], spot=[1], wanted=[("b", 1, 0, False), ("b", 1, 0, True), ("b", 2, 0, True)], weight=1.0)
+# One tenant.
+@example(
+    name="goodput",
+    cpus=[3],
+    spot=[3],
+    wanted=[("a", 1, 0, False), ("a", 3, 0, False), ("a", 2, 0, True), ("a", 1, 1, False)],
+    weight=1.0,
 )
 def test_a_spot_node_that_arrives_stops_nobody(
     name: str, cpus: list[int], spot: list[int], wanted: list[tuple[str, int, int, bool]], weight: float
