@@ -96,5 +96,5 @@ def test_a_step_comes_by_in_the_order_of_the_page() -> None:
 
 
 def test_a_kill_in_backward_comes_by_in_the_order_of_the_page() -> None:
-    calls = called([Kill(KILLED_IN - 1, 2, "backward")], KILLED_IN + 3)
+    calls = called([Kill(KILLED_IN - 1, 2, "backward", after=(1,))], KILLED_IN + 3)
     assert comes_by(calls, named("A worker is killed in backward")) == []
