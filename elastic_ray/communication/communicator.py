@@ -22,7 +22,7 @@ from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.kept_groups import keep_group
-from elastic_ray.communication.nccl import CUDA_POLL_S, form_nccl, has_run, uuid_of
+from elastic_ray.communication.nccl import CUDA_POLL_S, form_nccl, has_run, identity_of
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from elastic_ray.monitoring.traffic import Traffic
@@ -104,7 +104,7 @@ class Communicator:
         named = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         others = set(Connections.of_process())
         try:
-            nonces, apart = _meet(named, rank, world_size, uuid_of(gpu) if gpu is not None else "")
+            nonces, apart = _meet(named, rank, world_size, identity_of(gpu) if gpu is not None else "")
             device = dist.ProcessGroupGloo.create_device(hostname=host)
             self._gloo = _form_gloo(named, rank, world_size, device, until_s)
             gradient_store = dist.PrefixStore("gradients", named)  # type: ignore[attr-defined]

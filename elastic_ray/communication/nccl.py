@@ -15,9 +15,12 @@ import torch.distributed as dist
 CUDA_POLL_S = 2e-4
 
 
-def uuid_of(gpu: int) -> str:
-    """What tells a GPU of this process from all others."""
-    return str(torch.cuda.get_device_properties(gpu).uuid)
+def identity_of(gpu: int) -> str:
+    """What tells a GPU of this process from all others for NCCL, which takes two ranks on one GPU for an error.
+
+    It compares GPUs of one host only: with a ``NCCL_HOSTID`` for each process, several ranks may share a GPU.
+    """
+    return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
 def form_nccl(store: Any, rank: int, world_size: int, timeout_s: float, gpu: int) -> Any:
