@@ -37,6 +37,19 @@ def read(numbers: Sequence[Number]) -> list[float]:
     return found
 
 
+def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
+    """A vector and numbers as floats, with one wait for the device of the vector."""
+    here = [place for place, each in enumerate(numbers) if isinstance(each, Tensor) and each.device == vector.device]
+    rest = read([0.0 if place in here else each for place, each in enumerate(numbers)])
+    if not here:
+        return vector.tolist(), rest
+    beside = torch.stack([torch.as_tensor(numbers[place]) for place in here])
+    values = torch.cat([vector.double(), beside.double()]).tolist()
+    for place, value in zip(here, values[len(vector) :], strict=True):
+        rest[place] = value
+    return values[: len(vector)], rest
+
+
 def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """What an optimizer keeps of parameters, with its counts of steps as floats; fused ones have them on the GPU."""
     counted = [place for place, state in enumerate(states) if isinstance(state.get("step"), Tensor)]

@@ -228,8 +228,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.before_forward()
         if (step := self._run.ledger.outermost) is not self._forwarded:
             vars(self)["_forwarded"] = step
-            if self._run.group.world_size == 1:
-                self._sync.drop_halves()
             if step is not None and self._sync.is_open:
                 self._look_for_carried(step)
         if self._saved_buffers is not None and self.module.training:

@@ -113,7 +113,7 @@ def steps_of(
 def ddp(what: Batches, *, fused: bool = False, **options: Any) -> Iterator[None]:
     with group_of_one(what.device):
         model = nn.parallel.DistributedDataParallel(what.model, gradient_as_bucket_view=True)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused or None)
         yield from steps_of(what, model, optimizer, DataLoader(what.rows, what.batch, shuffle=True), **options)
 
 
@@ -128,7 +128,7 @@ def fsdp2(what: Batches) -> Iterator[None]:
 
 
 def elastic(what: Batches, *, compiled: bool = False, fused: bool = False, **options: Any) -> Iterator[None]:
-    optimizer = torch.optim.AdamW(what.model.parameters(), fused=fused)
+    optimizer = torch.optim.AdamW(what.model.parameters(), fused=fused or None)
     wrapped = er.AdaptiveDataParallel(what.model, optimizer, **options)
     loader = er.AdaptiveDataLoader(what.rows, batch_size=what.batch)
     for _ in er.remaining_epochs_until(1):
@@ -172,6 +172,7 @@ class Measured:
 def measured(side: Side, case: Case, device: torch.device) -> Measured:
     gpu, others, waits, since_s = device.type == "cuda", 0, 0, 0.0
     set_worker_session(None)  # what has run before lets go of its model
+    torch._dynamo.reset()
     gc.collect()
     if gpu:
         torch.cuda.empty_cache()

@@ -538,3 +538,32 @@ def test_a_loop_that_adds_up_gradients_has_no_halves(ranks: Ranks, every: int, b
     found, halved = ranks.run(added_up, True, every, by_number)
     assert halved == 0
     assert found == ranks.run(added_up, False, every, by_number)[0]
+
+
+def held_bytes() -> int:
+    """Of all tensors that Python knows, each storage once."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("adapts", [False, True])
+def test_no_copy_of_a_gradient_outlives_its_step(adapts: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 4096), nn.Linear(4096, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    wrapped = er.AdaptiveDataParallel(model, optimizer)
+    loader = er.AdaptiveDataLoader(TensorDataset(torch.randn(1024, 64)), batch_size=32, seed=0)
+    if adapts:
+        loader.autoscale_batch_size(64)
+    before, halved = held_bytes(), False
+    for _ in er.remaining_epochs_until(2):
+        for (x,) in loader:
+            step: Any = current_session().ledger.outermost
+            halved = halved or step.halved
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+    optimizer.zero_grad()
+    assert halved == adapts
+    assert held_bytes() - before < 0.02 * sum(4 * p.numel() for p in model.parameters())

@@ -302,6 +302,7 @@ class GradientEngine:
 
     def after_step(self, *, agree_on_scale: bool) -> None:
         """All ranks have committed a step that trained: average models, where it is time."""
+        self._reducer.drop_halves()
         if self._drift.average is not None:
             self._drift.after_step(ends=self._ends)
         if agree_on_scale:
@@ -361,10 +362,6 @@ class GradientEngine:
         self._owed.enter_group()
         self._sharded.enter_group()
         self._divided.enter_group()
-
-    def drop_halves(self) -> None:
-        """A step begins: what the first half of the one before has left is of no use any more."""
-        self._reducer.drop_halves()
 
     def remember(self) -> Any:
         """What a step needs to be undone."""

@@ -42,9 +42,6 @@ class GradientSync(GroupDependent, Protocol):
     def explain_strategy(self) -> StrategyTable:
         """What it does with which parameters; raises StrategyError where there is nothing to say."""
 
-    def drop_halves(self) -> None:
-        """A step begins: what the first half of the one before has left is of no use any more."""
-
     def before_forward(self) -> None:
         """The model is about to be called."""
 

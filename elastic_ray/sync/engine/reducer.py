@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import read
+from elastic_ray.batch.device_numbers import Number, read, read_with
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
@@ -151,7 +151,7 @@ class GradientReducer:
             self._sync = True
 
     def drop_halves(self) -> None:
-        """A step begins: what the first half of the one before has left is of no use any more."""
+        """The step is over: what its first half has left is of no use any more."""
         if self._step is not None and self._step.halved:
             for bucket in self._buckets:
                 bucket.drop_carried()
@@ -353,7 +353,9 @@ class GradientReducer:
             flags = self._layout.all_used
         else:
             flags = [float(used) for bucket in self._buckets for used in self._used(bucket)]
-        self._tail.copy_(torch.tensor(head + flags, dtype=self._tail.dtype))
+        # From memory that is pinned a GPU takes them by itself, and nobody waits.
+        told = torch.tensor(head + flags, dtype=self._tail.dtype, pin_memory=self._tail.is_cuda)
+        self._tail.copy_(told, non_blocking=True)
         if self._measures:
             self._statistics.write_norms(self._tail[self._layout.norms])
 
@@ -399,7 +401,9 @@ class GradientReducer:
             if step.is_last_micro and not self._ledger.failed:
                 self._write_back(lambda: [used for bucket in self._buckets for used in bucket.used])
                 if self._measures:
-                    self._statistics.measure_mean(self._buckets, first=True)
+                    self._statistics.take_mean_norms(
+                        self._statistics.mean_norms(self._buckets, first=True, everywhere=False)
+                    )
                 self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
         elif not self._weights.leave_out(step, self._buckets) and (self._measures or self._tries(step)):
             self._measure_alone()
@@ -415,10 +419,22 @@ class GradientReducer:
             if self._unanswered:
                 self._meet()
             self.reduction.finish(checks=self._check_finite)
-            values = self._tail[: layout.step_tag.stop].tolist()
+            add_up = self.reduction.add_up
+            norms: Sequence[Number] = (
+                self._statistics.mean_norms(self._buckets, first=first, everywhere=add_up is not None)
+                if self._measures
+                else []
+            )
+            if self._tail.is_cuda:
+                # One wait for the GPU, for all that is to be known of the step.
+                values, numbers = read_with(self._tail, [*self.reduction.totals, *norms])
+                self.reduction.take_totals(numbers[: len(numbers) - len(norms)])
+                norms = numbers[len(numbers) - len(norms) :]
+            else:
+                values = self._tail[: layout.step_tag.stop].tolist()
             self._consensus.check_same_step(values[layout.step_tag], self._note)
             if self._measures:
-                self._statistics.measure_mean(self._buckets, first=first, add_up=self.reduction.add_up)
+                self._statistics.take_mean_norms(norms, add_up)
             if self._check_finite:
                 self.nonfinite_ranks = self.reduction.nonfinite_ranks()
             self._exchange_rows()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import read
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
-from elastic_ray.sync.operations.buckets import are_finite
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
 
@@ -38,6 +39,8 @@ class Reduction:
 
     Attributes:
         written: positions of buckets whose sums are in ``.grad`` already.
+        totals: sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is
+            finite; none where that is known.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Reduction:
         self._asked = False  # the optimizer was, after the last pass
         self._finite: bool | None = None  # what that pass gave; None until it was looked at
         self.written: set[int] = set()
+        self.totals: list[torch.Tensor] = []
         self._began_s = [0.0] * len(layout.buckets)
         self._took_s = list(self._began_s)
 
@@ -103,7 +107,7 @@ class Reduction:
         Args:
             checks: whether :meth:`is_finite` is asked in every pass.
         """
-        looks = checks or bool(self._owing)
+        looks, self.totals = checks or bool(self._owing), []
         self._took_s = [0.0] * len(self._began_s)
         finished = 0
         going = list(zip(self._layout.buckets, self._layout.operations, strict=True))
@@ -112,7 +116,7 @@ class Reduction:
             going = [each for each in going if self._goes_on(*each, finished, looks=looks)]
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
-        if looks and self._finite is None:
+        if looks and self._finite is None and not self.totals:
             self._finite = True
         if self._owing and not self.is_finite():
             for owing in self._owing:
@@ -131,9 +135,15 @@ class Reduction:
         self._took_s[index] = time.perf_counter() - self._began_s[index]
         if bucket.sliced:
             return False
-        if looks and not are_finite([bucket]):
-            self._finite = False
-        elif bucket.complete and index < len(self._layout.buckets) - 1:
+        if looks:
+            total = bucket.total()
+            if total.is_cuda:  # to look at it is to wait for the GPU
+                self.totals.append(total)
+                return False
+            if not (math.isfinite(total) or bucket.is_finite()):
+                self._finite = False
+                return False
+        if bucket.complete and index < len(self._layout.buckets) - 1:
             bucket.write_back(lambda: ())
             self.written.add(index)
         return False
@@ -161,8 +171,14 @@ class Reduction:
     def is_finite(self) -> bool:
         """Whether the last pass has given finite gradients; the same on all ranks."""
         if self._finite is None:
-            self._finite = are_finite(self._layout.buckets)
-        return self._finite
+            self.take_totals(read(self.totals or [bucket.total() for bucket in self._layout.buckets]))
+        return self._finite is True
+
+    def take_totals(self, values: Sequence[float]) -> None:
+        """What :attr:`totals` are."""
+        if values and self._finite is None:
+            # A sum may overflow where no gradient has.
+            self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Ranks whose own gradients in the last pass are not finite; None where its sum is."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from elastic_ray.batch.device_numbers import read
 from elastic_ray.batch.real_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import preconditioner, squared_norm
-from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 
 _LARGE = 1 << 14
@@ -216,11 +213,3 @@ def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tupl
     sizes = [real_count(p) for p in params]
     body = flat[: sum(sizes)]
     return body, [shaped_like(piece, p) for piece, p in zip(torch.split(body, sizes), params, strict=True)]
-
-
-def are_finite(buckets: Sequence[GradientBucket]) -> bool:
-    """Whether all gradients in the buckets are finite, by one sum over each."""
-    # A sum may overflow where no gradient has.
-    return math.isfinite(sum(read([bucket.total() for bucket in buckets]))) or all(
-        bucket.is_finite() for bucket in buckets
-    )

@@ -86,9 +86,6 @@ class ShardedGradients:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def drop_halves(self) -> None:
-        """Nothing is kept of them here."""
-
     def before_forward(self) -> None:
         """All ranks call the model at the same place.
 

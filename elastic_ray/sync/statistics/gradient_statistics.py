@@ -173,23 +173,37 @@ class GradientStatistics:
                 for at, norm in zip(place[part], norms[part], strict=True):
                     at.copy_(norm) if isinstance(norm, torch.Tensor) else at.fill_(norm)  # a frozen group's has none
 
-    def measure_mean(self, buckets: Sequence[MeasuredGradient], *, first: bool, add_up: _AddUp | None = None) -> None:
-        """The buckets hold the step's mean gradient.
+    def mean_norms(self, buckets: Sequence[MeasuredGradient], *, first: bool, everywhere: bool) -> list[Number]:
+        """What is to be known of the step's mean gradient, for :meth:`take_mean_norms`.
 
         Args:
-            buckets: these.
+            buckets: these hold it.
             first: whether this is rank 0, which alone measures for all.
-            add_up: adds up numbers over all ranks where some buckets hold a part of it; all ranks measure then.
+            everywhere: some buckets hold a part of it, and all ranks measure.
         """
-        self._first, self._mean = first, None
+        self._first = first
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
-        plain = (first or add_up is not None) and (self._variance_due or self._norms_due)
-        if self._noise_due:
-            self._mean = self._norms_of_mean(buckets, preconditioned=self._preconditioned, add_up=add_up)
-        if plain and (self._mean is None or self._preconditioned):
-            self._plain_mean = self._norms_of_mean(buckets, preconditioned=False, add_up=add_up)
-        else:
+        found = self._squared_norms(buckets, self._preconditioned) if self._noise_due else []
+        plain = (first or everywhere) and (self._variance_due or self._norms_due)
+        if plain and (self._preconditioned or not self._noise_due):
+            found += self._squared_norms(buckets, False)
+        return found
+
+    def take_mean_norms(self, numbers: Sequence[Number], add_up: _AddUp | None = None) -> None:
+        """What :meth:`mean_norms` has found.
+
+        Args:
+            numbers: these.
+            add_up: adds up numbers over all ranks, where each measures its part.
+        """
+        known, size = read(numbers), 2 * self._groups
+        self._mean = self._whole(known[:size], add_up) if self._noise_due else None
+        if not known:
+            self._plain_mean = None
+        elif self._noise_due and len(known) == size:
             self._plain_mean = self._mean
+        else:
+            self._plain_mean = self._whole(known[-size:], add_up)
 
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
         """Where each rank has a part of the step's mean gradient: what all ranks add up for :meth:`take_mean`.
@@ -219,7 +233,7 @@ class GradientStatistics:
             self.meter.take_norms(self._plain_mean)
 
     def collect(self, step: LoaderStep, norms: Sequence[float], *, grad_scale: float, goes_on: bool) -> None:
-        """Take in what the pass has shown, after :meth:`measure_mean`.
+        """Take in what the pass has shown, after :meth:`take_mean_norms`.
 
         Args:
             step: the step.
@@ -254,19 +268,25 @@ class GradientStatistics:
             squared = grad_scale * grad_scale
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
-    def _norms_of_mean(
-        self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool, add_up: _AddUp | None = None
-    ) -> list[float]:
+    def _norms_of_mean(self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool) -> list[float]:
         """Squared norms of what the buckets hold, by parameter group."""
+        return self._whole(read(self._squared_norms(buckets, preconditioned)), None)
+
+    def _squared_norms(self, buckets: Sequence[MeasuredGradient], preconditioned: bool) -> list[Number]:
+        """The same, of buckets that hold the whole mean, and then of those that hold a part of it."""
         sums: list[Any] = [0.0] * self._groups
         parts: list[Any] = [0.0] * self._groups
         for bucket in buckets:
             preconditioner = self.noise.preconditioner(bucket) if preconditioned else None
             found = parts if bucket.sliced else sums
             found[bucket.group] = added(found[bucket.group], bucket.squared_norm(preconditioner))
-        known = read([*sums, *parts])
-        whole = add_up(known[self._groups :]) if add_up is not None else known[self._groups :]
-        return [each + part for each, part in zip(known[: self._groups], whole, strict=True)]
+        return [*sums, *parts]
+
+    def _whole(self, known: Sequence[float], add_up: _AddUp | None) -> list[float]:
+        """Of the whole mean."""
+        groups = self._groups
+        parts = add_up(known[groups:]) if add_up is not None else known[groups:]
+        return [each + part for each, part in zip(known[:groups], parts, strict=True)]
 
     # -- the optimizer -------------------------------------------------------------------------------------------------
 
