@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 
 import pytest
 import torch
@@ -42,11 +43,16 @@ def test_what_is_sent_is_that_of_the_moment_and_what_comes_is_in_its_place_after
 
 
 def test_a_peer_that_is_gone_is_a_failure_as_without_a_gpu() -> None:
+    begun = threading.Event()  # else gloo refuses to begin
+
     def work(communicator: Communicator) -> None:
         if communicator.rank == 1:
+            assert begun.wait(30.0)
             communicator.close()
             return
-        communicator.wait_all([receive_staged(communicator._gloo, torch.zeros(3), 1, 5)])
+        works = [receive_staged(communicator._gloo, torch.zeros(3), 1, 5)]
+        begun.set()
+        communicator.wait_all(works)
 
     failed, left = on_ranks(2, work, timeout_s=5.0)
     assert isinstance(failed, CommunicationFailedError) and left is None
