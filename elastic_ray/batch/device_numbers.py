@@ -38,7 +38,7 @@ def read(numbers: Sequence[Number]) -> list[float]:
 
 
 def read_with(vector: Tensor, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-    """A vector and numbers as floats, with one wait for the device of the vector."""
+    """Read a vector and numbers as floats, with one wait for the device of the vector."""
     here = [place for place, each in enumerate(numbers) if isinstance(each, Tensor) and each.device == vector.device]
     rest = read([0.0 if place in here else each for place, each in enumerate(numbers)])
     if not here:

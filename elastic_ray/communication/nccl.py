@@ -16,7 +16,7 @@ CUDA_POLL_S = 2e-4
 
 
 def identity_of(gpu: int) -> str:
-    """What tells a GPU of this process from all others for NCCL, which takes two ranks on one GPU for an error.
+    """Return what NCCL tells GPUs apart by; it takes two ranks with the same for an error.
 
     It compares GPUs of one host only: with a ``NCCL_HOSTID`` for each process, several ranks may share a GPU.
     """

@@ -86,7 +86,7 @@ class FiniteWatch:
         return False
 
     def _grads_are_finite(self, grads: list[torch.Tensor]) -> bool:
-        """Whether all are finite; on a GPU whether those of steps before were, as far as they have run."""
+        """Return whether all are finite; on a GPU, whether those of earlier steps were that the GPU has come to."""
         if not grads:
             return True
         # On CPUs torch takes 17 times as long for the largest value as for the 2-norm, an eighth of a ResNet's step.
@@ -125,7 +125,7 @@ class LaggingLook:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
 
     def are_finite(self, number: torch.Tensor) -> bool:
-        """Whether those are that were given before, and that the GPU has come to since; takes another one."""
+        """Take another number; return whether those before it are finite that the GPU has come to since."""
         finite = True
         while self._going and self._going[0][0].query():  # type: ignore[no-untyped-call]
             finite = math.isfinite(self._going.popleft()[1]) and finite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_ray.batch.device_numbers import added, read, with_steps_read
+from elastic_ray.batch.device_numbers import Number, added, read, read_with, with_steps_read
 from elastic_ray.batch.statistics import preconditioner
 
 
@@ -54,3 +55,15 @@ def test_preconditioners_of_a_fused_optimizer_do_not_wait_for_each_count_of_step
 def test_states_without_a_count_are_as_they_are() -> None:
     states = [{"step": torch.tensor(3.0), "other": 1}, {}, {"step": 2}]
     assert with_steps_read(states) == [{"step": 3.0, "other": 1}, {}, {"step": 2}]
+
+
+def test_a_vector_and_numbers_are_read_in_their_order() -> None:
+    numbers: list[Number] = [3.0, torch.tensor(4.0), 5.0, torch.tensor(6.5, dtype=torch.float64)]
+    assert read_with(torch.tensor([1.0, 2.0]), numbers) == ([1.0, 2.0], [3.0, 4.0, 5.0, 6.5])
+    assert read_with(torch.tensor([1.0, 2.0]), [3.0]) == ([1.0, 2.0], [3.0])
+    assert read_with(torch.tensor([1.0]), []) == ([1.0], [])
+
+
+def test_what_is_not_finite_stays_so_beside_a_vector() -> None:
+    vector, numbers = read_with(torch.tensor([1.0]), [torch.tensor(math.inf), torch.tensor(math.nan)])
+    assert vector == [1.0] and numbers[0] == math.inf and math.isnan(numbers[1])
