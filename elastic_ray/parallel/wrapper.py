@@ -48,6 +48,7 @@ from elastic_ray.parallel.refusals import (
 from elastic_ray.parallel.scalers import check_scaler
 from elastic_ray.parallel.schedulers import Schedulers
 from elastic_ray.parallel.signature import describe_model
+from elastic_ray.parallel.torch_state_dicts import follow_in_torch
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
@@ -185,6 +186,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             raise
         patch_step(optimizer, self._step)
         patch_state_dict(optimizer, self._tiles)
+        follow_in_torch((self, module), optimizer, self._tiles)
         if self._tables:
             patch_zero_grad(optimizer, self._tables.zero)
 

@@ -315,6 +315,15 @@ _TORCH = (
         instead="a tensor on meta",
     ),
     PrivateNames(
+        home="torch.distributed.checkpoint.state_dict",
+        names=(
+            *("_get_model_state_dict", "_get_optim_state_dict", "_init_optim_state"),
+            *("_load_model_state_dict", "_load_optim_state_dict"),
+        ),
+        why="its functions know of state that lies with several ranks, whenever programs have imported them",
+        instead="model.state_dict() and optimizer.state_dict() alone; torch's functions give parts as the whole",
+    ),
+    PrivateNames(
         home="torch.distributed.checkpoint.filesystem",
         names=("_StorageInfo",),
         why="torch's own tools read our sharded checkpoints",

@@ -1,0 +1,162 @@
+"""Functions of ``torch.distributed.checkpoint.state_dict`` on models whose state lies with several ranks (torch).
+
+They know of no group that changes. So they would give a part of the state as if it were the whole on all ranks but the
+first, step an optimizer whose state they do not find in ``optimizer.state``, and look for a default process group.
+Programs have imported these functions by name before a model is wrapped, so the parts that they call are replaced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.loop.api import current_session
+from elastic_ray.loop.collectives import broadcast
+from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
+
+_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
+_MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True for a sharded one
+_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+_REPLACED: set[str] = set()
+
+
+def follow_in_torch(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, divided: Any) -> None:
+    """Have torch's functions know a model, by each of ``models``, and its optimizer, of which ranks hold parts.
+
+    Importing torch's module takes half a second: models whose state is not divided do without, unless it is there.
+    """
+    for model in models:
+        _MODELS[model] = isinstance(divided, ShardedOptimizer)
+    _OPTIMIZERS[optimizer] = divided
+    if not divided.tiled and _FUNCTIONS not in sys.modules:
+        return
+    import torch.distributed.checkpoint.state_dict as functions
+
+    for name, ours in _OURS.items():
+        if name not in _REPLACED:
+            _REPLACED.add(name)
+            theirs = getattr(functions, name)
+            setattr(functions, name, functools.wraps(theirs)(functools.partial(ours, theirs)))
+
+
+def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
+    """Whole parameters, on the ranks that torch promises them to."""
+    if not info.handle_model or not _MODELS.get(model):
+        return theirs(model, info)
+    if not info.full_state_dict:
+        raise _no_shards("get_state_dict()" if info.handle_optim else "get_model_state_dict()")
+    return _shared(theirs(model, info), info)
+
+
+def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
+    """Whole states, on the ranks that torch promises them to."""
+    ours = _known(optimizers)
+    if not info.handle_optim or not ours:
+        return theirs(model, optimizers, info)
+    if not info.full_state_dict and any(isinstance(each, ShardedOptimizer) for each in ours):
+        raise _no_shards("get_state_dict()" if info.handle_model else "get_optimizer_state_dict()")
+    divided = any(each.divided for each in ours)
+    found = theirs(model, optimizers, info)
+    return _shared(found, info) if divided else found
+
+
+def _init_optimizer(theirs: Callable[[Any], None], optimizer: torch.optim.Optimizer) -> None:
+    """Make first states as torch does, but by no step of an optimizer whose states are not in ``optimizer.state``."""
+    (divided,) = _known((optimizer,)) or (None,)
+    if divided is None or not (isinstance(divided, ShardedOptimizer) or divided.divided):
+        theirs(optimizer)
+
+
+def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
+    """Load whole parameters; those of rank 0 if it is to share them."""
+    if not info.handle_model or model not in _MODELS:
+        return theirs(model, state_dict, info)
+    if info.broadcast_from_rank0:
+        state_dict = _of_rank_zero(state_dict)
+    elif _MODELS[model] and not state_dict:
+        raise _nothing("set_state_dict()" if info.handle_optim else "set_model_state_dict()")
+    return theirs(model, state_dict, _as_given(info))
+
+
+def _load_optimizers(
+    theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any
+) -> Any:
+    """Load whole states; those of rank 0 if it is to share them."""
+    ours = _known(optimizers)
+    if not info.handle_optim or not ours:
+        return theirs(model, optimizers, state_dict, info)
+    name = "set_state_dict()" if info.handle_model else "set_optimizer_state_dict()"
+    divided = any(isinstance(each, ShardedOptimizer) or each.divided for each in ours)
+    if info.broadcast_from_rank0:
+        state_dict = _of_rank_zero(state_dict)
+    elif divided and not state_dict:
+        raise _nothing(name)
+    if divided and state_dict and "state" not in state_dict:
+        raise RuntimeError(
+            f"{name} cannot load a flat state dict into an optimizer whose state lies with several ranks: save it "
+            "without flatten_optimizer_state_dict=True"
+        )
+    return theirs(model, optimizers, state_dict, _as_given(info))
+
+
+def _known(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    return [_OPTIMIZERS[each] for each in optimizers if each in _OPTIMIZERS]
+
+
+def _as_given(info: Any) -> Any:
+    """The options of loading whole tensors that each rank has: torch would divide them over a mesh of its own."""
+    return dataclasses.replace(info, full_state_dict=False, broadcast_from_rank0=False)
+
+
+def _shared(state: Any, info: Any) -> Any:
+    """What rank 0 has: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all ranks get it.
+
+    Raises:
+        CommunicationFailedError: rank 0 is lost, and with it the whole.
+    """
+    first = current_session().rank == 0
+    if info.full_state_dict and info.cpu_offload:
+        return state if first else {}
+    whole, found = broadcast((first, state if first else {}))
+    if not whole:
+        raise CommunicationFailedError("rank 0, which had the whole state, was lost before it had sent it")
+    return found
+
+
+def _of_rank_zero(state_dict: Any) -> Any:
+    """The state that rank 0 was given, in a dict that torch may change."""
+    found = broadcast(state_dict if current_session().rank == 0 else {})
+    return state_dict if current_session().world_size == 1 else found
+
+
+def _no_shards(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} of a sharded model must be given options=StateDictOptions(full_state_dict=True), with which all ranks "
+        "get whole tensors, or full_state_dict=True and cpu_offload=True, with which rank 0 gets them and the others "
+        "an empty dict; all ranks must call it. Shards of a group that changes are not given: automatic checkpoints "
+        "write them"
+    )
+
+
+def _nothing(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} must be given whole tensors on every rank, but got an empty state dict on rank "
+        f"{current_session().rank}: where only rank 0 has them, give options=StateDictOptions(full_state_dict=True, "
+        "broadcast_from_rank0=True)"
+    )
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "_get_model_state_dict": _get_model,
+    "_get_optim_state_dict": _get_optimizers,
+    "_init_optim_state": _init_optimizer,
+    "_load_model_state_dict": _load_model,
+    "_load_optim_state_dict": _load_optimizers,
+}
