@@ -314,9 +314,7 @@ def _claim_sweeps() -> None:
     def claim_and_add(self: TuneController) -> None:
         watch, name = _watch_of(self), _sweep_of(self)
         if name and watch.driver is None:
-            driver = this_driver(self.experiment_path)
-            claim_sweep(name, _elastic_of(self)[0]._template.promise, driver)
-            watch.driver = driver
+            watch.claim(name, _elastic_of(self)[0]._template.promise, self.experiment_path)
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
@@ -361,6 +359,12 @@ class _Watch:
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
+
+    def claim(self, name: str, promise: Promise | None, folder: str) -> None:
+        """Become the driver of the sweep of this name; raises SweepRunsError where it has one."""
+        driver = this_driver(folder)
+        claim_sweep(name, promise, driver)
+        self.driver = driver
 
     def due(self) -> bool:
         """Whether it is time to look again; it is not for a while, afterwards."""
