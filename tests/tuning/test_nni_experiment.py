@@ -214,10 +214,13 @@ import ray
 sys.path.insert(0, {root!r})
 from tests.tuning.nni_trials import batch, for_nni
 from tests.tuning.test_nni_experiment import experiment
+from elastic_ray import ElasticConfig
 from pathlib import Path
 
 ray.init(address={address!r})
-found = experiment(Path({folder!r}), batch({{"quality": 1.0, "epochs": 10000}}), tuner="Batch")
+config = ElasticConfig(warm_workers_per_node=0, lease_s=10.0)
+space = batch({{"quality": 1.0, "epochs": 10000}})
+found = experiment(Path({folder!r}), space, tuner="Batch", elastic_config=config)
 found.start(0)
 print("MANAGER", found.nni._proc.pid, flush=True)
 found.wait()
