@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import posixpath
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from placement.allocator.actor import find_allocator
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
 from tuning.in_tune import in_tune
-from tuning.sweep import StopWatch, SweepStoppedError
+from tuning.sweep import StopWatch, SweepDriver, SweepStoppedError, claim_sweep, release_sweep, this_driver
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable
 
@@ -84,8 +85,8 @@ def elastic(
             trained nothing in vain, and its processes are free at once. 1 hides that time where epochs are short.
         keep_s: how long a trial's processes wait for the sweep's next trial before they end [s]; they hold no
             resources. 10 s after the last trial they end anyway.
-        sweep: name of the sweep, also its tenant: sweeps of one name share weight and processes. By default the name of
-            the Tune experiment.
+        sweep: name of the sweep, also its tenant; ``fit()`` raises ``SweepRunsError`` while another sweep of the name
+            runs, and one that follows within seconds uses its processes. By default the name of the Tune experiment.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -108,6 +109,7 @@ def elastic(
     )
     spec = dataclasses.replace(template.spec, train_loop=in_tune(template.spec.train_loop))
     template = dataclasses.replace(template, spec=spec)
+    _claim_sweeps()
     name = getattr(train_loop_or_trainer, "__name__", "trial")
     return type(f"elastic_{name}", (ElasticTrainable,), {"_template": template})
 
@@ -141,6 +143,7 @@ class ElasticTrainable(Trainable):
         _check_space(config)
         _tell_kept_actors()
         _end_stopped_sweeps()
+        _claim_sweeps()
         on = on_head() if ray.is_initialized() else {}
         if on:
             find_allocator()  # it starts while trials do, which will need it
@@ -302,23 +305,66 @@ def _end_stopped_sweeps() -> None:
     TuneController._stop_experiment_if_needed = look_and_end  # type: ignore[method-assign]
 
 
+def _claim_sweeps() -> None:
+    """Have Tune's loop, which is to run in this process, claim the sweep's name before it starts the first trial."""
+    add, clean = getattr(TuneController, "_maybe_add_actors", None), getattr(TuneController, "cleanup", None)
+    if add is None or clean is None or add.__module__ == __name__:
+        return
+
+    def claim_and_add(self: TuneController) -> None:
+        watch, name = _watch_of(self), _sweep_of(self)
+        if name and watch.driver is None:
+            watch.claim(name, _elastic_of(self)[0]._template.promise, self.experiment_path)
+        add(self)
+
+    def clean_and_release(self: TuneController) -> None:
+        watch, name = _watch_of(self), _sweep_of(self)
+        clean(self)
+        if name and watch.driver is not None:
+            release_sweep(name, watch.driver)
+
+    TuneController._maybe_add_actors = claim_and_add  # type: ignore[method-assign]
+    TuneController.cleanup = clean_and_release  # type: ignore[method-assign]
+
+
 def _why_stopped(controller: TuneController) -> str:
     """Why the sweep of an experiment's trials was stopped; empty if it was not, or it is not time to look again."""
-    watch: _Watch = vars(controller).setdefault("_elastic_watch", _Watch())
-    if not watch.due():
+    watch = _watch_of(controller)
+    if not watch.due() or not (name := _sweep_of(controller)):
         return ""
+    return watch.stops.look(name, watch.driver)
+
+
+def _elastic_of(controller: TuneController) -> tuple[Any, ...]:
+    """The class of an elastic trial of the experiment, and the directory name of the experiment; empty for none."""
     trials = controller.get_trials()  # type: ignore[no-untyped-call]
     trial = next((t for t in trials if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
-    if trial is None:
-        return ""
-    return watch.stops.look(trial.get_trainable_cls()._template.sweep or trial.storage.experiment_dir_name)
+    return () if trial is None else (trial.get_trainable_cls(), trial.storage.experiment_dir_name)
+
+
+def _sweep_of(controller: TuneController) -> str:
+    """Name of the experiment's sweep; empty if it has no elastic trial (yet)."""
+    found = _elastic_of(controller)
+    return str(found[0]._template.sweep or found[1]) if found else ""
+
+
+def _watch_of(controller: TuneController) -> _Watch:
+    """What this module keeps of an experiment, beside its attributes: ``Tuner.restore`` would bring those back."""
+    return _watches.setdefault(controller, _Watch())
 
 
 class _Watch:
-    """When an experiment looks again whether its sweep was stopped, and how."""
+    """When an experiment looks again whether its sweep was stopped, and how; and as which driver."""
 
     def __init__(self) -> None:
         self._next_s, self.stops = 0.0, StopWatch()
+        self.driver: SweepDriver | None = None
+
+    def claim(self, name: str, promise: Promise | None, folder: str) -> None:
+        """Become the driver of the sweep of this name; raises SweepRunsError where it has one."""
+        driver = this_driver(folder)
+        claim_sweep(name, promise, driver)
+        self.driver = driver
 
     def due(self) -> bool:
         """Whether it is time to look again; it is not for a while, afterwards."""
@@ -327,6 +373,9 @@ class _Watch:
             return False
         self._next_s = now_s + _LOOK_S
         return True
+
+
+_watches: weakref.WeakKeyDictionary[TuneController, _Watch] = weakref.WeakKeyDictionary()
 
 
 def _check_space(config: Mapping[str, Any]) -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import secrets
+import socket
 import time
 from typing import Any
 
@@ -33,6 +36,8 @@ _ATTEMPTS = 5
 _OPEN_S = 120.0
 _STOP_S = 15.0  # for trials to end their steps
 _TOLD_S = 2.0  # within which all drivers of a sweep that was stopped have asked
+_SEEN_S = 5.0  # a driver that has no trial and has not asked for so long has ended
+_SILENT_S = 60.0  # the same for one with trials: a searcher may keep its loop busy
 
 
 class SweepStoppedError(RuntimeError):
@@ -44,6 +49,76 @@ class SweepStoppedError(RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SweepStoppedError, self._arguments
+
+
+class SweepRunsError(RuntimeError):
+    """Another sweep of this name runs on the cluster."""
+
+    def __init__(self, sweep: str, runs: str) -> None:
+        super().__init__(
+            f"sweep {sweep!r} runs already ({runs}): two sweeps of one name at a time would weigh each other's trials, "
+            "and `elastic-ray stop` would end both. Give this one a name of its own, with tuning.elastic(sweep=...), "
+            "tune.RunConfig(name=...) or tuning.nni.Experiment(name=...), or wait until the other has ended"
+        )
+        self._arguments = sweep, runs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SweepRunsError, self._arguments
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SweepDriver:
+    """Who drives a sweep: one ``Tuner.fit()`` or one NNI experiment.
+
+    Attributes:
+        token: unique among all drivers.
+        ray_job: Ray job of its process.
+        folder: directory of the sweep's results; the same after ``Tuner.restore``.
+        words: the process, for people.
+    """
+
+    token: str
+    ray_job: str
+    folder: str
+    words: str
+
+
+def this_driver(folder: str) -> SweepDriver:
+    """Return a new driver in this process, of the sweep with its results in ``folder``."""
+    return SweepDriver(
+        token=secrets.token_hex(8),
+        ray_job=ray.get_runtime_context().get_job_id(),
+        folder=folder,
+        words=f"driven by process {os.getpid()} on {socket.gethostname()}, results in {folder}",
+    )
+
+
+def claim_sweep(name: str, promise: Promise | None, driver: SweepDriver) -> None:
+    """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
+
+    Raises:
+        SweepRunsError: another sweep of this name runs.
+    """
+    deadline = time.monotonic() + 2 * _SEEN_S
+    for attempt in range(_ATTEMPTS):
+        try:
+            sweep = find_sweep(name, promise)
+            while runs := ray.get(sweep.claim.remote(driver, promise), timeout=_OPEN_S):
+                busy, words = runs
+                if busy or time.monotonic() > deadline:
+                    raise SweepRunsError(name, words)
+                time.sleep(_LOOK_S)
+        except RayActorError:  # it had nothing to do and has just ended itself
+            time.sleep(0.2 * (attempt + 1))
+        else:
+            return
+    raise RuntimeError(f"the actor of sweep {name!r} ends again and again before the sweep can begin")
+
+
+def release_sweep(name: str, driver: SweepDriver) -> None:
+    """Let other sweeps have the name; waits for no answer."""
+    if ray.is_initialized() and (sweep := find_actor(f"sweep:{name}")) is not None:
+        sweep.release.remote(driver.token)
 
 
 def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
@@ -71,8 +146,11 @@ class StopWatch:
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
 
-    def look(self, name: str) -> str:
-        """Why this sweep was stopped, once none of its trials runs any more; empty before."""
+    def look(self, name: str, driver: SweepDriver | None = None) -> str:
+        """Why this sweep was stopped, once none of its trials runs any more; empty before.
+
+        Asking says that the driver lives.
+        """
         asked = self._asked.pop(name, None)
         if asked is not None and not ray.wait([asked], timeout=0)[0]:
             self._asked[name] = asked
@@ -81,7 +159,7 @@ class StopWatch:
             if asked is not None and (reason := str(ray.get(asked))):
                 return reason
             if (sweep := find_actor(f"sweep:{name}")) is not None:
-                self._asked[name] = sweep.stopped.remote()
+                self._asked[name] = sweep.stopped.remote(driver)
         except RayError:  # it has ended: no trial runs
             pass
         return ""
@@ -150,9 +228,35 @@ class Sweep:
         self._processes = SweepProcesses(name)
         self._cached = CheckpointCache()
         self._handle = ray.get_runtime_context().current_actor
+        self._driver: SweepDriver | None = None
+        self._folder, self._seen_s = "", 0.0
         self._since_s = time.monotonic() + _FIRST_S
         self._stop_reason, self._stopped_by_s, self._stopped, self._told_s = "", 0.0, False, 0.0
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
+
+    async def claim(self, driver: SweepDriver, promise: Promise | None) -> tuple[bool, str] | None:
+        """Make ``driver`` the sweep's, unless another one may still drive it.
+
+        Returns:
+            None if it is, else whether the other one surely runs, and what it is in words.
+        """
+        now_s, other = time.monotonic(), self._driver
+        if other is not None and other.token != driver.token and not _has_ended(other):
+            silent_s = now_s - self._seen_s
+            if silent_s < (_SILENT_S if self._busy else _SEEN_S):
+                return bool(self._busy) or silent_s < _TOLD_S, other.words
+        if not self._busy:  # else it was resumed
+            self._promise = promise
+            self._stop_reason, self._stopped, self._told_s = "", False, 0.0
+        if driver.folder != self._folder:
+            self._records = {each.trial: self._records[each.trial] for each in self._busy.values()}
+        self._driver, self._folder, self._seen_s, self._since_s = driver, driver.folder, now_s, now_s
+        return None
+
+    async def release(self, token: str) -> None:
+        """The driver with this token has ended."""
+        if self._driver is not None and self._driver.token == token:
+            self._driver = None
 
     async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
         """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared."""
@@ -232,8 +336,14 @@ class Sweep:
         logger.info("sweep %s: stopped with %d trials: %s", self._name, len(self._busy), reason)
         return len(self._busy)
 
-    async def stopped(self) -> str:
-        """Why it was stopped, once no trial runs any more; empty before."""
+    async def stopped(self, driver: SweepDriver | None = None) -> str:
+        """Why it was stopped, once no trial runs any more; empty before.
+
+        Args:
+            driver: who asks; None for one that has not claimed the sweep.
+        """
+        if driver is not None and self._driver in (None, driver):  # None: this actor was made again
+            self._driver, self._folder, self._seen_s = driver, driver.folder, time.monotonic()
         if self._stopped:
             self._told_s = self._told_s or time.monotonic()
         return self._stop_reason if self._stopped else ""
@@ -314,6 +424,12 @@ class Sweep:
                 await asyncio.sleep(_LOOK_S)
                 if not self._busy:
                     ray.kill(self._handle)
+
+
+def _has_ended(driver: SweepDriver) -> bool:
+    """True if Ray knows that the driver's process has ended."""
+    private: Any = ray._private
+    return any(each["JobID"] == driver.ray_job and each["IsDead"] for each in private.state.jobs())
 
 
 async def _is_gone(controller: Any) -> bool:

@@ -23,6 +23,7 @@ from tests.local_cluster import LocalCluster
 from tests.tuning.nni_trials import QUALITY, batch, for_elastic_ray, for_nni
 from tuning import Promise
 from tuning.nni import Experiment, ExperimentFailedError
+from tuning.sweep import SweepRunsError
 
 if importlib.util.find_spec("nni") is None:
     pytest.skip("NNI is not installed: pip install 'elastic-ray[nni]'", allow_module_level=True)
@@ -109,6 +110,37 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_an_experiment_that_is_stopped_ends_its_trials_and_another_of_its_name_is_refused_before(
+    sweep_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    import psutil
+
+    space = batch(*({"quality": float(quality), "epochs": 10000} for quality in (1, 2, 3, 4)))
+    found = experiment(tmp_path, space, tuner="Batch", trial_concurrency=2, name="halted")
+    found.start(0)
+    try:
+        manager = psutil.Process(found.nni._proc.pid)
+        wait_for(lambda: sum(bool(each.reports) for each in found.results().trials) == 2, 100)
+        with pytest.raises(SweepRunsError, match=r"sweep 'halted' runs already \(driven by process"):
+            experiment(tmp_path, space, tuner="Batch", name="halted").start(0)
+        command = [sys.executable, "-m", "elastic_ray.cli", "stop", "halted"]
+        environment = {**os.environ, "RAY_ADDRESS": sweep_cluster.address}
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170)
+        assert (said.returncode, said.stdout) == (0, "the sweep ends; 2 trials are stopped\n"), said.stderr
+        found.wait()
+    finally:
+        found.stop()
+    assert not manager.is_running()
+    assert not _commands(tmp_path)
+    trials = found.results().trials
+    assert sum(bool(each.reports) for each in trials) == 2, "no other trial has started"
+    assert not [each for each in trials if each.status in ("RUNNING", "WAITING")]
+    wait_for(lambda: ray.available_resources().get("slot") == 4, STOP_S)
+    ends = [path.read_text().splitlines()[-1] for path in tmp_path.rglob("events.jsonl")]
+    assert len(ends) == 2 and all("the sweep was stopped: elastic-ray stop" in end for end in ends)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tuner", "options"),
     [
@@ -182,10 +214,13 @@ import ray
 sys.path.insert(0, {root!r})
 from tests.tuning.nni_trials import batch, for_nni
 from tests.tuning.test_nni_experiment import experiment
+from elastic_ray import ElasticConfig
 from pathlib import Path
 
 ray.init(address={address!r})
-found = experiment(Path({folder!r}), batch({{"quality": 1.0, "epochs": 10000}}), tuner="Batch")
+config = ElasticConfig(warm_workers_per_node=0, lease_s=10.0)
+space = batch({{"quality": 1.0, "epochs": 10000}})
+found = experiment(Path({folder!r}), space, tuner="Batch", elastic_config=config)
 found.start(0)
 print("MANAGER", found.nni._proc.pid, flush=True)
 found.wait()

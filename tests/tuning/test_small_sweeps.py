@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
 from ray.tune.search import Searcher
 
+import tuning
 from elastic_ray.cli import cluster
 from placement.allocator.actor import NAME
-from placement.ray_cluster.named_actors import NAMESPACE
+from placement.ray_cluster.named_actors import NAMESPACE, find_actor
 from tests.local_cluster import LocalCluster
 from tests.tuning.sweeps import fit, trainable
+from tuning.sweep import SweepRunsError
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 4}), pytest.mark.timeout(1000)]
 
@@ -211,3 +214,56 @@ def test_a_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCl
     assert len(stop.reported) == 2, "no other trial has started"
     reasons = [line for path in tmp_path.rglob("events.jsonl") for line in path.read_text().splitlines()[-1:]]
     assert len(reasons) == 2 and all("the sweep was stopped: enough of it" in reason for reason in reasons)
+
+
+class Meanwhile(tune.Callback):
+    """Does something once, at the first report of a sweep, and keeps the error that it raises."""
+
+    def __init__(self, does: Callable[[], Any]) -> None:
+        self.does, self.error = does, ""
+
+    def on_trial_result(self, **_: Any) -> None:
+        if not self.error:
+            self.error = "none"
+            try:
+                self.does()
+            except SweepRunsError as error:
+                self.error = str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["begun", "resumed"])
+def test_a_second_sweep_of_a_name_is_refused_while_the_first_runs(
+    shared_cluster: LocalCluster, tmp_path: Path, how: str
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    space = {"epochs": 6, "pause_s": 0.0}
+    twin = trainable(workers=1, sweep="twins")
+
+    def again() -> None:
+        if how == "begun":
+            fit(second, space, elastic=trainable(workers=1, sweep="twins"))
+        else:
+            tune.Tuner.restore(str(first / "named"), trainable=twin).fit()
+
+    meanwhile = Meanwhile(again)
+    grid = fit(first, space, elastic=twin, num_samples=2, run={"name": "named", "callbacks": [meanwhile]})
+    assert "sweep 'twins' runs already (driven by process" in meanwhile.error
+    assert f"results in {first / 'named'})" in meanwhile.error
+    assert not grid.errors
+    assert [len(each.metrics_dataframe) for each in grid] == [6, 6]
+    assert not list(second.rglob("run_00")), "the second one has started no trial"
+
+
+@pytest.mark.slow
+def test_a_sweep_that_follows_one_of_its_name_at_once_is_not_compared_with_it(
+    shared_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    for folder in ("first", "second"):
+        promise = tuning.Promise(metric="score", mode="max", max_t=len(folder))
+        grid = fit(tmp_path / folder, {"epochs": 2}, elastic=trainable(workers=1, sweep="twins", promise=promise))
+        assert not grid.errors
+    sweep: Any = find_actor("sweep:twins")
+    records, kept = ray.get(sweep.__ray_call__.remote(lambda actor: (list(actor._records), actor._promise)))
+    assert len(records) == 1
+    assert kept == promise

@@ -27,7 +27,7 @@ from tuning.nni.results import ExperimentFailedError, Outcome, Results
 from tuning.nni.serving import ExperimentContext, TrialServer
 from tuning.nni.spaces import check_space
 from tuning.nni.wire import DEFAULT
-from tuning.sweep import StopWatch
+from tuning.sweep import StopWatch, SweepDriver, claim_sweep, release_sweep, this_driver
 from tuning.trial_job import make_template
 from tuning.trials import Promise
 
@@ -38,6 +38,8 @@ _LOST_AFTER_S = 10.0  # a head that was restarted is back by then
 _EXHAUSTED_AFTER_S = 4.0  # without a running trial, after the tuner had no more; it may have some after a trial's end
 _STOP_TIMEOUT_S = 10.0
 _ENDS = ("DONE", "STOPPED", "STOPPING")
+_RUNS = ("RUNNING", "WAITING")
+_CANCELED = "USER_CANCELED"  # NNI's word for what ran when its experiment was stopped
 _NAME = r"[A-Za-z0-9._=,+-]{1,100}"
 
 
@@ -145,6 +147,8 @@ class Experiment:
         self._last: ExperimentState | None = None
         self._answered_s = self._busy_s = 0.0
         self._stops = StopWatch()
+        self._driver: SweepDriver | None = None
+        self._stopped = False
 
     @property
     def nni(self) -> Any:
@@ -171,7 +175,8 @@ class Experiment:
 
         Raises:
             ExperimentFailedError: the Ray cluster, NNI's manager or the tuner is gone; it has the results so far.
-            ImpossibleResourcesError: the cluster could never run a trial. RuntimeError: the port is taken.
+            ImpossibleResourcesError: the cluster could never run a trial. RuntimeError: the port is taken, or another
+            experiment of this name runs.
         """
         self.start(port)
         try:
@@ -187,8 +192,12 @@ class Experiment:
         join()
         check_resources(self._template.spec)
         self._address = ray.get_runtime_context().gcs_address
+        context = self._context()
+        driver = this_driver(context.path)
+        claim_sweep(self._sweep, self._template.promise, driver)
+        self._driver = driver
         self._answered_s = self._busy_s = time.monotonic()
-        self._server = TrialServer(self._template, self._metric, self._context())
+        self._server = TrialServer(self._template, self._metric, context)
         try:
             self._manager.start(port, self._server.address)
         except BaseException:
@@ -207,8 +216,12 @@ class Experiment:
             with contextlib.suppress(OSError):
                 self._last = self._manager.state()
             self._manager.stop()
+            self._stopped = True
         if self._server is not None:
-            self._server.close(_STOP_TIMEOUT_S if self._reachable() else 0.0)
+            there = self._reachable()
+            self._server.close(_STOP_TIMEOUT_S if there else 0.0)
+            if there and self._driver is not None:
+                release_sweep(self._sweep, self._driver)
 
     def results(self) -> Results:
         """What the experiment has come to so far."""
@@ -221,9 +234,15 @@ class Experiment:
             found = known.get(trial) or Outcome(trial=trial, sequence=-1, status="")
             sequence = int(row.get("sequenceId", found.sequence))
             parameters = found.parameters or _parameters(row)
-            trials.append(dataclasses.replace(found, sequence=sequence, status=row["status"], parameters=parameters))
+            status = _CANCELED if self._stopped and row["status"] in _RUNS else row["status"]
+            trials.append(dataclasses.replace(found, sequence=sequence, status=status, parameters=parameters))
         ordered = tuple(sorted(trials, key=lambda each: each.sequence))
         return Results(experiment=self.id, trials=ordered, mode=self._mode)
+
+    @property
+    def _sweep(self) -> str:
+        """Name of the sweep that its trials are."""
+        return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:
         """Where the trials keep files: under ``storage_path`` if given, else in NNI's folder of the experiment."""
@@ -233,7 +252,7 @@ class Experiment:
         filesystem, path = resolve(root, None)
         return ExperimentContext(
             experiment=self.id,
-            sweep=self._name or f"nni-{self.id}",
+            sweep=self._sweep,
             path=f"{path.rstrip('/')}/{inside}",
             knowledge_path=path,
             filesystem=filesystem,
@@ -274,10 +293,10 @@ class Experiment:
                 f"the tuner has failed: {self._manager.tuners_words()}; logs are in {self._manager.folder / 'log'}"
             )
         answers = self._answered_s == now_s
-        if answers and (reason := self._stops.look(self._template.sweep or self._context().sweep)):
+        if answers and (reason := self._stops.look(self._sweep, self._driver)):
             logger.warning("experiment %s ends with what there is: %s", self.id, printable(reason))
             return True
-        if any(row["status"] in ("RUNNING", "WAITING") for row in state.trials.values()):
+        if any(row["status"] in _RUNS for row in state.trials.values()):
             self._busy_s = now_s
         exhausted = state.status == "TUNER_NO_MORE_TRIAL" and now_s > self._busy_s + _EXHAUSTED_AFTER_S
         return exhausted or state.status in _ENDS
