@@ -402,7 +402,7 @@ class Allocator:
         """Let the core decide, and carry out what it says."""
         assert self._core is not None, "events come after the start"
         now_s, steady_s = self._clock.read()
-        self._recorder.told(event, now_s)
+        self._recorder.told(event, now_s, steady_s)
         before_s, begun_s = self._core.decided_s, time.thread_time()
         instructions = self._core.handle(event, now_s, steady_s)
         if self._core.decided_s != before_s:

@@ -1,8 +1,9 @@
 """What the core was told and what it decided, as lines of JSON, and the same anew from these lines (pure).
 
 A recording holds one or more lives of an allocator. A life begins with a line that says what the core was made of; a
-line for each event and one for each decision follow, in their order. Fields that have their default are left out.
-Numbers keep every digit, so that a replay decides on the very values that the allocator had.
+line for each event and one for each decision follow, in their order. That first line is whole, so that a replay decides
+by the numbers that ruled then, whatever the defaults are by now; in the others fields that have their default are left
+out. Numbers keep every digit, so that a replay decides on the very values that the allocator had.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Life:
         settling: whether jobs ran before it was made.
         events: what it was told, with the time of each [s since the epoch].
         decided: its decision log.
+        steady_s: time of each event by the clock for intervals [s]; empty where that is the time of day.
     """
 
     policy: str
@@ -56,6 +58,7 @@ class Life:
     settling: bool
     events: tuple[tuple[float, Event], ...]
     decided: tuple[DecisionRecord, ...]
+    steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
         """The policy as it was at the start.
@@ -88,16 +91,17 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
         "format": FORMAT,
         "policy": policy.name if known else f"{policy.name} (of the user's own)",
         "settings": _settings(policy) if known else {},
-        "config": _plain(AllocatorConfig, core),
+        "config": _plain(AllocatorConfig, core, whole=True),
         "settling": settling,
     }
     return _line({"start": said})
 
 
-def event_line(event: Event, now_s: float) -> str:
-    """The line of an event."""
+def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
+    """The line of an event; the time for intervals is left out where it is the time of day."""
     kind = type(event)
-    return _line({"now_s": now_s, kind.__name__: _plain(kind, event)})
+    steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
+    return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
 
 
 def decision_line(record: DecisionRecord) -> str:
@@ -107,9 +111,6 @@ def decision_line(record: DecisionRecord) -> str:
 
 class Recorder:
     """Says what happens to a core, in lines.
-
-    Events have the time of day. Where that was set, intervals went by another clock, which is not recorded: a replay
-    may decide otherwise there.
 
     Args:
         write: takes the lines; None records nothing.
@@ -123,10 +124,10 @@ class Recorder:
         if self._write is not None:
             self._write([start_line(policy, config, settling=settling)])
 
-    def told(self, event: Event, now_s: float) -> None:
-        """It is about to be told this."""
+    def told(self, event: Event, now_s: float, steady_s: float | None = None) -> None:
+        """It is about to be told this, with both times that ``AllocatorCore.handle`` takes."""
         if self._write is not None:
-            self._write([event_line(event, now_s)])
+            self._write([event_line(event, now_s, steady_s)])
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
         """It has decided this."""
@@ -138,12 +139,8 @@ def _settings(policy: Policy) -> dict[str, Any]:
     """What was chosen of a policy that comes with the package: numbers, names and truth values."""
     kind: Any = type(policy)
     fields = dataclasses.fields(kind) if _is_dataclass(kind) else ()
-    chosen = {f.name: (f, getattr(policy, f.name)) for f in fields if f.init}
-    return {
-        name: value
-        for name, (field, value) in chosen.items()
-        if value != _default(field) and isinstance(value, (bool, int, float, str))
-    }
+    chosen = {field.name: getattr(policy, field.name) for field in fields if field.init}
+    return {name: value for name, value in chosen.items() if isinstance(value, (bool, int, float, str))}
 
 
 def _line(said: Mapping[str, Any]) -> str:
@@ -155,22 +152,23 @@ def _number(value: Any) -> Any:
     return value.item()
 
 
-def _plain(kind: Any, value: Any) -> Any:
-    """A value of this type as JSON has it; of a dataclass the fields that differ from their defaults."""
+def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
+    """A value of this type as JSON has it; of a dataclass all fields, or only those that differ from their defaults."""
     if value is None:
         return None
+    plain = functools.partial(_plain, whole=whole)
     if _is_dataclass(kind):
         said = [(field, hint, getattr(value, field.name)) for field, hint in _fields(kind)]
-        return {field.name: _plain(hint, each) for field, hint, each in said if each != _default(field)}
+        return {field.name: plain(hint, each) for field, hint, each in said if whole or each != _default(field)}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        return _plain(_some(arguments), value)
+        return plain(_some(arguments), value)
     if origin is collections.abc.Mapping:
-        return {key: _plain(arguments[1], each) for key, each in value.items()}
+        return {key: plain(arguments[1], each) for key, each in value.items()}
     if origin is frozenset:
-        return [_plain(arguments[0], each) for each in sorted(value)]
+        return [plain(arguments[0], each) for each in sorted(value)]
     if origin is tuple:
-        return [_plain(hint, each) for hint, each in zip(_members(arguments, len(value)), value, strict=True)]
+        return [plain(hint, each) for hint, each in zip(_members(arguments, len(value)), value, strict=True)]
     return value.value if isinstance(value, enum.Enum) else value
 
 
@@ -185,7 +183,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
     Raises:
         InputError: a line is not what a recording holds; names the line.
     """
-    lives: list[tuple[dict[str, Any], list[tuple[float, Event]], list[DecisionRecord]]] = []
+    lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
             break
@@ -196,8 +194,9 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
             elif "decided" in said:
                 lives[-1][2].append(_built(DecisionRecord, said["decided"]))
             else:
-                (kind,) = said.keys() - {"now_s"}
-                lives[-1][1].append((_built(float, said["now_s"]), _built(_EVENTS[kind], said[kind])))
+                (kind,) = said.keys() - {"now_s", "steady_s"}
+                now_s, steady_s = (_built(float, said.get(clock, said["now_s"])) for clock in ("now_s", "steady_s"))
+                lives[-1][1].append((now_s, steady_s, _built(_EVENTS[kind], said[kind])))
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise InputError(f"line {number} of the recording: {error!r}") from error
     try:
@@ -206,8 +205,9 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
         raise InputError(f"the start of a life in the recording: {error!r}") from error
 
 
-def _life(start: dict[str, Any], events: list[tuple[float, Event]], decided: list[DecisionRecord]) -> Life:
+def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decided: list[DecisionRecord]) -> Life:
     """A life from its first line and what followed; raises KeyError, TypeError or ValueError for a bad first line."""
+    was_set = any(steady_s != now_s for now_s, steady_s, _ in events)
     if start["format"] != FORMAT:
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")
     return Life(
@@ -215,8 +215,9 @@ def _life(start: dict[str, Any], events: list[tuple[float, Event]], decided: lis
         settings=_built(Mapping[str, Any], start["settings"]),
         config=_built(AllocatorConfig, start["config"]),
         settling=_built(bool, start["settling"]),
-        events=tuple(events),
+        events=tuple((now_s, event) for now_s, _, event in events),
         decided=tuple(decided),
+        steady_s=tuple(steady_s for _, steady_s, _ in events) if was_set else (),
     )
 
 
@@ -315,8 +316,9 @@ def replay(
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())
-    for now_s, event in life.events:
-        core.handle(event, now_s)
+    steady_s = life.steady_s or tuple(now_s for now_s, _ in life.events)
+    for (now_s, event), interval_s in zip(life.events, steady_s, strict=True):
+        core.handle(event, now_s, interval_s)
         if watch is not None:
             watch(core, now_s)
     return core.log

@@ -22,6 +22,8 @@ def held_up(views: Sequence[JobView]) -> bool:
 
     Such a job has trained on several nodes, and its model says that there synchronising takes longer than computing,
     also with the largest batch that one of its workers may have: alpha_n + beta_n (R - 2) > alpha_c + beta_c m.
+    R is the most workers that it has measured on several nodes, and not its present number: the answer changes that
+    number, and would change with it from one decision to the next.
     """
     return sum(map(_is_held_up, views)) > 1
 
@@ -29,11 +31,12 @@ def held_up(views: Sequence[JobView]) -> bool:
 def _is_held_up(view: JobView) -> bool:
     if view.goodput is None or view.atomic_bsz_range is None:
         return False
-    model, most = view.goodput.throughput_model, view.atomic_bsz_range[1]
-    synchronising = model.alpha_n + model.beta_n * max(view.workers - 2, 0)
-    if synchronising <= model.alpha_c + model.beta_c * most:
+    measured = [seen.replicas for several in view.observations.values() for seen in several if seen.nodes > 1]
+    if not measured:
         return False
-    return any(seen.nodes > 1 for several in view.observations.values() for seen in several)
+    model, most = view.goodput.throughput_model, view.atomic_bsz_range[1]
+    synchronising = model.alpha_n + model.beta_n * max(max(measured) - 2, 0)
+    return synchronising > model.alpha_c + model.beta_c * most
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:

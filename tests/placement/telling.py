@@ -31,11 +31,11 @@ class TellingCore(AllocatorCore):
         super().__init__(policy, config, knowledge=knowledge)
         self.lines = [start_line(policy, config, settling=False)]
 
-    def handle(self, event: Event, now_s: float) -> list[Instruction]:
+    def handle(self, event: Event, now_s: float, steady_s: float | None = None) -> list[Instruction]:
         """See ``AllocatorCore``."""
-        self.lines.append(event_line(event, now_s))
+        self.lines.append(event_line(event, now_s, steady_s))
         before = self.recorded
-        instructions = super().handle(event, now_s)
+        instructions = super().handle(event, now_s, steady_s)
         self.lines += [decision_line(record) for record in self.snapshot(before).log]
         return instructions
 

@@ -14,6 +14,7 @@ from placement.cluster.cluster import Cluster, check
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.goodput.fitting import Observation
+from placement.goodput.model import GoodputModel, NoiseScale
 from placement.planning.constraints import Constraints
 from placement.planning.multi_node import held_up, shared
 from placement.planning.plan import make_plan
@@ -288,6 +289,21 @@ def test_where_links_hold_two_jobs_up_they_are_kept_apart_unless_one_would_have_
     assert set(tight) == {"a", "b"}, "neither is stopped for it"
     kept = [dataclasses.replace(each, allocation=crossed[each.job]) for each in light]
     assert plan("goodput", kept, cluster(4, 4, 4, 4), measured) == plan("goodput", kept, cluster(4, 4, 4, 4))
+
+
+def test_kept_apart_by_what_was_measured_jobs_do_not_swing_between_two_sizes() -> None:
+    measured = Constraints(one_multi_node_job_per_node=None)
+    times = dataclasses.replace(model().throughput_model, beta_n=0.2)
+    growing = GoodputModel(times, NoiseScale(sqr=1.0, var=100.0), 64)
+    six = Observation(2, 6, 512, 0, step_time=1.4, grad_time=0.532)  # 0.82 s between nodes; of 4 workers 0.42 s
+    fields: dict[str, Any] = {"max_workers": 6, "goodput": growing, "observations": {"": (six,)}}
+    jobs = [heavy("a", **fields), heavy("b", submitted_s=1.0, **fields)]
+    seen = []
+    for _ in range(5):
+        found = plan("fixed", jobs, cluster(4, 4, 4), measured)
+        seen.append((sizes(found), bool(shared(found.allocation))))
+        jobs = carried_out(jobs, found)
+    assert seen == [({"a": 6, "b": 4}, False)] * 5, "nothing but their own sizes would change"
 
 
 class Crossed:

@@ -161,6 +161,49 @@ def test_policy_settings_and_configuration_come_back() -> None:
         assert life.config == AllocatorConfig(min_interval_s=0.5, tenants=config.tenants) and life.settling
 
 
+def said_of(kind: typing.Any, plain: typing.Mapping[str, typing.Any]) -> set[str]:
+    """Fields of a dataclass that a recording leaves out."""
+    return {field.name for field in dataclasses.fields(kind) if field.init} - plain.keys()
+
+
+def test_a_replay_does_not_depend_on_the_defaults_of_its_day() -> None:
+    config = AllocatorConfig(tenants=(Tenant(name="a"),))
+    said = json.loads(start_line(make_policy("goodput"), config, settling=False))["start"]
+    shells_own = {"notices", "autoscaling", "dashboard", "metrics", "record"}
+    assert said_of(AllocatorConfig, said["config"]) == shells_own, "which the core does not read"
+    assert said_of(Tenant, said["config"]["tenants"][0]) == set()
+    assert said_of(GoodputPolicy, said["settings"]) == set()
+
+
+def test_a_start_that_was_written_without_its_defaults_is_read() -> None:
+    said = {"format": 1, "policy": "goodput", "settings": {"lengths": False}, "config": {"gather_s": 0.5}}
+    life = only_life([json.dumps({"start": {**said, "settling": False}}) + "\n"])
+    assert life.config == AllocatorConfig(gather_s=0.5) and life.make_policy() == GoodputPolicy(lengths=False)
+
+
+@pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
+def test_a_replay_decides_the_same_where_the_time_of_day_was_set(set_by_s: float) -> None:
+    core = TellingCore(make_policy("fair_share"), AllocatorConfig(min_interval_s=5.0), Knowledge())
+    core.handle(NodesChanged(cluster=cluster(4, 4)), 1e9, 1e9)
+    jobs: dict[str, JobView] = {}
+    for second in range(40):
+        now_s, steady_s = 1e9 + second + (set_by_s if second >= 15 else 0.0), 1e9 + second
+        if second in (1, 10, 14, 25):  # the third waits for its decision as the time is set
+            jobs[f"j{second}"] = view(f"j{second}", submitted_s=now_s)
+        if second == 35:
+            del jobs["j10"]
+            core.handle(JobEnded(job="j10"), now_s, steady_s)
+        for name, told in jobs.items():
+            place = dict(core.snapshot().jobs[name].target) if core.knows(name) else {}
+            jobs[name] = dataclasses.replace(told, allocation=place)
+            core.handle(JobHeartbeat(view=jobs[name]), now_s, steady_s)
+        core.handle(TimePassed(), now_s, steady_s)
+    life = only_life(core.lines)
+    sides = [abs(record.time_s - 1e9) > 1000 for record in core.log]
+    assert min(sides.count(True), sides.count(False)) >= 2, "it decides before and after"
+    assert replay(life) == life.decided == core.log
+
+
 def told(folder: Path, policy: Policy) -> TellingCore:
     """Five jobs of two applications, on nodes that fail now and then, with measurements that are off by a fifth."""
     applications = load_profiles(profiles(folder, names=("toy", "other")), ("t4",))
