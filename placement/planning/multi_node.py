@@ -29,6 +29,7 @@ def held_up(views: Sequence[JobView]) -> bool:
 
 
 def _is_held_up(view: JobView) -> bool:
+    """True if this job has trained on several nodes and is bound by the links between them; see ``held_up``."""
     if view.goodput is None or view.atomic_bsz_range is None:
         return False
     measured = [seen.replicas for several in view.observations.values() for seen in several if seen.nodes > 1]

@@ -178,9 +178,12 @@ _RAY = (
     ),
     PrivateNames(
         home="ray.tune.execution.tune_controller:TuneController",
-        names=("_maybe_cache_trial_actor", "_stop_experiment_if_needed", "_should_stop_experiment"),
-        why="a kept actor gives up its workers at once; a sweep that was stopped ends",
-        instead="workers given back when the next trial comes; the sweep's next trial fails",
+        names=(
+            *("_maybe_add_actors", "_maybe_cache_trial_actor"),
+            *("_stop_experiment_if_needed", "_should_stop_experiment"),
+        ),
+        why="a sweep claims its name; a kept actor gives up its workers at once; a sweep that was stopped ends",
+        instead="two sweeps of a name mix; workers given back with the next trial; the sweep's next trial fails",
     ),
 )
 

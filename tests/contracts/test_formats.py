@@ -171,10 +171,18 @@ def test_what_was_written_once_is_read(name: str, tmp_path: Path) -> None:
     assert read((GOLDEN / name).read_bytes(), tmp_path) == expected
 
 
-@pytest.mark.parametrize("name", sorted(name for name in WRITTEN if not name.endswith(".parquet")))
+# Parquet files say which library wrote them, recordings say each setting of today: their contents alone are compared.
+BYTE_FOR_BYTE = WRITTEN.keys() - {"knowledge_1.parquet", "recording_1.jsonl"}
+
+
+@pytest.mark.parametrize("name", sorted(BYTE_FOR_BYTE))
 def test_todays_format_is_written_as_it_was(name: str, tmp_path: Path) -> None:
-    """Of Parquet files, which say which library wrote them, only the contents are compared."""
     assert WRITTEN[name](tmp_path) == (GOLDEN / name).read_bytes()
+
+
+def test_todays_recording_says_what_it_said(tmp_path: Path) -> None:
+    read, expected = READ["recording_1.jsonl"]
+    assert read(WRITTEN["recording_1.jsonl"](tmp_path), tmp_path) == expected
 
 
 def _newer(name: str) -> bytes:
