@@ -20,6 +20,7 @@ class PrivateNames:
         names: what is used of it.
         why: what for.
         instead: what there is without them.
+        elsewhere: what is used of other supported releases, and the installed one need not have.
         takes: by name, the parameters that are passed by keyword, or counted on.
     """
 
@@ -27,6 +28,7 @@ class PrivateNames:
     names: tuple[str, ...]
     why: str
     instead: str
+    elsewhere: tuple[str, ...] = ()
     takes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -357,7 +359,10 @@ _TORCH = (
         home="torch.distributed.tensor._dtensor_spec", names=("DTensorSpec",), why="a resharded parameter", instead="-"
     ),
     PrivateNames(
-        home="torch.distributed.fsdp._fully_shard._fsdp_common", names=("FSDPMeshInfo",), why="the same", instead="-"
+        home="torch.distributed.fsdp._fully_shard._fsdp_common",
+        names=("FSDPMeshInfo", "TrainingState"),
+        why="the same",
+        instead="-",
     ),
     PrivateNames(
         home="torch.distributed.fsdp:FSDPModule",
@@ -367,7 +372,11 @@ _TORCH = (
     ),
     PrivateNames(
         home="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        names=("_fsdp_param_groups", "_state_ctx", "_training_state", "_is_root", "_reset_iter_state"),
+        names=(
+            *("_state_ctx", "_comm_ctx", "_training_state", "_is_root", "_reset_iter_state"),
+            *("_fsdp_param_groups", "_device_handle", "_modules_to_run_forward"),
+        ),
+        elsewhere=("_fsdp_param_group",),
         why="the same",
         instead="the same refusal",
     ),
@@ -383,6 +392,7 @@ _TORCH = (
             *("_sharded_param_data", "_unsharded_param", "_orig_size", "_module_info", "_setattr_on_modules"),
             *("_sharding_spec", "_spmd_mesh", "_spmd_placements", "_shard_mesh"),
         ),
+        elsewhere=("_sharding_spec_by_dtype",),
         why="the same",
         instead="the same refusal",
     ),

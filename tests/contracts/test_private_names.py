@@ -20,7 +20,7 @@ ALL = [pytest.param(row, name, id=f"{row.home}-{name}") for row in PRIVATE_NAMES
 
 
 def test_every_use_is_listed() -> None:
-    listed = {name for row in PRIVATE_NAMES for name in row.names}
+    listed = {name for row in PRIVATE_NAMES for name in (*row.names, *row.elsewhere)}
     imported = {f"{row.home}:{name}" for row in PRIVATE_NAMES for name in row.names}
     unknown = {
         name: places
@@ -34,7 +34,9 @@ def test_every_row_is_used_and_says_why() -> None:
     used = {name.partition(":")[2] or name for name in uses()}
     for row in PRIVATE_NAMES:
         assert row.names and row.why and row.instead, row.home
-        assert not [n for n in row.names if n.startswith("_") and n not in used], f"nobody uses these of {row.home}"
+        assert not [n for n in (*row.names, *row.elsewhere) if n.startswith("_") and n not in used], (
+            f"nobody uses these of {row.home}"
+        )
 
 
 @pytest.mark.thorough

@@ -1,14 +1,15 @@
 """Private fields of torch's ``fully_shard``: the only place that knows them (torch).
 
 Torch has no way to give a sharded module another group. Here its mesh and its shards are swapped in place, between two
-steps: modules, parameters and hooks stay the objects that they are. Written for torch 2.13; :func:`check_torch` finds
-out whether the torch that is installed has all the fields.
+steps: modules, parameters and hooks stay the objects that they are. Written for torch 2.11 to 2.15; :func:`check_torch`
+finds out whether the torch that is installed has all the fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,17 +19,19 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.process_group import mesh_of_one
 
-_STATE = ("_state_ctx", "_fsdp_param_groups", "_is_root", "_training_state")
+_STATE = ("_state_ctx", "_is_root", "_training_state")
+_GROUPS = "_fsdp_param_groups", "_fsdp_param_group"  # up to torch 2.11 a module has one group, or none
 _CONTEXT = ("post_backward_final_callback_queued", "iter_forward_root")
 _SETTINGS = {"gradient_divide_factor": "set_gradient_divide_factor", "_all_reduce_hook": "set_all_reduce_hook"}
 _OTHER_SETTERS = (
     *("set_reduce_scatter_divide_factor", "set_custom_all_gather", "set_custom_reduce_scatter"),
-    *("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"),
+    *("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"),  # the last one: from torch 2.12 on
 )
 _CHANGED = (
     "{setter}() is not served for elastic_ray.fully_shard: gradients are the mean over the samples of a step, whatever "
@@ -40,13 +43,13 @@ _GROUP = (
     "fsdp_params",
     "_training_state",
     "_to_sharded",
-    "_reset_iter_state",
     "post_backward",
+    "reduce_grads",
     "finalize_backward",
     *_SETTINGS,
 )
 _PARAM = (
-    *("mesh_info", "post_forward_mesh_info", "_shard_mesh", "_spmd_mesh", "_spmd_placements", "_sharding_spec"),
+    *("mesh_info", "post_forward_mesh_info", "_spmd_mesh", "_spmd_placements", "_sharding_spec"),
     *("sharded_size", "contiguous_sharded_stride", "padded_sharded_param_size", "_sharded_param_data"),
     *(
         "sharded_param",
@@ -54,7 +57,6 @@ _PARAM = (
         "unsharded_accumulated_grad",
         "_module_info",
         "_orig_size",
-        "accumulate_unsharded_grad_if_needed",
         "fsdp_placement",
         "mp_policy",
         "_setattr_on_modules",
@@ -116,14 +118,16 @@ def check_torch() -> None:
     if missing := _missing_fields():
         raise UnknownTorchError(
             "elastic_ray.fully_shard swaps the shards of a module inside torch's fully_shard, whose fields it knows of "
-            f"torch 2.13; in torch {torch.__version__} there is no {', '.join(missing)}. Install torch 2.13, or shard "
-            'the optimizer state alone: AdaptiveDataParallel(model, optimizer, strategy="zero1")'
+            f"torch 2.11 to 2.15; in torch {torch.__version__} there is no {', '.join(missing)}. Install one of "
+            'these, or shard the optimizer state alone: AdaptiveDataParallel(model, optimizer, strategy="zero1")'
         )
 
 
 @functools.cache
 def _missing_fields() -> tuple[str, ...]:
     """What a small sharded module lacks; names with those of their classes."""
+    if "_rank" not in inspect.signature(DeviceMesh).parameters:
+        return ("DeviceMesh(_rank=)",)
     dispatcher: Any = DTensor._op_dispatcher
     probe = nn.Linear(2, 2, bias=False)
     torch_fully_shard(probe, mesh=mesh_of_one("cpu"))
@@ -138,7 +142,10 @@ def missing_fields(module: nn.Module) -> tuple[str, ...]:
     for state in states_of(module):
         found += _lacking(state, _STATE)
         found += _lacking(getattr(state, "_state_ctx", None), _CONTEXT)
-        for group in getattr(state, "_fsdp_param_groups", ()):
+        if not any(hasattr(state, name) for name in _GROUPS):
+            found.append(f"{type(state).__name__}.{_GROUPS[0]}")
+            continue
+        for group in _param_groups(state):
             found += _lacking(group, _GROUP)
             for field in getattr(group, "fsdp_params", ()):
                 found += _lacking(field, _PARAM)
@@ -148,6 +155,15 @@ def missing_fields(module: nn.Module) -> tuple[str, ...]:
 
 def _lacking(target: object, names: Sequence[str]) -> Iterator[str]:
     return (f"{type(target).__name__}.{name}" for name in names if not hasattr(target, name))
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """Parameters that a sharded module gathers together; more than one group where it has several meshes."""
+    several, one = _GROUPS
+    if hasattr(state, several):
+        return list(getattr(state, several))
+    group = getattr(state, one)
+    return [] if group is None else [group]
 
 
 def states_of(module: nn.Module) -> list[Any]:
@@ -167,7 +183,7 @@ def units_of(module: nn.Module) -> list[FSDPModule]:
 
 def groups_of(module: nn.Module) -> list[Any]:
     """Parameters that are gathered together, as torch keeps them."""
-    return [group for state in states_of(module) for group in state._fsdp_param_groups]
+    return [group for state in states_of(module) for group in _param_groups(state)]
 
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
@@ -188,7 +204,7 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
-        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for group in _param_groups(unit._get_fsdp_state())
         for field in group.fsdp_params
         if hasattr(field, "_unsharded_param") and field._unsharded_param.requires_grad
     ]
@@ -219,7 +235,7 @@ def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce
     Raises:
         StrategyError: user code has done so already.
     """
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
+    for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():
             if getattr(group, field) is not None:
                 raise StrategyError(_CHANGED.format(setter=setter))
@@ -228,7 +244,8 @@ def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce
     unit.set_all_reduce_hook(all_reduce_hook)
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_reduce_scatter_unused_params(True, recurse=False)
+    if _knows_unused():
+        unit.set_reduce_scatter_unused_params(True, recurse=False)
     for setter in (*_SETTINGS.values(), *_OTHER_SETTERS):
         setattr(unit, setter, functools.partial(_refuse_setting, setter))
 
@@ -243,17 +260,24 @@ def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
         unit: the sharded module.
         used: is called with the user's parameter, once or more in a backward pass.
     """
-    for group in unit._get_fsdp_state()._fsdp_param_groups:
-        for field in group.fsdp_params:
-            _put(field, accumulate_unsharded_grad_if_needed=functools.partial(_report_use, field, used))
+    for group in _param_groups(unit._get_fsdp_state()):
+        _put(group, post_backward=functools.partial(_post_backward, group, used))
 
 
-def _report_use(field: Any, used: Callable[[nn.Parameter], None]) -> None:
-    """Stand in the place of a parameter's method that torch calls first of all when a backward pass has reached it."""
-    own = hasattr(field, "_unsharded_param") and field._unsharded_param.grad is not None
-    if own or field.unsharded_accumulated_grad is not None:
-        used(field.sharded_param)
-    type(field).accumulate_unsharded_grad_if_needed(field)
+def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: Any) -> None:
+    """Report the used parameters of a group, then do what torch does once a backward pass has reached it."""
+    for field in group.fsdp_params:
+        gathered = field._unsharded_param if hasattr(field, "_unsharded_param") else None
+        if (gathered is not None and gathered.grad is not None) or field.unsharded_accumulated_grad is not None:
+            used(field.sharded_param)
+        elif gathered is not None and gathered.requires_grad and group.reduce_grads and not _knows_unused():
+            gathered.grad = torch.zeros_like(gathered)  # other ranks may use it, and a group is scattered as one
+    type(group).post_backward(group, *unused)
+
+
+def _knows_unused() -> bool:
+    """True where torch itself scatters zeros for what a pass has not used."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def _refuse_setting(setter: str, *arguments: Any, **options: Any) -> None:
@@ -298,13 +322,34 @@ def to_sharded(module: nn.Module) -> None:
     """Have the model hold its shards, whatever was in progress: a lost step, or a pass without gradients."""
     for state in states_of(module):
         if state._is_root:
-            state._reset_iter_state()
+            _reset(state)
     for group in groups_of(module):
         group._to_sharded()
         for field in group.fsdp_params:  # torch would add those of a pass that has not ended to the next one's
-            _put(field, unsharded_accumulated_grad=None)
+            if "unsharded_accumulated_grad" in vars(field):  # not from torch 2.15 on
+                _put(field, unsharded_accumulated_grad=None)
             if hasattr(field, "_unsharded_param"):
                 _put(field._unsharded_param, grad=None)
+
+
+def _reset(root: Any) -> None:
+    """Wait for what is in progress in all sharded modules of a model, and clear it."""
+    if hasattr(root, "_reset_iter_state"):  # from torch 2.13 on
+        root._reset_iter_state()
+        return
+    stream, pending = root._device_handle.current_stream(), root._comm_ctx
+    for each in (pending.all_gather_state, pending.reduce_scatter_state):
+        if each is not None and each.event is not None:
+            stream.wait_event(each.event)
+    _put(pending, all_gather_state=None, reduce_scatter_state=None)
+    pending.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        _put(state, _training_state=TrainingState.IDLE)
+        for group in _param_groups(state):
+            group.finalize_backward()
+            _put(group, _partial_reduce_output=None, _training_state=TrainingState.IDLE)
+    _put(root._state_ctx, iter_forward_root=None, post_backward_final_callback_queued=False)
 
 
 def reshard(module: nn.Module) -> None:
@@ -383,7 +428,6 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
         field,
         mesh_info=info,
         post_forward_mesh_info=None if field.post_forward_mesh_info is None else info,
-        _shard_mesh=info.mesh,
         _spmd_mesh=info.mesh,
         _sharding_spec=spec,
         sharded_size=rows.size(),
@@ -392,6 +436,10 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
         _sharded_param_data=memory.view(-1),
         all_gather_outputs=[],
     )
+    if hasattr(field, "_shard_mesh"):  # from torch 2.12 on; before, it is that of mesh_info
+        _put(field, _shard_mesh=info.mesh)
+    if hasattr(field, "_sharding_spec_by_dtype"):  # from torch 2.15 on; specs of gradients on the mesh before
+        field._sharding_spec_by_dtype.clear()
     if hasattr(field, "_unsharded_param"):  # sized by the group
         del field._unsharded_param
     _put(param.param, _local_tensor=rows, _spec=spec, grad=None, elastic_ray_stands_in=False)
