@@ -22,8 +22,6 @@ from elastic_ray.sync.builders import (
 )
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.choosing.links import LinkTable
-from elastic_ray.sync.choosing.resource_spec import ResourceSpec, read_resource_spec
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowSGD
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
@@ -50,7 +48,6 @@ __all__ = [
     "Auto",
     "Average",
     "DiLoCo",
-    "LinkTable",
     "LocalSGD",
     "ModelProfile",
     "OptimizerInfo",
@@ -64,7 +61,6 @@ __all__ = [
     "PowerSGD",
     "RandomAxisPartitionAR",
     "Reduce",
-    "ResourceSpec",
     "RowAdagrad",
     "RowAdam",
     "RowSGD",
@@ -82,7 +78,6 @@ __all__ = [
     "Wire",
     "ZeRO1",
     "ZeRO2",
-    "read_resource_spec",
 ]
 
 __getattr__, _ = lazy_names(__name__, _HOMES)

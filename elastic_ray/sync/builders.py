@@ -275,11 +275,11 @@ class AdaptiveSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """The fastest strategy, found while training: predicted, the best few tried for some steps each, one kept.
+    """The fastest strategy, found while training: the likeliest are tried for some steps each, and one is kept.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
-        trials: how many of the best by prediction are tried.
+        trials: how many are tried, beside plain all-reduce; those that carry the fewest bytes first.
         trial_steps: steps of each trial.
         gain: a strategy is left for another that is faster by more than this share.
     """
