@@ -15,17 +15,20 @@ from elastic_ray.sync.builders import (
     PairAveraging,
     Parallax,
     PartitionedAR,
+    PartitionedPS,
     PowerSGD,
     PSLoadBalancing,
     RandomAxisPartitionAR,
     StrategyBuilder,
+    UnevenPartitionedPS,
+    ZeRO1,
+    ZeRO2,
 )
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowSGD
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
-from elastic_ray.sync.tile_builders import PartitionedPS, UnevenPartitionedPS, ZeRO1, ZeRO2
 from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
