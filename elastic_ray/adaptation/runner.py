@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
+import hashlib
 import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.adaptation.ballot import PolicyBallot, Verdict
 from elastic_ray.adaptation.hook_caller import HookCaller, HookTimeoutError
-from elastic_ray.adaptation.pending import Pending
 from elastic_ray.adaptation.policy import Policy, PolicyError, name_of, overrides
 from elastic_ray.adaptation.requests import Report, Request, from_plain, is_request, to_plain
 from elastic_ray.adaptation.shared_values import SharedValues
@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from elastic_ray.session.adaptation import Adaptation
 
 logger = logging.getLogger(__name__)
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_REQUESTS = 1000  # of one answer: a generator may never end
+_DIGITS = 8
+# Four bits each: a sum of squares is exact in float32 for up to 70 000 ranks.
+_BITS = 4
+_SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
@@ -341,3 +344,120 @@ def _check_plain(value: Any, where: str) -> None:
             f"the state of a policy is numbers, strings, None, and lists, tuples and dicts of these, but {where} is "
             f"{value!r} of type {type(value).__name__}: keep a plain value, or override state_dict and load_state_dict"
         )
+
+
+@dataclasses.dataclass(slots=True)
+class Pending:
+    """See the module's text; false while there is nothing.
+
+    Attributes:
+        requests: as plain values.
+        hooks: which hook asked for each.
+        failures: hooks that failed, and how.
+        is_off: the policy is not asked any more on this rank.
+    """
+
+    requests: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    hooks: list[str] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    is_off: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.requests or self.failures)
+
+    def ask(self, hook: str, requests: Sequence[dict[str, Any]]) -> None:
+        """A hook has answered."""
+        self.requests += requests
+        self.hooks += [hook] * len(requests)
+
+    def fail(self, failure: str, *, ends: bool = False) -> None:
+        """A hook has failed; with ``ends`` the policy is not asked any more here."""
+        self.failures.append(failure)
+        self.is_off = self.is_off or ends
+
+
+class Verdict(enum.Enum):
+    """What all ranks conclude of one policy."""
+
+    NOTHING = enum.auto()
+    AGREED = enum.auto()
+    DIFFERENT = enum.auto()
+
+
+class PolicyBallot:
+    """A part of the control sums: for each policy whether this rank has something to say, and a digest of it.
+
+    Each digit d of a digest rides with its square: all ranks have the same one exactly when W sum(d^2) = sum(d)^2
+    (Cauchy-Schwarz). So what a step's sums say is known to all ranks that commit the step, and no collective is needed
+    to apply it.
+
+    Args:
+        said: what each policy has to say on this rank, as plain values; None for nothing.
+    """
+
+    def __init__(self, said: Callable[[], Sequence[Any]]) -> None:
+        self._said = said
+        self._policies = 0
+        self._verdicts: tuple[Verdict, ...] = ()
+        self._entered = False
+
+    def have(self, policies: int) -> None:
+        """So many policies there are, on all ranks alike."""
+        self._policies = policies
+
+    def begin(self) -> None:
+        """A group was entered: what another one agreed on does not count in it."""
+        self._verdicts, self._entered = (), True
+
+    def take_entered(self) -> bool:
+        """Whether a group was entered since the last call."""
+        entered, self._entered = self._entered, False
+        return entered
+
+    def size(self, world_size: int) -> int:
+        """Values that ride along."""
+        return _SIZE * self._policies
+
+    def values(self, rank: int, world_size: int) -> Sequence[float]:
+        """This rank's flags and digests."""
+        return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """The sums over all ranks."""
+        self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
+
+    def take(self) -> tuple[Verdict, ...]:
+        """What the latest sums say of each policy, once."""
+        verdicts, self._verdicts = self._verdicts, ()
+        return verdicts
+
+
+def flag_and_digest(said: Any) -> list[float]:
+    """What one rank contributes for one policy: zeros for None."""
+    if said is None:
+        return [0.0] * _SIZE
+    number = int.from_bytes(
+        hashlib.blake2b(_canonical(said).encode(), digest_size=_DIGITS * _BITS // 8).digest(), "big"
+    )
+    digits = [(number >> (_BITS * index)) % (1 << _BITS) for index in range(_DIGITS)]
+    return [1.0, *(float(value) for digit in digits for value in (digit, digit * digit))]
+
+
+def _canonical(value: Any) -> str:
+    """One text for equal values, whatever the order of a dict's keys, and tuples like lists."""
+    if isinstance(value, Mapping):
+        items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_canonical, value))}]"
+    return repr(value)
+
+
+def verdict(sums: Sequence[float], world_size: int) -> Verdict:
+    """What follows from the sums of all ranks' contributions for one policy."""
+    saying = round(sums[0])
+    if saying == 0:
+        return Verdict.NOTHING
+    pairs = zip(sums[1::2], sums[2::2], strict=True)
+    same = saying == world_size and all(world_size * round(squares) == round(total) ** 2 for total, squares in pairs)
+    return Verdict.AGREED if same else Verdict.DIFFERENT

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ray.cli.output import ago
 from elastic_ray.driver.display import status_fields
-from elastic_ray.events import JobPhase, JobStatus, Pause
+from elastic_ray.events import JobPhase, JobStatus
 from placement.cluster.cluster import GPU_TYPE_LABEL, MARKET_LABEL
 from placement.cluster.node_record import NodeHistory
 
@@ -99,55 +99,24 @@ class Submission:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
+class JobRow(JobStatus):
     """One job, or a script without one; the fields of ``--json``.
 
     Attributes:
         phase: one of ``JobPhase``; ``silent`` if the controller does not answer; of a script ``submitted``,
             ``script`` (it runs), or how it ended.
+        min_workers, max_workers, tenant, priority, submitted_s: as of ``JobView``.
         held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
-        nodes: workers by node id, as the allocator wants it.
         reason: of the allocator's last decision.
+        nodes: workers by node id, as the allocator wants it.
         submission: Ray's submission that it came from; empty if it was started otherwise.
-
-    The others are those of ``JobStatus`` and ``JobView``.
+        storage_path: of its specification.
     """
 
-    job: str
-    phase: str
-    workers: int = 0
-    target_workers: int = 0
+    phase: str  # type: ignore[assignment]  # also what a script is
     min_workers: int | None = None
     max_workers: int | None = None
     held_at: int | None = None
-    batch_size: int = 0
-    throughput: float = 0.0
-    goodput: float | None = None
-    epoch: int = 0
-    epochs: int | None = None
-    step: int = 0
-    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    message: str = ""
-    cost_usd: float | None = None
-    note: str = ""
-    waits_for: str = ""
-    start_s: float | None = None
-    progress: float | None = None
-    samples_left: int | None = None
-    steps_left: int | None = None
-    eta_s: float | None = None
-    eta_low_s: float | None = None
-    eta_high_s: float | None = None
-    productive_share: float | None = None
-    waiting_s: float = 0.0
-    starting_s: float = 0.0
-    pausing_s: float = 0.0
-    catching_up_s: float = 0.0
-    training_s: float = 0.0
-    last_pause: Pause | None = None
-    learning_rate_factor: float | None = None
-    reports: int = 0
-    checkpoint: str = ""
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""
@@ -192,10 +161,8 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
         storage_path=spec.storage_path if spec is not None else "",
     )
     if status is not None:
-        shared = {field.name for field in dataclasses.fields(JobStatus)} - {"job", "phase", "generation"}
-        row = dataclasses.replace(
-            row, phase=status.phase.value, **{name: getattr(status, name) for name in sorted(shared)}
-        )
+        told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
+        row = dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
     if state is not None and view is not None:
         row = dataclasses.replace(
             row,
@@ -227,7 +194,7 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
     low, high = row.min_workers, row.max_workers
     limits = "" if low is None else f"{low}" if low == high else f"{low}:{high}"
     try:
-        fields = status_fields(_status(row))
+        fields = status_fields(dataclasses.replace(row, phase=JobPhase(row.phase)))
     except ValueError:  # not a job's phase: a script, or a silent controller
         fields = {"workers": str(row.workers) if row.workers else ""}
     why = row.message or row.note or row.reason
@@ -246,11 +213,6 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         "" if row.submitted_s is None else ago(now_s - row.submitted_s),
         " ".join(why.split()),
     )
-
-
-def _status(row: JobRow) -> JobStatus:
-    names = {field.name for field in dataclasses.fields(JobStatus)} - {"phase", "generation"}
-    return JobStatus(phase=JobPhase(row.phase), **{name: getattr(row, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from elastic_ray.monitoring.gradient_measures import StepMeasures
+from elastic_ray.monitoring.measures import FIELDS, WorkerMeasures, mib, packed, traffic_fields, unpacked
 from elastic_ray.monitoring.monitor import Monitor
-from elastic_ray.monitoring.step_meter import StepMeter
+
+_MEMORY_S = 1.0  # between two looks at the memory of host and device
+_SENDING_S = 0.5  # between two looks at the connections: their clock ticks some hundred times a second
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 class Monitoring:
@@ -56,3 +68,217 @@ class Monitoring:
         if model < len(self._models):
             return self._models[model]()
         return StepMeasures(workers=self.meter.workers)
+
+
+# No clock but the monotonic one is read here. It measures nothing, and nothing rides, until someone asks.
+class StepMeter:
+    """See the module's text. A part of the control sums.
+
+    Args:
+        clock: the time [s]; only differences of it count.
+        traffic: bytes that the present group's collectives were given, by operation; empty where there is no group.
+        sending_s: time in which the present group's connections were sending, since it was formed [s].
+
+    Attributes:
+        on: whether it measures.
+        workers: of all ranks, as of the latest step that was reduced; the same on every rank. Empty before the first.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        traffic: Callable[[], Mapping[str, int]] = dict,
+        sending_s: Callable[[], float] = float,
+    ) -> None:
+        self._clock = clock
+        self._traffic = traffic
+        self._sending = _Looks(clock, sending_s)
+        self._faults = 0
+        self._used, self._used_at_s = 0.0, -math.inf
+        self.on = False
+        self.workers: tuple[WorkerMeasures, ...] = ()
+        self._began_s: float | None = None
+        self._ended_s: float | None = None
+        self._data_s = self._sync_s = self._step_s = 0.0
+        self._ready_s: float | None = None
+        self._committed_s: float | None = None
+        self._waited_s = 0.0  # for reductions, in the step in progress
+        self._waits_since_s: float | None = None
+        self._own = WorkerMeasures()
+        self._counted: Mapping[str, int] = {}  # bytes, when the step before ended
+        self._sizes: Mapping[str, float] = {}  # of the step before
+
+    def ask(self) -> None:
+        """Measure from now on. Before the first epoch, on all ranks alike."""
+        self.on = True
+
+    def begin_step(self) -> None:
+        """The loader is about to fetch the first micro-batch of a step of training."""
+        if self.on:
+            self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
+
+    def waited_for_data(self, seconds: float) -> None:
+        """The loader has fetched a micro-batch of the step [s]."""
+        self._data_s += seconds
+
+    def end_step(self) -> None:
+        """The step was committed."""
+        if not self.on:
+            return
+        now_s = self._clock()
+        self._step_s = now_s - self._ended_s if self._ended_s is not None else 0.0
+        self._sync_s, self._waited_s = self._waited_s, 0.0
+        counted = dict(self._traffic())
+        if now_s - self._used_at_s >= _MEMORY_S:
+            self._used, self._used_at_s = memory_used(), now_s
+        before, self._faults = self._faults, major_faults()
+        self._sizes = {
+            "host_mib": mib(host_bytes()),
+            "device_mib": mib(device_bytes()),
+            "memory_used": self._used,
+            "major_faults": float(self._faults - before),
+            "sending_s": self._sending.end_step(),
+            **traffic_fields(self._counted, counted),
+        }
+        self._counted = counted
+        self._ended_s, self._began_s = now_s, None
+        self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
+
+    def begin(self) -> None:
+        """A group was entered: what lies between two groups is no step."""
+        self.workers = ()
+        self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
+        self._sync_s = self._step_s = self._waited_s = 0.0
+        self._counted, self._sizes = dict(self._traffic()), {}
+        self._faults = major_faults()
+        self._sending.begin()
+
+    def size(self, world_size: int) -> int:
+        """Values that ride along."""
+        return len(FIELDS) * world_size if self.on else 0
+
+    def values(self, rank: int, world_size: int) -> Sequence[float]:
+        """This rank's gradients are complete, for the first time in the step."""
+        if not self.on:
+            return ()
+        self._waits_since_s = now_s = self._clock()
+        if self._ready_s is None and self._began_s is not None:
+            self._ready_s = now_s
+            self._own = WorkerMeasures(
+                compute_s=max(0.0, self._ready_s - self._began_s - self._data_s),
+                data_s=self._data_s,
+                sync_s=self._sync_s,
+                step_s=self._step_s,
+                passed_s=self._ready_s - self._committed_s if self._committed_s is not None else 0.0,
+                **self._sizes,
+            )
+        return packed(self._own, rank, world_size)
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """All ranks' rows."""
+        if not self.on:
+            return
+        if self._waits_since_s is not None:
+            self._waited_s += self._clock() - self._waits_since_s
+            self._waits_since_s = None
+        self.workers = unpacked(sums, world_size)
+
+
+class _Looks:
+    """A time that grows, by step, from looks that are some steps apart.
+
+    Args:
+        clock: the time [s]; only differences of it count.
+        total_s: what is looked at [s].
+    """
+
+    def __init__(self, clock: Callable[[], float], total_s: Callable[[], float]) -> None:
+        self._clock, self._total_s = clock, total_s
+        self._at_s = self._seen_s = self._by_step = 0.0
+        self._steps = 0
+
+    def begin(self) -> None:
+        """What is looked at is another, and begins anew."""
+        self._at_s, self._seen_s, self._by_step, self._steps = self._clock(), self._total_s(), 0.0, 0
+
+    def end_step(self) -> float:
+        """A step is over; returns what a step has taken, as of the last look."""
+        self._steps += 1
+        now_s = self._clock()
+        if now_s - self._at_s >= _SENDING_S:
+            total_s = self._total_s()
+            self._by_step = max(0.0, total_s - self._seen_s) / self._steps
+            self._at_s, self._seen_s, self._steps = now_s, total_s, 0
+        return self._by_step
+
+
+def host_bytes() -> int:
+    """Resident set of this process [bytes]; where the kernel has no ``/proc``, the largest that it had."""
+    try:
+        descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    try:
+        return int(os.read(descriptor, 256).split()[1]) * _PAGE_BYTES
+    finally:
+        os.close(descriptor)
+
+
+def device_bytes() -> int:
+    """What torch's allocator holds of the present CUDA device [bytes]; 0 for a process that has not used one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved())
+
+
+def major_faults() -> int:
+    """Pages that this process has had to fetch from a disk since it began."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def memory_used() -> float:
+    """Part that is taken, from 0 to 1, of what this process may use: the largest of host, control group and device."""
+    return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
+
+
+def _host_used(proc: Path) -> float:
+    """Of the host's memory; 0 where the kernel does not tell."""
+    lines = _text(proc / "meminfo").splitlines()
+    told = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if rest.split()}
+    total, available = told.get("MemTotal", 0), told.get("MemAvailable")
+    return 1.0 - available / total if total > 0 and available is not None else 0.0
+
+
+def _group_used(proc: Path, groups: Path) -> float:
+    """Of what the process's control group (version 2) may use; 0 where it has no limit of its own.
+
+    Cached files that nobody has used lately do not count: the kernel drops them first.
+    """
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        if not line.startswith("0::"):
+            continue
+        folder = groups / line[3:].lstrip("/")
+        limit, current = _text(folder / "memory.max").strip(), _text(folder / "memory.current").strip()
+        if limit.isdigit() and current.isdigit() and int(limit) > 0:
+            stats = dict(row.split(" ", 1) for row in _text(folder / "memory.stat").splitlines() if " " in row)
+            return max(0.0, min(1.0, (int(current) - int(stats.get("inactive_file", 0))) / int(limit)))
+    return 0.0
+
+
+def _device_used() -> float:
+    """Of the present CUDA device's memory, by all of its users; 0 for a process that has not used one."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return 1.0 - float(free) / float(total)
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel's says; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -299,7 +299,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.set_strategy(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """What is done with which parameters, predicted and measured times, and why; ``str`` of it is for people."""
+        """What is done with which parameters, measured times, and why; ``str`` of it is for people."""
         return self._sync.explain_strategy()
 
     @property

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import dataclasses
+import errno
 import functools
 import logging
 import os
+import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.planner import BatchPlanner
@@ -25,12 +31,71 @@ from elastic_ray.membership.messages import BatchProposal, ControllerMessage, Ge
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.session.session import Session
-from elastic_ray.standalone.departures import Departures
-from elastic_ray.standalone.env_store import address_towards, env_store
 from elastic_ray.state.resume_point import ResumePoint
+from placement.text import printable
+
+_HELD: dict[tuple[str, int], Any] = {}  # by address: it lasts as long as the process, also for later calls
+_STORE_S = timedelta(seconds=2)  # neither a process that ends nor one that fails waits long for a store that is gone
+_LONGEST = 1000  # anybody who reaches the store may write there
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
+
+
+def env_store(rank: int, timeout_s: float) -> Any:
+    """The store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
+
+    ``torchrun``'s agent holds one and says so in ``TORCHELASTIC_USE_AGENT_STORE``. Under ``srun``, ``mpirun`` and the
+    like no agent does, so rank 0 does it, at that address alone.
+
+    Args:
+        rank: rank of this process.
+        timeout_s: how long to wait for it, and for whatever is asked of it [s].
+
+    Raises:
+        RuntimeError: it cannot be reached or held; the message says where.
+    """
+    host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not by_agent and (host, port) not in _HELD:
+        _HELD[host, port] = _hold(host, port, timeout)
+    # torch.distributed does not export its stores to type checkers; a client serves one thread at a time
+    return dist.TCPStore(host, port, None, False, timeout)  # type: ignore[attr-defined]
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address that every machine can reach which can reach ``host``."""
+    family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _hold(host: str, port: int, timeout: timedelta) -> Any:
+    """A store that this process holds at the address; raises RuntimeError where it cannot listen there."""
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}  # as torch's own env:// does
+    try:
+        options["master_listen_fd"] = _bind(host, port).detach()
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            logger.warning("MASTER_ADDR=%s is no address of rank 0's machine, so it listens at all that it has", host)
+        elif error.errno != errno.EADDRINUSE:  # torch shares one that this process holds already
+            raise RuntimeError(f"rank 0 cannot listen at MASTER_ADDR={host}, MASTER_PORT={port}: {error}") from error
+    return dist.TCPStore(host, port, None, True, timeout, **options)  # type: ignore[attr-defined]
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address alone."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
 
 logger = logging.getLogger(__name__)
-
 _COLLECTIVE_TIMEOUT_S = 600.0
 _TRACKER_DIR = "runs/user"  # a folder named tensorboard would pass for the package where that is not installed
 _FORM_TIMEOUT_S = 60.0
@@ -256,3 +321,62 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
 
 def _own_host() -> str:
     return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+# All that gloo tells the others is that a connection was closed.
+class Departures:
+    """Who was the first to leave the group.
+
+    Args:
+        prefix: name of the group in the store.
+        rank: of this process.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, prefix: str, rank: int, world_size: int) -> None:
+        self._key = f"{prefix}/left"
+        self._rank = rank
+        self._world_size = world_size
+        self._store: Any = None
+        self._process = os.getpid()
+
+    def use(self, store: Any) -> None:
+        """The group is about to form, through this store."""
+        self._store = store
+        atexit.register(self._leave)
+
+    def explain(self, cause: str) -> str:
+        """Why a collective has failed, which says so itself in ``cause``: who has left, as far as that is known."""
+        atexit.unregister(self._leave)  # this rank's end follows from the other's, and is not to be told in its place
+        if self._store is None:
+            return cause
+        try:
+            self._store.set_timeout(_STORE_S)
+            told = bytes(self._store.get(self._key)) if self._store.check([self._key]) else b""
+        except RuntimeError:
+            return (
+                f"the group's store at {_address()} is gone: rank 0, or the launcher that held it, has left ({cause})"
+            )
+        if told or not any(words in cause for words in _CLOSED):
+            return printable(told.decode(errors="replace")[:_LONGEST]) or cause
+        who = f"rank {1 - self._rank}" if self._world_size == 2 else "a rank"
+        return f"{who} has left without a word: its process was killed, or its machine is gone"
+
+    def _leave(self) -> None:
+        """Say in the store why this rank ends, unless another one has said so before."""
+        if os.getpid() != self._process:
+            return  # a child that was forked
+        error = getattr(sys, "last_value", None)
+        why = f"its process ends with {type(error).__name__}: {error}" if error is not None else "its process ends"
+        told = f"rank {self._rank} has left: {why}"
+        if error is None:
+            told += ". Every rank must make the same calls (continue, break, return) in the same steps"
+        try:
+            self._store.set_timeout(_STORE_S)
+            self._store.compare_set(self._key, "", told)
+        except RuntimeError:
+            return  # the store is gone before this rank
+
+
+def _address() -> str:
+    return f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace
-from elastic_ray.stragglers.measured import RecentSteps, Tell
-from elastic_ray.stragglers.memory import MemoryTrace
+from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace, lower_median
 from elastic_ray.stragglers.network import SendTrace
 from elastic_ray.stragglers.slow_workers import SlowWorker, StragglerCause, StragglerConfig
 
@@ -18,13 +16,17 @@ if TYPE_CHECKING:
 
 REPLACED_BELOW = 0.67
 """Speed over the median's of a worker that is replaced if it stays so slow."""
-
 _LEAST_WEIGHT = 1.0 / 64.0
 _FULL_WEIGHT = 0.9  # and above, for which no unequal shares are worth it
 _WORTH = 1.1  # times a weight must move
 # Shorter steps are taken together: no verdict is to rest on what else a core has to do for a moment. Ten make 2.5 s.
 _SHORT_S = 0.25
 _LONGEST_REST = 32 * MIN_STEPS
+FULL = 0.95
+"""Part of a memory that is taken from which the kernel, or the GPU's allocator, is busy with making room."""
+_FAULT_S = 1e-4  # the least that a page from a fast disk takes
+_EXPLAINS = 0.25  # part of what a rank takes longer
+_ALPHA = 0.1
 
 
 class StragglerWatch:
@@ -333,3 +335,101 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
         fixed = max(0.0, min(1.0, (times / slow.ratio - slow.weight) / (1.0 - slow.weight)))
     part = fixed or 0.0
     return dataclasses.replace(slow, fixed=fixed, ratio=times / (part + (1.0 - part) * slow.weight))
+
+
+class Tell(Protocol):
+    """Tells the job's user something."""
+
+    def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecentSteps:
+    """Sums over the latest steps, as long as they are short.
+
+    Attributes:
+        work: samples of each rank.
+        busy_s: time of each rank until its gradients were complete [s].
+        data_s: the part of it that was waiting for data [s].
+        faults: pages that each rank fetched from a disk.
+        sending_s: time in which each rank was sending [s].
+        mib: what each rank handed to collectives [MiB].
+        seconds: of the steps, by the slowest rank's clock [s].
+    """
+
+    work: list[float] = dataclasses.field(default_factory=list)
+    busy_s: list[float] = dataclasses.field(default_factory=list)
+    data_s: list[float] = dataclasses.field(default_factory=list)
+    faults: list[float] = dataclasses.field(default_factory=list)
+    sending_s: list[float] = dataclasses.field(default_factory=list)
+    mib: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
+        """The same with another step."""
+        return RecentSteps(
+            work=_added(self.work, [sum(row) for row in sizes]),
+            busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
+            data_s=_added(self.data_s, [each.data_s for each in measured]),
+            faults=_added(self.faults, [each.major_faults for each in measured]),
+            sending_s=_added(self.sending_s, [each.sending_s for each in measured]),
+            mib=_added(self.mib, [each.wire_mib for each in measured]),
+            seconds=self.seconds + max([each.step_s for each in measured]),
+        )
+
+
+def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
+    return [old + new for old, new in zip(before, now, strict=True)] if before else list(now)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTrace:
+    """What the ranks of one group have shown of their memory, step by step.
+
+    Attributes:
+        faults_s: by rank, the least time that its pages from disks have taken, moving average over steps [s].
+        compute_s: by rank, moving average of its compute time [s].
+        used: by rank, the part of its memory that was taken last.
+    """
+
+    faults_s: tuple[float, ...] = ()
+    compute_s: tuple[float, ...] = ()
+    used: tuple[float, ...] = ()
+
+    def add(self, *, faults: Sequence[float], compute_s: Sequence[float], used: Sequence[float]) -> MemoryTrace:
+        """The trace after one more step."""
+        now_s = [_FAULT_S * count for count in faults]
+        return MemoryTrace(
+            faults_s=_moved(self.faults_s or now_s, now_s),
+            compute_s=_moved(self.compute_s or compute_s, compute_s),
+            used=tuple(used),
+        )
+
+    def short(self, rank: int, among: Sequence[int]) -> bool:
+        """Whether a slow rank lacks memory, by comparison with the ranks ``among``.
+
+        Its pages from disks explain at least a quarter of what it takes longer, or its memory is full and theirs is
+        not. What all ranks do (reading a mapped file) or have (a GPU that is full by design) explains nothing.
+        """
+        others = [other for other in among if other != rank]
+        if not self.used or not others:
+            return False
+        beyond_s = self.faults_s[rank] - lower_median([self.faults_s[other] for other in others])
+        excess_s = self.compute_s[rank] - lower_median([self.compute_s[other] for other in others])
+        if excess_s <= 0.0:
+            return False
+        full = self.used[rank] >= FULL > lower_median([self.used[other] for other in others])
+        return full or beyond_s >= _EXPLAINS * excess_s
+
+    def to_state(self) -> dict[str, Any]:
+        """Plain values, for :meth:`from_state`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_state(cls, tree: Mapping[str, Any]) -> MemoryTrace:
+        """The inverse of :meth:`to_state`, of which tuples may have become lists."""
+        return cls(**{name: tuple(values) for name, values in tree.items()})
+
+
+def _moved(before: Sequence[float], now: Sequence[float]) -> tuple[float, ...]:
+    return tuple(old + _ALPHA * (new - old) for old, new in zip(before, now, strict=True))

@@ -15,19 +15,20 @@ from elastic_ray.sync.builders import (
     PairAveraging,
     Parallax,
     PartitionedAR,
+    PartitionedPS,
     PowerSGD,
     PSLoadBalancing,
     RandomAxisPartitionAR,
     StrategyBuilder,
+    UnevenPartitionedPS,
+    ZeRO1,
+    ZeRO2,
 )
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
-from elastic_ray.sync.choosing.links import LinkTable
-from elastic_ray.sync.choosing.resource_spec import ResourceSpec, read_resource_spec
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo, Topology
 from elastic_ray.sync.sharded.rules import RowAdagrad, RowAdam, RowSGD
 from elastic_ray.sync.spec import Average, Owner, Reduce, Rows, Rule, Strategy, Wire
-from elastic_ray.sync.tile_builders import PartitionedPS, UnevenPartitionedPS, ZeRO1, ZeRO2
 from placement.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ __all__ = [
     "Auto",
     "Average",
     "DiLoCo",
-    "LinkTable",
     "LocalSGD",
     "ModelProfile",
     "OptimizerInfo",
@@ -64,7 +64,6 @@ __all__ = [
     "PowerSGD",
     "RandomAxisPartitionAR",
     "Reduce",
-    "ResourceSpec",
     "RowAdagrad",
     "RowAdam",
     "RowSGD",
@@ -82,7 +81,6 @@ __all__ = [
     "Wire",
     "ZeRO1",
     "ZeRO2",
-    "read_resource_spec",
 ]
 
 __getattr__, _ = lazy_names(__name__, _HOMES)

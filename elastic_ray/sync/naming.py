@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from elastic_ray.sync import builders, tile_builders
+from elastic_ray.sync import builders
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.profile import ModelProfile, Topology
@@ -17,10 +17,10 @@ NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
     "all_reduce": builders.AllReduce,
     "ps": builders.PS,
     "ps_balanced": builders.PSLoadBalancing,
-    "zero1": tile_builders.ZeRO1,
-    "zero2": tile_builders.ZeRO2,
-    "partitioned_ps": tile_builders.PartitionedPS,
-    "uneven_partitioned_ps": tile_builders.UnevenPartitionedPS,
+    "zero1": builders.ZeRO1,
+    "zero2": builders.ZeRO2,
+    "partitioned_ps": builders.PartitionedPS,
+    "uneven_partitioned_ps": builders.UnevenPartitionedPS,
     "partitioned_ar": builders.PartitionedAR,
     "random_axis_partition_ar": builders.RandomAxisPartitionAR,
     "parallax": builders.Parallax,

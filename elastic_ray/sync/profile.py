@@ -75,13 +75,11 @@ class ModelProfile:
         params: trainable parameters, group by group, in the model's order within each.
         optimizer: steps them.
         frozen: names of parameters that are not trained at present.
-        compute_s: forward, backward and update of one step on one rank, without communication [s]; None while unknown.
     """
 
     params: tuple[ParamInfo, ...]
     optimizer: OptimizerInfo = OptimizerInfo()
     frozen: tuple[str, ...] = ()
-    compute_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ on more resources is taken to scale perfectly onto them, so that the allocator t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from placement.goodput.least_squares import least_squares
 from placement.goodput.step_time import LARGEST, Floats, ThroughputModel, power_sum, real
 
 # Positions in the vector of parameters, in the order of ThroughputModel.
@@ -20,7 +20,6 @@ _PARAMETERS = 8
 _GAMMA_RANGE = (1.0, 10.0)  # Pollux: 10 is as good as the maximum
 _GOOD_ENOUGH = 1e-6  # a sum of squared errors (0.1 %) with which no other start is tried
 _LEAST = 1e-8  # the least value of a parameter, of the shortest time measured: T_grad is never 0
-
 # Priors as more errors, _PRIORS @ parameters - _PRIOR_VALUES, against errors of logarithms (0.01 is 1 %):
 # equal shares of alpha_c and beta_c m, little synchronisation and much less growth of it, little overlap. They are
 # weak enough to decide only what the data leave open.
@@ -31,6 +30,9 @@ _PRIORS[[2, 4], [_BETA_N, _BETA_R]] = 5e-2
 _PRIORS[5, _GAMMA] = 1e-3
 _PRIORS[6, _ALPHA_S] = 1e-3
 _PRIOR_VALUES = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 1e-3, 0.0])
+_DAMPING = 1e-3  # of the first step
+_EASIER, _HARDER = 0.2, 4.0  # the damping after a step that was taken, and after one that was not
+_MOST_DAMPING = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,3 +233,76 @@ class _Regression:
         of_step *= (self.weight / (p[_ALPHA_S] + self.accum * grad + joint))[:, np.newaxis]
         of_grad *= (np.where(self.measured, self.weight, 0.0) / grad)[:, np.newaxis]
         return np.concatenate([of_step, of_grad, _PRIORS]) @ self.ties
+
+
+# SciPy has the like, at 40 MB of memory in every process that imports it: as much as all else that a job's controller
+# imports.
+def least_squares(
+    errors: Callable[[Floats], Floats],
+    slopes: Callable[[Floats], Floats],
+    start: Floats,
+    bounds: tuple[Floats, Floats],
+    *,
+    ftol: float = 1e-4,
+    xtol: float = 1e-5,
+    gtol: float = 1e-8,
+    steps: int = 60,
+) -> tuple[float, Floats]:
+    """Where the search for the least cost from ``start`` ends: Levenberg-Marquardt, projected onto the bounds.
+
+    With errors e, slopes J = de/dx and g = J^T e, an unknown is held while it lies on a bound and -g points beyond it;
+    the others move by d, cut off at the bounds, with Marquardt's damping mu and each unknown's own scale::
+
+        (J^T J + mu diag(J^T J)) d = -g
+
+    mu falls after a step that lowers the cost, and rises after one that does not, which is not taken.
+
+    Args:
+        errors: e of the unknowns.
+        slopes: J: a row for each error, a column for each unknown.
+        start: within the bounds.
+        bounds: least and greatest values.
+        ftol: it ends when a step lowers the cost by less than this share of it,
+        xtol: or moves the unknowns by less than this share of their length,
+        gtol: or when no unknown that is free has a steeper g.
+        steps: tried at most.
+
+    Returns:
+        The cost, half of the sum of squared errors, and the unknowns.
+    """
+    x, e, damping = start, errors(start), _DAMPING
+    cost = 0.5 * float(e @ e)
+    normal, g = _normal(slopes(x), e)
+    for _ in range(steps):
+        free = ~(((x <= bounds[0]) & (g > 0)) | ((x >= bounds[1]) & (g < 0)))
+        if not free.any() or np.abs(g[free]).max() <= gtol:
+            break
+        step = _step(normal, g, free, damping)
+        tried = np.clip(x + step, *bounds)
+        moved = float(np.linalg.norm(tried - x))
+        e_tried = errors(tried)
+        gain = cost - 0.5 * float(e_tried @ e_tried)
+        if gain > 0:
+            converged = gain < ftol * cost and damping <= _DAMPING
+            x, e, cost, damping = tried, e_tried, cost - gain, damping * _EASIER
+            if converged:
+                break
+            normal, g = _normal(slopes(x), e)
+        else:
+            damping *= _HARDER
+        if moved <= xtol * (xtol + float(np.linalg.norm(x))) or damping > _MOST_DAMPING:
+            break
+    return cost, x
+
+
+def _normal(j: Floats, e: Floats) -> tuple[Floats, Floats]:
+    return j.T @ j, j.T @ e
+
+
+def _step(normal: Floats, g: Floats, free: npt.NDArray[np.bool_], damping: float) -> Floats:
+    """How far the free unknowns move."""
+    step = np.zeros_like(g)
+    of_free = normal[np.ix_(free, free)]
+    scale = np.maximum(np.diag(of_free), np.finfo(np.float64).tiny * 1e16)
+    step[free] = np.linalg.lstsq(of_free + np.diag(damping * scale), -g[free], rcond=None)[0]
+    return step

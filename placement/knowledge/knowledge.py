@@ -13,9 +13,18 @@ from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale
+from placement.goodput.remaining import remaining
 from placement.goodput.step_time import ThroughputModel
-from placement.knowledge.lengths import EndedJobs
-from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements, Shape, shape_of
+from placement.knowledge.records import (
+    Batches,
+    KnownLength,
+    KnownNoise,
+    KnownStep,
+    Measurements,
+    Shape,
+    newest,
+    shape_of,
+)
 
 _CHANGED = 0.2
 """Relative change of a step time after which models are fitted anew: the first steps of a job may have been slow."""
@@ -338,3 +347,62 @@ def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | No
         if model == view.goodput:
             return gpu
     return None
+
+
+class EndedJobs:
+    """Lengths of ended jobs by the fingerprint of their model.
+
+    However a job ended, finished, stopped or failed, it left its workers to others then.
+
+    Args:
+        forget_s: a job that ended longer ago than this no longer counts [s].
+    """
+
+    def __init__(self, forget_s: float) -> None:
+        self._forget_s = forget_s
+        self._present: dict[str, KnownLength] = {}
+        self._ended: dict[str, tuple[KnownLength, ...]] = {}
+
+    def hear(self, view: JobView) -> None:
+        """How far a job is, and what it declares."""
+        if view.fingerprint is None or view.progress is None or not view.init_batch_size or not view.progress.done:
+            return
+        done, left = view.progress.done, remaining(view.progress)
+        self._present[view.job] = KnownLength(
+            fingerprint=view.fingerprint,
+            samples=done * view.init_batch_size,
+            part=None if left is None else done / (done + left),
+            seen_s=0.0,
+        )
+
+    def ended(self, job: str, now_s: float) -> bool:
+        """A job is over; whether that is to be kept."""
+        length = self._present.pop(job, None)
+        if length is None:
+            return False
+        self.recall([dataclasses.replace(length, seen_s=now_s)])
+        return True
+
+    def recall(self, lengths: Iterable[KnownLength]) -> None:
+        """Take in what was kept."""
+        fresh: dict[str, list[KnownLength]] = {}
+        for each in lengths:
+            fresh.setdefault(each.fingerprint, []).append(each)
+        for fingerprint, several in fresh.items():
+            self._ended[fingerprint] = newest([*self._ended.get(fingerprint, ()), *several])
+
+    def of(self, fingerprints: Collection[str]) -> tuple[KnownLength, ...]:
+        """All that is known of these models."""
+        return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
+
+    def complete(self, view: JobView, now_s: float) -> JobView:
+        """The view with where earlier jobs of its model ended, in its own iterations."""
+        known = [each for each in self._ended.get(view.fingerprint or "", ()) if now_s - each.seen_s < self._forget_s]
+        if not known or view.progress is None or not view.init_batch_size:
+            return view
+        progress = dataclasses.replace(
+            view.progress,
+            usual_ends=tuple(each.samples / view.init_batch_size for each in known),
+            usual_parts=tuple(each.part for each in known if each.part is not None),
+        )
+        return dataclasses.replace(view, progress=progress)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.adaptation.ballot import PolicyBallot, Verdict, flag_and_digest, verdict
+from elastic_ray.adaptation.runner import PolicyBallot, Verdict, flag_and_digest, verdict
 
 SAID = st.none() | st.lists(st.integers(0, 3), max_size=2)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ray.adaptation import BatchSchedule, NoiseScaleBatch, PolicyView, SetBatch
-from elastic_ray.adaptation.schedule import parse_schedule
+from elastic_ray.adaptation.policies.batch_schedule import parse_schedule
 from placement.goodput.model import NoiseScale
 from tests.adaptation.scripted import ScriptedRun, listed
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ray.adaptation import PolicyView, Resize, ThroughputScaling, UtilityCost
-from elastic_ray.adaptation.policies.size_search import SizeSearch, parse_utility, scaling_efficiency, utility_at
+from elastic_ray.adaptation.policies.scaling import SizeSearch, parse_utility, scaling_efficiency, utility_at
 from tests.adaptation.scripted import ScriptedRun
 
 SMALL: dict[str, int] = {"every": 10, "stride": 1, "steps_to_stay": 10}

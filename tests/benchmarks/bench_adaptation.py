@@ -37,7 +37,7 @@ from elastic_ray.adaptation import (
     ThroughputScaling,
     UtilityCost,
 )
-from elastic_ray.adaptation.policies.size_search import scaling_efficiency
+from elastic_ray.adaptation.policies.scaling import scaling_efficiency
 from elastic_ray.adaptation.policy import Answer
 from tests.adaptation.scripted import ScriptedRun
 

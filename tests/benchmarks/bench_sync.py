@@ -97,7 +97,7 @@ def run_rank(case_name: str, rounds: int, steps: int) -> None:
         next(ours)
         if any(row.chosen for row in elastic.model.explain_strategy().candidates):  # the same step on all ranks
             break
-    chosen, predicted = elastic.model.strategy, predictions(elastic.model)
+    chosen = elastic.model.strategy
     strategies: dict[str, Any] = {"auto": chosen, **{name: name for name in (*case.exact, *case.other)}}
     theirs = {"DDP": ddp_steps(case, data, sparse=False)}
     if case.tables:
@@ -116,16 +116,10 @@ def run_rank(case_name: str, rounds: int, steps: int) -> None:
             if number:  # the first round warms up
                 times[name].append(took)
     if rank == 0:
-        result = {"times": times, "chosen": chosen.name, "switch": switches[len(strategies) :], "predicted": predicted}
+        result = {"times": times, "chosen": chosen.name, "switch": switches[len(strategies) :]}
         print("RESULT " + json.dumps(result), flush=True)
     dist.barrier()
     os._exit(0)  # in the middle of an epoch: nothing to finish
-
-
-def predictions(model: Any) -> dict[str, float]:
-    """What was predicted for each strategy that was considered [s]."""
-    table = model.explain_strategy()
-    return {row.name: row.predicted_s for row in table.candidates if row.predicted_s is not None}
 
 
 def timed(steps: Iterator[None], count: int) -> float:
@@ -206,7 +200,6 @@ class Cell:
     times: dict[str, list[float]]
     chosen: str
     switch: list[float]
-    predicted: dict[str, float]
     exact: tuple[str, ...]
 
     def speed_up(self, name: str, over: str = "DDP") -> float:
@@ -233,7 +226,6 @@ class Cell:
                 "strategy": f"auto: {self.chosen}" if name == "auto" else name,
                 "step_s": statistics.median(times),
                 "x DDP": self.speed_up(name),
-                "predicted_s": self.predicted.get(self.chosen if name == "auto" else name),
             }
 
 
@@ -292,33 +284,7 @@ def bars_of(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         bars.append(bar("auto within 5 % of the best by hand, share of cells", value=near, limit=0.9, at_least=True))
         slowest = min(cell.speed_up("auto") for cell in cells)
         bars.append(bar("auto x DDP, the worst cell", value=slowest, limit=0.95, at_least=True))
-        bars += prediction_bars([cell for cell in cells if cell.link == "1gbit"])
     return bars
-
-
-def prediction_bars(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Predicted against measured times of the exact strategies, in cells that the network bounds."""
-    pairs = [
-        (cell.predicted[name], statistics.median(cell.times[name]))
-        for cell in cells
-        for name in cell.exact
-        if name in cell.predicted
-    ]
-    error = statistics.median(abs(a / b - 1.0) for a, b in pairs) if pairs else None
-    order = rank_correlation(pairs) if len(pairs) > 2 else None
-    return [
-        bar("predicted step time, median error", value=error, limit=0.2, at_least=False),
-        bar("predicted step time, rank correlation", value=order, limit=0.85, at_least=True),
-    ]
-
-
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Spearman's."""
-
-    def ranks(values: Sequence[float]) -> list[float]:
-        return [float(sorted(values).index(value)) for value in values]
-
-    return statistics.correlation(ranks([a for a, _ in pairs]), ranks([b for _, b in pairs]))
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import torch
 from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
 
 import elastic_ray as er
-from elastic_ray.integrations.ray_data.columns import cut, to_batch
+from elastic_ray.integrations.ray_data.shard import cut, to_batch
 from elastic_ray.worker.train_loop import call, pack
 
 

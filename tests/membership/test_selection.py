@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from elastic_ray.events import EventKind
 from elastic_ray.membership.instructions import Announce, Note
+from elastic_ray.membership.machine import first_group, next_group
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.membership.roster import Roster, WorkerPhase, WorkerRecord
-from elastic_ray.membership.selection import first_group, next_group
 from elastic_ray.membership.signals import Allocated, StepFailed
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes

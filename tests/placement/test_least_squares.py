@@ -8,7 +8,7 @@ import numpy as np
 import scipy.optimize
 
 from placement.goodput import fitting
-from placement.goodput.least_squares import least_squares
+from placement.goodput.fitting import least_squares
 from placement.goodput.model import Observation, ThroughputModel
 
 INFINITE = np.full(2, np.inf)

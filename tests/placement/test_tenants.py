@@ -13,8 +13,7 @@ from placement.cluster.jobs import JobView
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
 from placement.planning.problem import Plan, Problem
-from placement.planning.tenant_partition import within
-from placement.planning.tenants import Tenant, by_tenant, entitlements, share_out
+from placement.planning.tenants import Tenant, by_tenant, entitlements, share_out, within
 from placement.policies import POLICIES, make_policy
 from tests.placement.views import cluster, node, view
 

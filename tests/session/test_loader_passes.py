@@ -13,7 +13,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError
 from elastic_ray.membership.messages import Returned
-from elastic_ray.monitoring.step_meter import StepMeter
+from elastic_ray.monitoring.monitoring import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import StepLedger

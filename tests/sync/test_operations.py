@@ -16,7 +16,7 @@ from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation
 from elastic_ray.sync.operations.buckets import Bucket, build_bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation
-from elastic_ray.sync.partition import partition_axis
+from elastic_ray.sync.operations.partitioned_reduce import partition_axis
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.spec import Sync
 from tests.membership.groups import on_ranks

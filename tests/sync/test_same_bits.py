@@ -10,7 +10,7 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.sync import Reduce, Strategy, Wire
-from elastic_ray.sync.operations.same_bits import orthonormal, product_of
+from elastic_ray.sync.operations.low_rank import orthonormal, product_of
 from tests.loop.ranks import Ranks
 
 SHAPES = [(20000, 16, 4), (4096, 33, 2), (1000, 37, 3), (33, 65, 5), (1, 9, 1)]

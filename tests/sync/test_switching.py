@@ -60,10 +60,10 @@ def test_auto_measures_tries_and_keeps_one_on_all_ranks(ranks: Ranks, sparse: bo
         and strategy.name in told
         and detail["strategy"] == strategy.name
     )
-    assert set(detail["measured_s"]) <= set(detail["predicted_s"]) and strategy.name in detail["measured_s"]
+    assert set(detail["measured_s"]) <= set(detail["considered"]) and strategy.name in detail["measured_s"]
     assert table.candidates and sum(row.chosen for row in table.candidates) == 1
-    assert table.reason in told and table.measured_s and table.predicted_s and table.rows
-    assert all(row.measured_s is not None and row.predicted_s is not None for row in table.rows)
+    assert table.reason in told and table.measured_s and table.rows
+    assert all(row.measured_s is not None for row in table.rows)
     assert strategy.name in text and "table.weight" in text
     assert keys[0] is None and keys[-1] is not None and keys[-1].startswith("auto/")
     assert keys.index(keys[-1]) > 20, "steps of measuring count for nobody"
@@ -112,9 +112,9 @@ def test_one_worker_has_nothing_to_choose(ranks: Ranks) -> None:
 
 
 def explained() -> Any:
-    """A choice, and then other strategies by hand; what each is said to send and to take."""
+    """Strategies by hand; what each is said to send."""
     trainee = Trainee("auto")
-    trainee.train(epochs=5)
+    trainee.train(epochs=1)
     return {name: _explained(trainee, name) for name in ("all_reduce", "bf16", "int8", "powersgd", "ps", "local_sgd")}
 
 
@@ -122,17 +122,16 @@ def _explained(trainee: Trainee, name: str) -> Any:
     trainee.wrapped.set_strategy(name)
     trainee.wrapped(torch.arange(20)[:, None])
     table = trainee.wrapped.explain_strategy()
-    return sum(row.sent_nbytes for row in table.rows), [row.predicted_s for row in table.rows], str(table)
+    return sum(row.sent_nbytes for row in table.rows), str(table)
 
 
-def test_a_strategy_by_hand_is_predicted_from_links_that_were_measured_before(ranks: Ranks) -> None:
+def test_what_each_strategy_sends_is_shown(ranks: Ranks) -> None:
     found = ranks.run(explained, world=2)[0]
     whole = found["all_reduce"][0]
-    shares = {name: sent / whole for name, (sent, _, _) in found.items()}
+    shares = {name: sent / whole for name, (sent, _) in found.items()}
     assert shares["bf16"] == shares["ps"] / 2 == 0.5 and shares["int8"] == shares["local_sgd"] == 0.25
     assert 0 < shares["powersgd"] < 0.25
-    assert all(predicted and all(predicted) for _, predicted, _ in found.values())
-    assert all("MiB sent" in text for _, _, text in found.values())
+    assert all("MiB sent" in text for _, text in found.values())
 
 
 def differing(given: Any) -> Any:

@@ -147,7 +147,7 @@ def test_a_group_of_another_form_is_measured_and_a_known_one_is_not() -> None:
     run.group_of("x", "y")
     assert run.tuner.choice == there, "other nodes of the same form"
     run.group_of("x", "x")
-    assert run.tuner.choice.phase is Phase.CALIBRATING, "one node is another form"
+    assert run.tuner.choice.phase is Phase.PROFILING, "one node is another form"
     run.group_of("x")
     assert run.tuner.choice.settled and run.tuner.strategy == there.strategy
     run.group_of("a", "b")
@@ -160,7 +160,7 @@ def test_a_trial_does_not_outlast_its_group() -> None:
         run.train()
     tried = run.tuner.strategy
     run.group_of("a", "b", "c")
-    assert run.tuner.strategy != tried and run.tuner.choice.phase is Phase.CALIBRATING
+    assert run.tuner.strategy != tried and run.tuner.choice.phase is Phase.PROFILING
     run.group_of("a", "b")
     assert run.tuner.strategy == tried and run.tuner.choice.phase is Phase.TRYING
 
@@ -176,7 +176,7 @@ def test_it_chooses_anew_when_other_rows_are_touched() -> None:
         run.train()
         if not run.tuner.choice.settled:
             break
-    assert run.tuner.choice.phase is Phase.PROFILING, "links are known"
+    assert run.tuner.choice.phase is Phase.PROFILING
     run.settle()
     assert dict(run.tuner.choice.rows)["table"] == 50
 

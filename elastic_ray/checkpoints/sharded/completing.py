@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import posixpath
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pyarrow.fs
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from elastic_ray.checkpoints.automatic import StateFile, write_note
 from elastic_ray.checkpoints.checked_files import write_checked
@@ -14,16 +18,22 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.manifest import (
     MANIFEST,
     TORCH_METADATA,
+    Manifest,
     ManifestError,
     Part,
+    Path,
+    StoredTensor,
     account_name,
     complete,
     part_name,
+    shown,
 )
+from elastic_ray.state.codec import dtype_of
 from elastic_ray.state.resume_point import ResumePoint
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.5
 _LARGEST_ACCOUNT_BYTES = 1 << 28
+Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
@@ -104,7 +114,7 @@ def finish(
         ManifestError: the parts do not make up a state. InterruptedError: ``go_on`` said no before it counted.
     """
     # Loads much of torch.distributed, which a worker that starts is not to wait for.
-    from elastic_ray.checkpoints.sharded.torch_metadata import torch_metadata
+    from elastic_ray.checkpoints.sharded.completing import torch_metadata
 
     manifest = complete(parts)
     metadata, content = torch_metadata(manifest, parts[0].values), manifest.to_bytes()
@@ -147,3 +157,60 @@ def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part
             f"be of rank {rank} and step {steps}, and has {there} bytes"
         )
     return part
+
+
+# It is a pickle, as torch has it. We write it for others, and never read it.
+def torch_metadata(manifest: Manifest, values: Values) -> bytes:
+    """The file's content.
+
+    A tensor's name is its path with dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
+
+    Args:
+        manifest: of the checkpoint.
+        values: paths of plain values, and where torch's archive of each is in the first rank's part.
+    """
+    entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for tensor in manifest.tensors:
+        name = _new_name(tensor.path, entries)
+        entries[name] = _described(tensor)
+        paths[name] = _torch_path(tensor.path)
+        for rank, piece in tensor.pieces:
+            index = dcp.MetadataIndex(name, torch.Size(piece.offsets))
+            places[index] = _StorageInfo(part_name(rank), *piece.archive)
+    for path, archive in values:
+        name = _new_name(path, entries)
+        entries[name], paths[name] = dcp.BytesStorageMetadata(), _torch_path(path)
+        places[dcp.MetadataIndex(name)] = _StorageInfo(part_name(0), *archive)
+    return pickle.dumps(
+        dcp.Metadata(
+            state_dict_metadata=entries, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta()
+        )
+    )
+
+
+def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
+    """A tensor in torch's words."""
+    return dcp.TensorStorageMetadata(
+        properties=dcp.TensorProperties(dtype=dtype_of(tensor.dtype)),
+        size=torch.Size(tensor.shape),
+        chunks=[
+            dcp.ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+            for _, piece in tensor.pieces
+        ],
+    )
+
+
+def _new_name(path: Path, taken: Iterable[str]) -> str:
+    """A name that no other path has, though keys may have dots."""
+    name, number = shown(path), 1
+    while name in taken:
+        number += 1
+        name = f"{shown(path)}#{number}"
+    return name
+
+
+def _torch_path(path: Path) -> tuple[str | int, ...]:
+    """Keys as text: torch takes numbers for positions in lists."""
+    return tuple(str(key) for key in path)

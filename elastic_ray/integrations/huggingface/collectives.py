@@ -11,7 +11,21 @@ import torch
 from accelerate.utils import recursively_apply
 
 import elastic_ray as er
-from elastic_ray.integrations.huggingface.saving_alone import SavesAlone
+
+
+class SavesAlone:
+    """To be inherited: ``_saves_alone`` tells whether one is within :meth:`_alone`."""
+
+    _saves_alone = False
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What is called within meets no other worker."""
+        self._saves_alone = True
+        try:
+            yield
+        finally:
+            self._saves_alone = False
 
 
 class Collectives(SavesAlone, accelerate.Accelerator):

@@ -17,11 +17,10 @@ import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
-from elastic_ray.integrations.huggingface.collectives import Collectives
+from elastic_ray.integrations.huggingface.collectives import Collectives, SavesAlone
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
 from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import step_through_ours
-from elastic_ray.integrations.huggingface.saving_alone import SavesAlone
 from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
 from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.overridden import check_overridden

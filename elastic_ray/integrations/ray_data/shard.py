@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import ray
-from ray.exceptions import GetTimeoutError
+import torch
+from ray.data.block import BlockAccessor
+from ray.data.collate_fn import ArrowBatchCollateFn, PandasBatchCollateFn
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from torch.utils.data import IterableDataset
 
-from elastic_ray.integrations.ray_data.batches import RayDataBatches
-from elastic_ray.integrations.ray_data.coordinator import find_coordinator
+from elastic_ray.data.batches import StepBatches, StepSplit
+from elastic_ray.data.sharding import can_switch
+from elastic_ray.integrations.ray_data.coordinator import RowsFound, RowsWanted, find_coordinator
+from elastic_ray.integrations.ray_data.row_window import Reader, RowSpan
 from elastic_ray.integrations.ray_data.run import datasets_of_thread
+from elastic_ray.loop.api import current_session, get_context
 from elastic_ray.run.current import session_of_thread
 from placement.ray_cluster.named_actors import insist
 
 _PATIENCE_S = 60.0
 _DESCRIBE_S = 180.0  # of files, Ray Data reads some metadata
 _OF_RAY = ("iter_batches", "iter_rows", "iter_tf_batches", "iter_torch_batches", "materialize", "to_tf", "to_torch")
+logger = logging.getLogger(__name__)
+_SLOW_S = 60.0  # between warnings; the coordinator's log says more, and sooner
+_WAITS = (
+    "no rows of dataset {dataset!r} from {row} on for {seconds:.0f} s: its tasks may lack CPUs, or what it reads is "
+    "slow; the dataset coordinator's log says which"
+)
+_STEPS_AHEAD = 3  # places of rows are known for so many steps
+_TRIES = 20
+_PAUSE_S = 0.25
 
 
 def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
@@ -98,3 +120,240 @@ def _no_datasets(name: str) -> str:
         "and under torchrun, nothing reads a Ray dataset for the group. Use elastic_ray.ArrowDataset for Parquet "
         "files, or ds.iter_torch_batches() in a single process"
     )
+
+
+class RayDataBatches:
+    """Batches of one dataset for one rank (see ``elastic_ray.data.batches.BatchSource``).
+
+    It knows where the rows of the next steps are, fetches those blocks that hold rows of its own, and cuts them.
+
+    Args:
+        dataset: its name.
+        coordinator: who reads it.
+        known_rows: rows of an epoch; None where they are not known.
+        collate: what makes a batch; None for a dict of tensors by column.
+        run: tells runs of train functions apart, see ``Reader``.
+    """
+
+    def __init__(
+        self, dataset: str, coordinator: Any, *, known_rows: int | None, collate: Callable[[Any], Any] | None, run: str
+    ) -> None:
+        self._dataset, self._coordinator, self._collate = dataset, coordinator, collate
+        self._known_rows = known_rows
+        self._client, self._run = secrets.token_hex(8), run
+        self._epoch, self._last_epoch = -1, True
+        self._rank, self._world_size, self._generation = 0, 1, 0
+        self._forget(0)
+
+    def _forget(self, position: int) -> None:
+        """Know nothing of the epoch's rows from ``position`` on."""
+        self._position = self._end = position
+        self._spans: deque[RowSpan] = deque()
+        self._blocks: dict[int, Any] = {}
+        self._total: int | None = None
+        self._asked: Any = None
+
+    def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
+        """Go to ``position`` of the epoch, in a group that may be another one."""
+        self._generation = get_context().get_generation()
+        self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
+        self._rank, self._world_size = cut.rank, cut.world_size
+        if new_pass or epoch != self._epoch or position < self._position:
+            self._forget(position)
+        self._epoch = epoch
+
+    def end(self) -> None:
+        """The pass is over."""
+        self._forget(0)
+        self._epoch = -1
+        self._coordinator.leave.remote(self._client)
+
+    def close(self) -> None:
+        """The run is over: the coordinator ends with the job."""
+
+    def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
+        """The step at ``position``; of the pass's samples those are told that are known to be there."""
+        self._advance(position)
+        batch_size = max(cut.batch_size, cut.world_size)
+        reach = batch_size + 2 * cut.world_size  # what the size of a step may depend on
+        self._know(position + reach, ahead=position + _STEPS_AHEAD * reach)
+        count = cut.count(position, min(self._end, position + reach) if self._total is None else self._total)
+        if not count:
+            if self._end == 0:
+                raise ValueError(f"a dataset must have at least 1 row, but {self._dataset!r} has none")
+            return StepBatches(total=position)
+        total = self._total
+        if total is None:
+            total = max(self._known_rows or 0, position + 2 * count)
+        fetches = [
+            functools.partial(self._batch, position + piece.start, position + piece.stop)
+            for piece in cut.slices(count, position)
+        ]
+        return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=fetches)
+
+    def commit(self) -> None:
+        """The step was used; the next one says so to the coordinator."""
+
+    def facts(self, epoch: int) -> Mapping[str, Any]:
+        """The dataset's name: its rows and their order are the coordinator's, one for all ranks."""
+        return {"the dataset of Ray Data": self._dataset}
+
+    def can_switch(self, position: int, total: int, world_size: int) -> bool:
+        """Whether a group of ``world_size`` may begin here."""
+        self._know(position + 2 * world_size, ahead=0)
+        known = self._end if self._total is None else self._total
+        return can_switch(position=position, total=known, world_size=world_size)
+
+    def _advance(self, position: int) -> None:
+        """Rows before ``position`` are not needed again."""
+        if position < self._position:
+            self._forget(position)
+        self._position = position
+        while self._spans and self._spans[0].end <= position:
+            self._blocks.pop(self._spans.popleft().first, None)
+
+    def _know(self, end: int, *, ahead: int) -> None:
+        """Know where rows are up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
+        while self._total is None and self._end < end:
+            call = self._asked if self._asked is not None else self._ask(end, ahead)
+            self._asked = None
+            self._hear(self._answer(call, end, ahead))
+        if self._total is None and self._end < ahead and self._asked is None:
+            self._asked = self._ask(self._end + 1, ahead)
+
+    def _ask(self, end: int, ahead: int) -> Any:
+        """Call the coordinator; returns at once."""
+        return self._coordinator.rows.remote(
+            RowsWanted(
+                dataset=self._dataset,
+                epoch=self._epoch,
+                first=self._end,
+                end=end,
+                ahead=ahead,
+                last_epoch=self._last_epoch,
+                reader=Reader(
+                    client=self._client,
+                    run=self._run,
+                    generation=self._generation,
+                    world_size=self._world_size,
+                    rank=self._rank,
+                    position=self._position,
+                ),
+            )
+        )
+
+    def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
+        """What a call gives; it is made anew for a coordinator that Ray has restarted.
+
+        Data may take any time to read: the wait lasts as long as the coordinator lives, and the job's user is told.
+        """
+        asked_s = time.monotonic()
+        while not ray.wait([call], timeout=_SLOW_S)[0]:
+            current_session().tell(
+                "warning", _WAITS.format(dataset=self._dataset, row=self._end, seconds=time.monotonic() - asked_s)
+            )
+            logger.warning("rank %d waits for rows of dataset %r", self._rank, self._dataset)
+        try:
+            found: RowsFound = ray.get(call)
+        except RayActorError:
+            found = insist(lambda: self._ask(end, ahead), timeout_s=None)
+        return found
+
+    def _hear(self, found: RowsFound) -> None:
+        """Take up where further rows are; blocks that are elsewhere set out for this node."""
+        fresh = []
+        for span in found.spans:
+            rest = span.behind(self._end)  # another execution may have cut other blocks
+            if rest is not None:
+                fresh.append(rest)
+                self._end = rest.end
+        self._spans.extend(fresh)
+        if fresh:
+            ray.wait([span.block for span in fresh], num_returns=len(fresh), timeout=0, fetch_local=True)
+        if found.total is not None and self._end >= found.total:
+            self._total = found.total
+
+    def _batch(self, first: int, end: int) -> Any:
+        """The batch of these rows."""
+        for attempt in range(_TRIES):
+            try:
+                pieces = self._pieces(first, end)
+                break
+            except ObjectLostError:  # with the coordinator, or with a node: another execution has them again
+                if attempt + 1 == _TRIES:
+                    raise
+                time.sleep(_PAUSE_S)
+                self._forget(self._position)
+                self._know(end, ahead=0)
+        return to_batch(pieces, self._collate)
+
+    def _pieces(self, first: int, end: int) -> Sequence[Any]:
+        """Tables of these rows, in order."""
+        found = []
+        for span in self._spans:
+            if span.end > first and span.first < end:
+                if span.first not in self._blocks:
+                    self._blocks[span.first] = ray.get(span.block)
+                low, high = max(first, span.first), min(end, span.end)
+                shift = span.offset - span.first
+                found.append(cut(self._blocks[span.first], low + shift, high + shift))
+        return found
+
+
+def cut(block: Any, first: int, end: int) -> Any:
+    """Rows ``first`` to ``end`` of a block, the last not included, as an Arrow table that shares its memory."""
+    accessor = BlockAccessor.for_block(block)
+    table = block if isinstance(block, pa.Table) else accessor.to_arrow()
+    return table.slice(first, end - first)
+
+
+def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
+    """One batch of the rows of these tables.
+
+    Args:
+        pieces: Arrow tables of one schema, in order.
+        collate: the user's, as Ray Data's ``collate_fn``; None gives a dict from column to what :func:`tensor` makes.
+    """
+    table = pieces[0] if len(pieces) == 1 else pa.concat_tables(pieces, promote_options="default")
+    if isinstance(collate, ArrowBatchCollateFn):
+        return collate(table)
+    if isinstance(collate, PandasBatchCollateFn):
+        return collate(BlockAccessor.for_block(table).to_pandas())
+    if collate is not None:
+        return collate(BlockAccessor.for_block(table).to_numpy())
+    return {name: _column(table, name) for name in table.column_names}
+
+
+def _column(table: Any, name: str) -> Any:
+    """A column of an Arrow table, as :func:`tensor` makes it; lists of one length in one go."""
+    column = table.column(name)
+    chunks = [_matrix(chunk) for chunk in column.chunks if len(chunk)]
+    if chunks and all(chunk is not None and chunk.shape[1] == chunks[0].shape[1] for chunk in chunks):
+        return torch.from_numpy(np.concatenate(chunks))  # a copy, also of a single one
+    values: Any = BlockAccessor.for_block(table).to_numpy(name)
+    return tensor(values)
+
+
+def _matrix(chunk: Any) -> Any:
+    """Lists of numbers, all of one length, as an array [rows, length]; None for anything else."""
+    kind = chunk.type
+    if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return None
+    if chunk.null_count or not (pa.types.is_integer(kind.value_type) or pa.types.is_floating(kind.value_type)):
+        return None
+    numbers = chunk.flatten()
+    if not pa.types.is_fixed_size_list(kind) and len(np.unique(np.diff(chunk.offsets))) > 1:
+        return None
+    return None if numbers.null_count else numbers.to_numpy().reshape(len(chunk), -1)
+
+
+def tensor(values: np.ndarray[Any, Any]) -> Any:
+    """A column as a tensor [rows, ...]; what torch has no type for (text, bytes, times, nulls) as a list of values."""
+    if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
+        shapes = {each.shape for each in values}
+        if len(shapes) > 1:
+            return [tensor(each) for each in values]
+        values = np.stack(list(values))
+    if values.dtype.kind not in "biufc":
+        return values.tolist()
+    return torch.from_numpy(np.array(values))  # a copy: what Arrow holds is not to be written

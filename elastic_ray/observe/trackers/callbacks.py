@@ -19,7 +19,6 @@ import pyarrow.fs
 from elastic_ray.checkpoints.copying import copy_directory
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import JobEvent, JobPhase, Report
-from elastic_ray.observe.trackers import one_run
 from elastic_ray.observe.trackers.packed_callbacks import RunContext, unpack_callbacks
 from elastic_ray.observe.trackers.series import JobNumbers, SeenReports, is_change_of_size
 from elastic_ray.observe.trackers.trial_view import TrialView
@@ -27,8 +26,8 @@ from elastic_ray.sealed import Raised
 from placement.storage.private_files import make_directory, make_own
 
 FOLDER = "trackers"
-
 logger = logging.getLogger(__name__)
+_MOST_STATE = 1 << 16  # characters
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +196,7 @@ class _UserCallback:
     def begin(self, state: str | None) -> frozenset[int]:
         """It has no method for it."""
         if state is not None:
-            one_run.go_on(self._callback, None, state)
+            go_on(self._callback, None, state)
         return frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
@@ -220,7 +219,7 @@ class _UserCallback:
 
     def state(self) -> str | None:
         """Of those that have ``get_state`` and ``set_state``."""
-        return one_run.state_of(self._callback, None)
+        return state_of(self._callback, None)
 
 
 class _LoggerCallback:
@@ -241,12 +240,12 @@ class _LoggerCallback:
 
     def begin(self, state: str | None) -> frozenset[int]:
         """Tune's order: set up, then the trial starts."""
-        one_run.before_setup(self._callback)
+        before_setup(self._callback)
         self._callback.setup(experiment_path=self._trial.local_path)
         if state is not None:
-            one_run.go_on(self._callback, self._trial, state)
+            go_on(self._callback, self._trial, state)
         self._callback.on_trial_start(0, [self._trial], self._trial)
-        return one_run.known_reports(self._callback, self._trial) if state is not None else frozenset()
+        return known_reports(self._callback, self._trial) if state is not None else frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
         """The metrics, and what Tune adds to a result."""
@@ -297,7 +296,7 @@ class _LoggerCallback:
 
     def state(self) -> str | None:
         """By which the tracker's own run is found again."""
-        return one_run.state_of(self._callback, self._trial)
+        return state_of(self._callback, self._trial)
 
 
 def folder_of(run: TrackedRun) -> str:
@@ -330,3 +329,52 @@ def _address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else ""  # type: ignore[no-untyped-call]
+
+
+# A logger that has `get_state` and `set_state` (Ray Tune's protocol) says so itself, as far as JSON can carry its
+# state: what another process has written down is never unpickled. Ray's own for MLflow and Weights & Biases have
+# neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
+# constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
+def before_setup(logger: Any) -> None:
+    """Have Weights & Biases go on with a run of the same id, where there is one."""
+    if _is(logger, "WandbLoggerCallback"):
+        logger.kwargs.setdefault("resume", "allow")
+
+
+def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
+    """After its ``setup``: go on with the run of this state."""
+    kind, _, value = state.partition(":")
+    if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
+        logger._trial_runs[trial] = value
+    elif kind == "own" and hasattr(logger, "set_state"):
+        logger.set_state(json.loads(value))
+
+
+def state_of(logger: Any, trial: TrialView | None) -> str | None:
+    """By which its run is found again; None where it has no way to say so, or says too much."""
+    runs = getattr(logger, "_trial_runs", None)
+    if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
+        return f"mlflow:{runs[trial]}"
+    get_state = getattr(logger, "get_state", None)
+    state = get_state() if get_state is not None else None
+    if state is None:
+        return None
+    try:
+        text = f"own:{json.dumps(state)}"
+    except (TypeError, ValueError, RecursionError):  # no JSON
+        return None
+    return text if len(text) <= _MOST_STATE else None
+
+
+def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
+    """Reports that its run has, where the tracker can be asked: a process may die before it notes what it has told."""
+    runs = getattr(logger, "_trial_runs", None)
+    if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
+        return frozenset()
+    points = logger.mlflow_util._get_client().get_metric_history(runs[trial], "training_iteration")
+    return frozenset(int(point.step) for point in points)
+
+
+def _is(logger: Any, *names: str) -> bool:
+    """Whether it is of such a class; the classes' modules may not be there."""
+    return any(each.__name__ in names for each in type(logger).__mro__)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import struct
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.communication.communicator import Communicator
-from elastic_ray.sync.averaging.algorithms import make_averager
-from elastic_ray.sync.averaging.averager import Averager
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.sync.averaging.algorithms import Averager, make_averager
 from elastic_ray.sync.averaging.consensus import agree
-from elastic_ray.sync.averaging.loss_scale import smallest_scale, take_scale
-from elastic_ray.sync.averaging.replica import Replica
 from elastic_ray.sync.spec import Average
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ _OUTSIDE = (
     "the model is trained outside of a loop over an AdaptiveDataLoader, in a group of several workers: with a strategy "
     "that averages models each of them steps by itself there, and nothing is averaged. Iterate an AdaptiveDataLoader"
 )
+_SCALE, _TRACKER = "scale", "_growth_tracker"
 
 
 class Drift:
@@ -233,3 +234,166 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         key: value.to(param.device) if isinstance(value, torch.Tensor) and value.is_cuda else value
         for key, value in state.items()
     }
+
+
+def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
+    """The smallest scale of those ranks that count, which no rank's gradients have overflowed; a collective.
+
+    Args:
+        communicator: the group.
+        scaler: this rank's, enabled; None without AMP, on all ranks alike.
+        counts: whether this rank's counts.
+
+    Returns:
+        The scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
+
+    Raises:
+        CommunicationFailedError: the group broke.
+    """
+    if scaler is None:
+        return None
+    state = scaler.state_dict()
+    # In whole numbers, as which positive floats have the same order.
+    (bits,) = struct.unpack("<i", struct.pack("<f", state[_SCALE]))
+    told = communicator.gather_ints([int(counts), bits, state[_TRACKER]], with_gradients=True)
+    rows = [row for row in told if row[0]]
+    if not rows:
+        return None
+    _, bits, tracker = min(rows)
+    return struct.unpack("<f", struct.pack("<i", bits))[0], tracker
+
+
+def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
+    """Go on with that scale."""
+    if agreed is not None:
+        scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Flat:
+    """A buffer for the parameters of one kind.
+
+    Attributes:
+        members: their positions.
+        flat: the buffer.
+        views: of it, in the shape of each.
+    """
+
+    members: tuple[int, ...]
+    flat: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+
+
+class Replica:
+    """See the module's text, and ``AveragedModel``, which this is.
+
+    Halves are added up in float32. A buffer whose collective has failed is left to it.
+
+    Args:
+        module: the model.
+        trainable: its trained parameters.
+        context: the run.
+    """
+
+    def __init__(self, module: torch.nn.Module, trainable: Trainable, context: Run) -> None:
+        self._module = module
+        self._trainable = trainable
+        self._context = context
+        self._laid_out: list[torch.nn.Parameter] = []
+        self._flats: list[_Flat] = []
+        self._received: list[_Flat] = []
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self._communicator.world_size
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parameters."""
+        trained = {id(p) for p in self._trainable.params}
+        return {name: p for name, p in self._module.named_parameters() if id(p) in trained}
+
+    @property
+    def _communicator(self) -> Communicator:
+        return self._context.group.communicator
+
+    def mean(self) -> list[torch.Tensor]:
+        """See ``AveragedModel``."""
+        self._fill()
+        group = self._communicator
+        if group.world_size > 1:
+            try:
+                works = [group.gradients.all_reduce(each.flat) for each in self._flats]
+                for work in works:
+                    group.wait(work)
+            except CommunicationFailedError:
+                self._laid_out = []
+                raise
+            for each in self._flats:
+                each.flat.div_(group.world_size)
+        return _in_order(self._flats)
+
+    def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
+        """See ``AveragedModel``."""
+        group = self._communicator
+        if group.world_size == 1:
+            return None
+        self._fill()
+        partner = partners[group.rank]
+        if not self._received:
+            self._received = _like(self._flats)
+        try:
+            works = []
+            for own, theirs in zip(self._flats, self._received, strict=True):
+                # A rank that rests takes part as well: what is sent and received one to one cannot be called off.
+                splits = [own.flat.numel() if rank == partner else 0 for rank in range(group.world_size)]
+                size = sum(splits)
+                works.append(group.gradients.all_to_all(theirs.flat[:size], own.flat[:size], splits, splits))
+            for work in works:
+                group.wait(work)
+        except CommunicationFailedError:
+            self._laid_out = []
+            raise
+        return None if partner is None else _in_order(self._received)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """The present parameters into buffers."""
+        params = list(self.named.values())
+        if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
+            self._laid_out = params  # type: ignore[assignment]
+            self._flats, self._received = _lay_out(params), []
+        for each in self._flats:
+            torch._foreach_copy_(list(each.views), [params[i] for i in each.members])
+
+
+def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
+    """A buffer for each kind of parameters."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, p in enumerate(params):
+        kinds.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(index)
+    made = []
+    for (dtype, device), members in kinds.items():
+        sizes = [params[i].numel() for i in members]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        views = [v.view(params[i].shape) for i, v in zip(members, torch.split(flat, sizes), strict=True)]
+        made.append(_Flat(members=tuple(members), flat=flat, views=tuple(views)))
+    return made
+
+
+def _like(flats: Sequence[_Flat]) -> list[_Flat]:
+    """Buffers of the same layout."""
+    made = []
+    for each in flats:
+        flat = torch.zeros_like(each.flat)
+        pieces = torch.split(flat, [view.numel() for view in each.views])
+        views = tuple(piece.view(view.shape) for piece, view in zip(pieces, each.views, strict=True))
+        made.append(_Flat(members=each.members, flat=flat, views=views))
+    return made
+
+
+def _in_order(flats: Sequence[_Flat]) -> list[torch.Tensor]:
+    """The views of all buffers, in the parameters' order."""
+    found = {index: view for each in flats for index, view in zip(each.members, each.views, strict=True)}
+    return [found[index] for index in sorted(found)]

@@ -1,4 +1,8 @@
-"""Strategies that may be the fastest for a model: tens, one way for each class of its parameters (pure)."""
+"""Strategies that may be the fastest for a model, in the order in which they are tried (pure).
+
+There are some tens: one way for each class of parameters. Trials are real steps; those come first that carry the
+fewest bytes in the fewest collectives.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from elastic_ray.sync.builders import exactly
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.choosing.links import PARTS
+from elastic_ray.sync.choosing.choice import Option
+from elastic_ray.sync.choosing.traffic import collectives, traffic
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Owner, Reduce, Rows, Rule, Strategy, Sync, Wire
 
 _MIB = 1 << 20
+_PARTS = 4
+_HOPELESS = 8  # times the least traffic: not worth steps of training
 PLAIN = Reduce()
 """What torch DDP does: the measure of all others."""
 
@@ -22,7 +29,7 @@ _DENSE: Mapping[str, Sync] = {
     "all_reduce": PLAIN,
     "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
     "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
-    "partitioned_ar": Reduce(parts=PARTS),
+    "partitioned_ar": Reduce(parts=_PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
 _COMPRESSED: Mapping[str, Sync] = {
@@ -85,6 +92,45 @@ def what_is_done(plan: SyncPlan) -> object:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
 
     return tuple((bucket.params, work(bucket.sync), bucket.owner) for bucket in plan.buckets)
+
+
+def with_rows(profile: ModelProfile, rows: Mapping[str, int]) -> ModelProfile:
+    """The profile with touched rows of tables, by their names."""
+    params = (dataclasses.replace(each, rows=rows.get(each.name, each.rows)) for each in profile.params)
+    return dataclasses.replace(profile, params=tuple(params))
+
+
+def consider(
+    profile: ModelProfile,
+    topology: Topology,
+    present: Strategy,
+    *,
+    exact: bool,
+    works: Callable[[SyncPlan], bool] = lambda plan: True,
+) -> tuple[Option, ...]:
+    """Options in the order of their trials, of which exactly one does what is done at present.
+
+    Args:
+        profile: the model, with the touched rows of its tables.
+        topology: the group.
+        present: the strategy in force.
+        exact: only strategies whose step is that of plain data-parallel training.
+        works: whether a plan can be carried out.
+    """
+    plan = lower(present, profile, topology)
+    done = what_is_done(plan)
+    found = list(candidates(profile, topology, exact=exact, works=works))
+    if not any(what_is_done(each.plan) == done for each in found):
+        found.append(Candidate(strategy=present, plan=plan))
+
+    carried = {id(each): traffic(each.plan, profile.params, topology.world_size) for each in found}
+    most = max(_LEAST_BYTES, _HOPELESS * min(carried.values()))
+    ordered = sorted(found, key=lambda each: (carried[id(each)], collectives(each.plan)))
+    return tuple(
+        Option(strategy=each.strategy, plain=each is found[0] and each.strategy.default == PLAIN, present=here)
+        for each in ordered
+        if (here := what_is_done(each.plan) == done) or carried[id(each)] <= most
+    )
 
 
 def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:

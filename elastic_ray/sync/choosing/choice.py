@@ -1,4 +1,4 @@
-"""The way to a strategy: link times, the present one's steps, predictions, trials, and one that is kept (pure).
+"""The way to a strategy: steps of the present one, trials of others, and one that is kept (pure).
 
 A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
 comes to its end after a known number of steps.
@@ -12,12 +12,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from elastic_ray.sync.choosing.links import UNMEASURED, LinkSample, LinkTable, Probe
 from elastic_ray.sync.spec import Strategy
 
 DRIFT = 2.0
 """Factor by which touched rows change before the choice is made anew."""
-_HOPELESS = 1.5  # times the best prediction, or the present strategy's time: not worth steps of training
 # A trial of short steps, whose times scatter, goes on for so long [s], with at most so many times the steps.
 _TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
 _FINAL = 6  # trials of the present strategy and its best rival in turn
@@ -26,7 +24,6 @@ _FINAL = 6  # trials of the present strategy and its best rival in turn
 class Phase(str, enum.Enum):
     """What the next steps are for."""
 
-    CALIBRATING = "calibrating"
     PROFILING = "profiling"
     TRYING = "trying"
     RETRYING = "retrying"
@@ -56,14 +53,12 @@ class Option:
 
     Attributes:
         strategy: it.
-        predicted_s: of a step.
         measured_s: median of its trial's steps; None before.
         plain: it is what torch DDP does.
         present: it does what the strategy does that training came with.
     """
 
     strategy: Strategy
-    predicted_s: float
     measured_s: float | None = None
     plain: bool = False
     present: bool = False
@@ -75,12 +70,10 @@ class Measured:
 
     Attributes:
         step_s: of the slowest rank; None where it was not measured.
-        probe_s: of the slowest rank, of the probe that was due; None where none was made.
         rows: that were touched of each table, on the rank with most; of tables whose rows travel.
     """
 
     step_s: float | None = None
-    probe_s: float | None = None
     rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -91,28 +84,24 @@ class Choice:
     Attributes:
         strategy: to be in force.
         phase: what the next steps are for.
-        links: what was measured of collectives.
-        probed: probes that were made.
         times: steps of the present phase, or trial [s].
         present: the strategy that training came with, once it was measured.
         options: what is tried, in this order.
         trying: the one that is being tried.
         final: the present one and its best rival in turn: the medians of their steps [s].
-        considered: names and predicted steps of all candidates [s].
+        considered: names of all candidates.
         rows: touched rows of each table when it was chosen.
         reason: of the choice, a sentence; empty before.
     """
 
     strategy: Strategy
-    phase: Phase = Phase.CALIBRATING
-    links: LinkTable = UNMEASURED
-    probed: int = 0
+    phase: Phase = Phase.PROFILING
     times: tuple[float, ...] = ()
     present: Option | None = None
     options: tuple[Option, ...] = ()
     trying: int = 0
     final: tuple[float, ...] = ()
-    considered: tuple[tuple[str, float], ...] = ()
+    considered: tuple[str, ...] = ()
     rows: tuple[tuple[str, int], ...] = ()
     reason: str = ""
 
@@ -126,14 +115,12 @@ class Choice:
         return {
             "strategy": self.strategy.to_json(),
             "phase": self.phase.value,
-            "links": self.links.to_state(),
-            "probed": self.probed,
             "times": list(self.times),
             "present": None if self.present is None else _option_state(self.present),
             "options": [_option_state(option) for option in self.options],
             "trying": self.trying,
             "final": list(self.final),
-            "considered": [list(each) for each in self.considered],
+            "considered": list(self.considered),
             "rows": [list(each) for each in self.rows],
             "reason": self.reason,
         }
@@ -144,21 +131,19 @@ class Choice:
         return cls(
             strategy=Strategy.from_json(tree["strategy"]),
             phase=Phase(tree["phase"]),
-            links=LinkTable.from_state(tree["links"]),
-            probed=tree["probed"],
             times=tuple(tree["times"]),
             present=None if tree["present"] is None else _option(tree["present"]),
             options=tuple(_option(each) for each in tree["options"]),
             trying=tree["trying"],
             final=tuple(tree["final"]),
-            considered=tuple((name, seconds) for name, seconds in tree["considered"]),
+            considered=tuple(tree["considered"]),
             rows=tuple((name, rows) for name, rows in tree["rows"]),
             reason=tree["reason"],
         )
 
 
-Consider = Callable[[LinkTable, Mapping[str, int], Strategy, float], Sequence[Option]]
-"""From link times, touched rows, the present strategy and its step [s] to options, the present one among them."""
+Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
+"""From touched rows and the present strategy to options in the order of trials, the present one among them."""
 
 
 def begin(strategy: Strategy) -> Choice:
@@ -178,26 +163,16 @@ def leave(choice: Choice) -> Strategy:
     return choice.strategy
 
 
-def due(choice: Choice, probes: Sequence[Probe]) -> Probe | None:
-    """The probe to make in this step; None where there is none."""
-    return probes[choice.probed] if choice.phase is Phase.CALIBRATING and choice.probed < len(probes) else None
-
-
-def advance(
-    choice: Choice, measured: Measured, settings: ChoiceSettings, probes: Sequence[Probe], consider: Consider
-) -> Choice:
+def advance(choice: Choice, measured: Measured, settings: ChoiceSettings, consider: Consider) -> Choice:
     """After a training step.
 
     Args:
         choice: before it.
         measured: in it.
         settings: how a choice is made.
-        probes: all that are to be made.
-        consider: predicts.
+        consider: lists what may be done.
     """
     match choice.phase:
-        case Phase.CALIBRATING:
-            return _calibrated(choice, measured, probes)
         case Phase.PROFILING:
             choice = _timed(choice, measured)
             return _profiled(choice, settings, consider) if _is_over(choice.times, settings) else choice
@@ -236,17 +211,6 @@ def _drifted(before: int, now: int) -> bool:
     return high > DRIFT * low
 
 
-def _calibrated(choice: Choice, measured: Measured, probes: Sequence[Probe]) -> Choice:
-    """Another probe was made."""
-    probe = due(choice, probes)
-    if probe is not None and measured.probe_s is not None:
-        sample = LinkSample(operation=probe.operation, nbytes=probe.nbytes, seconds=max(1e-9, measured.probe_s))
-        choice = dataclasses.replace(choice, links=choice.links.having_shortest(sample), probed=choice.probed + 1)
-    if due(choice, probes) is None:
-        choice = dataclasses.replace(choice, phase=Phase.PROFILING, times=())
-    return choice
-
-
 def _timed(choice: Choice, measured: Measured) -> Choice:
     """Another step of the present phase, or trial."""
     if measured.step_s is None:
@@ -269,25 +233,16 @@ def _median(times: Sequence[float]) -> float:
 
 
 def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """The present strategy was measured: predict all others, and try the best."""
-    now_s = _median(choice.times)
-    options = consider(choice.links, dict(choice.rows), choice.strategy, now_s)
-    present = dataclasses.replace(next(each for each in options if each.present), measured_s=now_s)
-    tried = _shortlist(options, present, settings.trials)
-    considered = tuple((each.strategy.name, each.predicted_s) for each in options)
+    """The present strategy was measured: try the first of the others, and plain all-reduce."""
+    options = consider(dict(choice.rows), choice.strategy)
+    present = dataclasses.replace(next(each for each in options if each.present), measured_s=_median(choice.times))
+    others = [each for each in options if not each.present]
+    tried = (*others[: settings.trials], *(each for each in others[settings.trials :] if each.plain))
+    considered = tuple(each.strategy.name for each in options)
     choice = dataclasses.replace(choice, present=present, options=tried, considered=considered, times=(), trying=0)
     if not tried:
-        return _kept(choice, present, "no other is predicted to come near it")
+        return _kept(choice, present, "no other sends as little")
     return dataclasses.replace(choice, phase=Phase.TRYING, strategy=tried[0].strategy)
-
-
-def _shortlist(options: Sequence[Option], present: Option, trials: int) -> tuple[Option, ...]:
-    """The best by prediction, and plain all-reduce; not the present one, which was measured, nor what is hopeless."""
-    others = sorted((each for each in options if not each.present), key=lambda each: each.predicted_s)
-    best = min([each.predicted_s for each in options] or [0.0])
-    limit = _HOPELESS * max(best, present.measured_s or 0.0)
-    able = [each for each in others if each.predicted_s <= limit]
-    return (*able[:trials], *(each for each in able[trials:] if each.plain))
 
 
 def _tried(choice: Choice) -> Choice:
@@ -333,7 +288,8 @@ def _kept(choice: Choice, option: Option, why: str) -> Choice:
 
 
 def _seconds(option: Option) -> float:
-    return option.measured_s if option.measured_s is not None else option.predicted_s
+    assert option.measured_s is not None
+    return option.measured_s
 
 
 def _shown(option: Option) -> str:
@@ -341,10 +297,8 @@ def _shown(option: Option) -> str:
 
 
 def _option_state(option: Option) -> list[Any]:
-    return [option.strategy.to_json(), option.predicted_s, option.measured_s, option.plain, option.present]
+    return [option.strategy.to_json(), option.measured_s, option.plain, option.present]
 
 
 def _option(row: Sequence[Any]) -> Option:
-    return Option(
-        strategy=Strategy.from_json(row[0]), predicted_s=row[1], measured_s=row[2], plain=row[3], present=row[4]
-    )
+    return Option(strategy=Strategy.from_json(row[0]), measured_s=row[1], plain=row[2], present=row[3])

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from elastic_ray.sync.choosing.candidates import describe
 from elastic_ray.sync.choosing.choice import Choice
-from elastic_ray.sync.choosing.cost import sent_bytes, sync_seconds
-from elastic_ray.sync.choosing.links import UNMEASURED, LinkTable
+from elastic_ray.sync.choosing.traffic import sent_bytes
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Rows
@@ -25,7 +24,6 @@ class StrategyRow:
         what: is done with them.
         nbytes: of their gradients.
         sent_nbytes: that each rank gives to collectives in a step for them, as they travel.
-        predicted_s: what that adds to a step [s]; None where the links were not measured.
         measured_s: from its first collective to its last in a step [s], the median; None before a step.
     """
 
@@ -33,7 +31,6 @@ class StrategyRow:
     what: str
     nbytes: int
     sent_nbytes: int
-    predicted_s: float | None = None
     measured_s: float | None = None
 
 
@@ -43,13 +40,11 @@ class CandidateRow:
 
     Attributes:
         name: of it.
-        predicted_s: of a step [s].
         measured_s: of a step [s]; None where it was not tried.
         chosen: it is kept.
     """
 
     name: str
-    predicted_s: float | None
     measured_s: float | None = None
     chosen: bool = False
 
@@ -62,8 +57,7 @@ class StrategyTable:
         strategy: its name.
         workers: of the present group.
         rows: by class of parameters.
-        candidates: what was considered, the fastest by prediction first; none for a strategy by hand.
-        predicted_s: of a step [s]; None where nothing was measured.
+        candidates: what was considered, in the order of trials; none for a strategy by hand.
         measured_s: of a step [s], the median of the latest; None before there is one.
         invariant: what holds after each step.
         reason: of the choice; empty where there was none.
@@ -73,7 +67,6 @@ class StrategyTable:
     workers: int
     rows: tuple[StrategyRow, ...]
     candidates: tuple[CandidateRow, ...] = ()
-    predicted_s: float | None = None
     measured_s: float | None = None
     invariant: str = ""
     reason: str = ""
@@ -81,21 +74,17 @@ class StrategyTable:
     def __str__(self) -> str:
         head = f"strategy {self.strategy}, {self.workers} worker{'s' if self.workers > 1 else ''}"
         lines = [f"{head}: {self.reason}" if self.reason else head, f"after each step {self.invariant}"]
-        cells = [("parameters", "what is done", "MiB sent", "predicted ms", "measured ms")]
+        cells = [("parameters", "what is done", "MiB sent", "measured ms")]
         cells += [
-            (row.parameters, row.what, f"{row.sent_nbytes / 2**20:.3g}", _ms(row.predicted_s), _ms(row.measured_s))
-            for row in self.rows
+            (row.parameters, row.what, f"{row.sent_nbytes / 2**20:.3g}", _ms(row.measured_s)) for row in self.rows
         ]
         nbytes = sum(row.sent_nbytes for row in self.rows)
-        cells.append(("a step", "", f"{nbytes / 2**20:.3g}", _ms(self.predicted_s), _ms(self.measured_s)))
+        cells.append(("a step", "", f"{nbytes / 2**20:.3g}", _ms(self.measured_s)))
         lines += _aligned(cells)
         if self.candidates:
             lines.append("")
-            considered = [("considered", "predicted ms", "measured ms", "")]
-            considered += [
-                (row.name, _ms(row.predicted_s), _ms(row.measured_s), "kept" if row.chosen else "")
-                for row in self.candidates
-            ]
+            considered = [("considered", "measured ms", "")]
+            considered += [(row.name, _ms(row.measured_s), "kept" if row.chosen else "") for row in self.candidates]
             lines += _aligned(considered)
         return "\n".join(lines)
 
@@ -106,7 +95,6 @@ def explain(
     topology: Topology,
     *,
     choice: Choice | None = None,
-    links: LinkTable = UNMEASURED,
     step_s: float | None = None,
     bucket_s: Mapping[int, float] | None = None,
 ) -> StrategyTable:
@@ -117,13 +105,9 @@ def explain(
         profile: the model, with touched rows where they are known.
         topology: the group.
         choice: that has led to it; None for a strategy by hand.
-        links: as measured by an earlier choice for this group; not used with ``choice``.
         step_s: a step under it, measured [s].
         bucket_s: collectives of a step by bucket, measured [s].
     """
-    links = choice.links if choice is not None else links
-    candidates = _candidates(choice) if choice is not None else ()
-    chosen = next((each for each in candidates if each.chosen), None)
     classes: dict[str, list[int]] = {}
     for index, bucket in enumerate(plan.buckets):
         classes.setdefault(_what(bucket, plan), []).append(index)
@@ -131,13 +115,12 @@ def explain(
     for what, indices in classes.items():
         mine = [plan.buckets[index] for index in indices]
         times = [bucket_s[index] for index in indices if index in bucket_s] if bucket_s else []
-        rows.append(_row(what, plan, mine, profile, links, topology.world_size, max(times, default=None)))
+        rows.append(_row(what, plan, mine, profile, topology.world_size, max(times, default=None)))
     return StrategyTable(
         strategy=plan.strategy.label,
         workers=topology.world_size,
         rows=tuple(rows),
-        candidates=candidates,
-        predicted_s=chosen.predicted_s if chosen is not None else None,
+        candidates=_candidates(choice) if choice is not None else (),
         measured_s=step_s,
         invariant=plan.strategy.invariant,
         reason=choice.reason if choice is not None else "",
@@ -158,33 +141,29 @@ def _row(
     plan: SyncPlan,
     buckets: Sequence[BucketPlan],
     profile: ModelProfile,
-    links: LinkTable,
     world_size: int,
     measured_s: float | None,
 ) -> StrategyRow:
     """One class of parameters."""
     names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
-    predicted = sync_seconds(plan, buckets, profile.params, links, world_size) if links.samples else None
     in_buckets = f", {len(buckets)} of them" if len(buckets) > 1 and not isinstance(buckets[0].sync, Rows) else ""
     return StrategyRow(
         parameters=shown,
         what=what + in_buckets,
         nbytes=sum(profile.params[i].nbytes for bucket in buckets for i in bucket.params),
         sent_nbytes=sent_bytes(plan, buckets, profile.params, world_size),
-        predicted_s=predicted,
         measured_s=measured_s,
     )
 
 
 def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
-    """What was considered, in the order of the predictions."""
+    """What was considered, in the order of the trials."""
     tried = [choice.present, *choice.options]
     measured = {each.strategy.name: each.measured_s for each in tried if each is not None}
     kept = choice.strategy.name if choice.settled else None
     return tuple(
-        CandidateRow(name=name, predicted_s=seconds, measured_s=measured.get(name), chosen=name == kept)
-        for name, seconds in sorted(choice.considered, key=lambda each: each[1])
+        CandidateRow(name=name, measured_s=measured.get(name), chosen=name == kept) for name in choice.considered
     )
 
 

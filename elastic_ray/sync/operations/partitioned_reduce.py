@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from elastic_ray.batch.real_numbers import real_shape
 from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.wire_form import WireForm
-from elastic_ray.sync.partition import partition_axis
 
 
 class PartitionedReduceOperation:
@@ -83,3 +83,19 @@ class PartitionedReduceOperation:
             for place, each in zip(torch.split(piece, [each.numel() for each in part]), part, strict=True)
         ]
         self._cut_from = flat
+
+
+def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> int:
+    """The axis along which a tensor is divided, 0 for one that has none.
+
+    Args:
+        shape: of the tensor.
+        axis: that of ``Reduce``: the wanted one, the tensor's last where it has fewer, or -1 for a choice of the seed
+            among those that can be divided (AutoDist: RandomAxisPartitionAR).
+        seed: of the choice.
+        place: the tensor's position in the model; it makes the choice another one for each.
+    """
+    if axis >= 0:
+        return max(0, min(axis, len(shape) - 1))
+    divisible = [number for number, size in enumerate(shape) if size > 1]
+    return random.Random(f"{seed}/{place}").choice(divisible) if divisible else 0

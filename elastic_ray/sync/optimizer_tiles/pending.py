@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State
-from elastic_ray.sync.optimizer_tiles.swapped import swapped
 
 _BY_SCALER = ("grad_scale", "found_inf")
 """What AMP's scaler tells a fused optimizer of a step, which then divides gradients, or leaves the update out."""
@@ -181,3 +181,40 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
     """32 bits that tell apart which parameters have a gradient, and learning rates: all ranks must have the same."""
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
+
+
+@contextmanager
+def swapped(
+    optimizer: torch.optim.Optimizer,
+    hidden: Collection[int],
+    shown: Sequence[tuple[Parameter, int]],
+    states: dict[Parameter, State],
+) -> Iterator[None]:
+    """Have the optimizer hold other parameters within; its groups' options are the same objects.
+
+    Args:
+        optimizer: it.
+        hidden: ``id`` of the parameters that it does not hold.
+        shown: what it holds in their place, each with the position of its group.
+        states: of these; brought up to date.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    kept = [group["params"] for group in groups]
+    merged: collections.defaultdict[Any, Any] = collections.defaultdict(dict, state)
+    merged.update({param: states[param] for param, _ in shown if states.get(param)})
+    try:
+        for group, params in zip(groups, kept, strict=True):
+            group["params"] = [param for param in params if id(param) not in hidden]
+        for param, number in shown:
+            groups[number]["params"].append(param)
+        # Some optimizers do not bear a group without parameters.
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        optimizer.state = merged
+        yield
+    finally:
+        for group, params in zip(groups, kept, strict=True):
+            group["params"] = params
+        optimizer.param_groups, optimizer.state = groups, state
+        for param, _ in shown:
+            states[param] = merged.pop(param, {})
+        state.update(merged)

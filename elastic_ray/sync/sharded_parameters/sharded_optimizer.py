@@ -22,12 +22,11 @@ from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.unread import UnreadTensor
-from elastic_ray.sync.optimizer_tiles.pending import Update, update_digest
+from elastic_ray.sync.optimizer_tiles.pending import Update, as_then, options_of, swapped, update_digest
 from elastic_ray.sync.optimizer_tiles.states import State
-from elastic_ray.sync.row_changes import HandChanges
+from elastic_ray.sync.row_changes import HandChanges, UpdatedRows
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.held_shards import Shard
-from elastic_ray.sync.sharded_parameters.pending_update import PendingShards, ShardUpdate
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.shard_holder import ShardHolder, Whole
 from elastic_ray.sync.step_hooks import StepHooks
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 Grads = Mapping[int, Tensor]
 """Gradients of a shard's rows, by the parameter's position; without those that have none."""
-
 _STATE, _STEP = 2, 3  # what is announced; see Intent.SHARDS
 _ONE_GROUP = (
     "model {number} is sharded with shard_size={size}, but {world} workers are not two or more groups of {size}: its "
@@ -399,3 +397,86 @@ class ShardedOptimizer:
         elif before.key != self._last.key or not self._begun:
             self._holder.drop()
         self._begun = self._begun or bool(tree["begun"])
+
+
+class ShardUpdate:
+    """An update of shards: which parameters they are parts of, and by what gradients.
+
+    Args:
+        optimizer: makes it.
+        hidden: ``id`` of the user's parameters, in whose place the optimizer steps rows of shards.
+        groups: position of each parameter's group in the optimizer.
+        by_hand: changes of parameters that are no update.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        hidden: Sequence[int],
+        groups: Mapping[int, int],
+        by_hand: HandChanges,
+    ) -> None:
+        self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
+
+    def make(self, shards: Sequence[tuple[Shard, Mapping[int, Tensor]]], apply: Callable[[], Any]) -> Any:
+        """Make it.
+
+        Args:
+            shards: each with the gradients of its rows, by the parameter's position; without those that have none.
+            apply: the optimizer's own step.
+        """
+        shown: list[tuple[Parameter, int]] = []
+        states: dict[Parameter, State] = {}
+        for shard, grads in shards:
+            for param, grad in grads.items():
+                view = shard.views[param]
+                view.requires_grad_(True)
+                view.grad = grad
+                shown.append((view, self._groups[param]))
+                states[view] = shard.states[view]
+        places = {each: place for place, each in enumerate(self._hidden)}
+        updated = UpdatedRows(places, [shard.views for shard, _ in shards], self._by_hand)
+        hooks = StepHooks(self._optimizer).left_out(after=False)  # those before the step have seen whole parameters
+        with hooks, swapped(self._optimizer, self._hidden, shown, states), updated.shown():
+            result = apply()
+        for shard, grads in shards:
+            for param in grads:
+                view = shard.views[param]
+                view.grad = None
+                shard.put(param, view, states[view])
+        return result
+
+
+class PendingShards:
+    """See the module's text: what it takes to make an update later, when it is heard to be decided.
+
+    By then the optimizer may have the options of a later step, and the gradients are gone.
+
+    Args:
+        optimizer: makes it.
+        update: how.
+        shards: as of ``ShardUpdate.make``; gradients are copied.
+        key: of the update.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        update: ShardUpdate,
+        shards: Sequence[tuple[Shard, Mapping[int, Tensor]]],
+        key: tuple[int, int],
+    ) -> None:
+        self.key = key
+        self._optimizer, self._update = optimizer, update
+        self._shards = [(shard, {param: grad.clone() for param, grad in grads.items()}) for shard, grads in shards]
+        self._options = options_of(optimizer)
+
+    def make(self, apply: Callable[[], Any], rates: Sequence[float]) -> None:
+        """Make the update, as other ranks have.
+
+        Args:
+            apply: the optimizer's own step.
+            rates: learning rates that they have made it with.
+        """
+        with as_then(self._optimizer, self._options, rates):
+            self._update.make(self._shards, apply)

@@ -20,10 +20,9 @@ from elastic_ray.batch.reports import CHOSEN
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.builders import Auto, StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.choosing.candidates import with_rows
 from elastic_ray.sync.choosing.choice import ChoiceSettings
-from elastic_ray.sync.choosing.considering import with_rows
 from elastic_ray.sync.choosing.explanation import StrategyTable, explain
-from elastic_ray.sync.choosing.links import UNMEASURED, LinkTable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, Topology
@@ -78,7 +77,6 @@ class StrategyInForce:
         self._given = self.plan.strategy.to_json()
         self.tuner = self._tuner_for(builder, self.plan.strategy)
         self._has_tuned = self.tuner is not None
-        self._links: tuple[Topology, LinkTable] | None = None  # measured for a choice that was given up
         self._key = _key(self.plan.strategy)
 
     def _tuner_for(self, builder: StrategyBuilder, strategy: Strategy) -> StrategyTuner | None:
@@ -198,8 +196,6 @@ class StrategyInForce:
             asked, self._asked = self._asked, None
             strategy, self._wanted = self._wanted or strategy, None
             if asked is not None:
-                if self.tuner is not None:
-                    self._links = self.topology, self.tuner.choice.links
                 self.tuner, strategy = asked.tuner, asked.strategy
                 self._has_tuned = self._has_tuned or asked.tuner is not None
         self.plan = lower(strategy, self.profile, self.topology)
@@ -301,13 +297,11 @@ class StrategyInForce:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}
         choice = self.tuner.choice if self.tuner is not None else None
         rows = dict(choice.rows) if choice is not None else {}
-        known = self._links is not None and self._links[0] == self.topology
         return explain(
             self.plan,
             with_rows(self.profile, {**rows, **self.touched}),
             self.topology,
             choice=choice,
-            links=self._links[1] if known and self._links is not None else UNMEASURED,
             step_s=statistics.median(self._step_s) if self._step_s else None,
             bucket_s=times,
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.sync.builders import Auto
-from elastic_ray.sync.choosing.calibration import measure
+from elastic_ray.sync.choosing.candidates import consider, with_rows
 from elastic_ray.sync.choosing.choice import (
     Choice,
     ChoiceSettings,
@@ -21,13 +21,10 @@ from elastic_ray.sync.choosing.choice import (
     Phase,
     advance,
     begin,
-    due,
     leave,
     resume,
     watch_rows,
 )
-from elastic_ray.sync.choosing.considering import consider, with_rows
-from elastic_ray.sync.choosing.links import LinkTable, Probe, probes
 from elastic_ray.sync.spec import Strategy
 
 if TYPE_CHECKING:
@@ -66,7 +63,6 @@ class StrategyTuner:
         self._known: dict[str, Choice] = {}  # of other topologies
         self._told = ""
         self._looked_at: Choice | None = None
-        self._probes: tuple[Probe, ...] = ()
         self._step: object | None = None
         self._since_s: float | None = None
 
@@ -96,12 +92,11 @@ class StrategyTuner:
             return
         self._told = told
         workers = len(self._model.topology.nodes)
-        considered = dict(choice.considered)
         tried = {each.strategy.name: each.measured_s for each in (choice.present, *choice.options) if each is not None}
         detail = {
             "strategy": choice.strategy.name,
             "workers": workers,
-            "predicted_s": considered,
+            "considered": list(choice.considered),
             "measured_s": tried,
             "json": choice.strategy.to_json(),
             "table": table(),
@@ -120,41 +115,33 @@ class StrategyTuner:
         self._step = step
         if self._choice.settled:
             if ledger.steps % _WATCH_EVERY == 0 and self._model.touched:
-                self._choice = watch_rows(self._choice, self._agree(0, 0).rows)
+                self._choice = watch_rows(self._choice, self._agree(0).rows)
             return
         if not self._context.may_choose(self._number):
             self._since_s = None
             return
         took_s = time.perf_counter() - self._since_s if self._since_s is not None else 0.0
         in_force = self._model.plan.strategy == self._choice.strategy
-        probe_s = 0.0
-        probe = due(self._choice, self._probes)
-        if probe is not None:
-            group, consensus = self._context.group.communicator.gradients, self._context.consensus
-            probe_s = measure(probe, group, consensus.wait, self._model.device)
-        measured = self._agree(took_s if in_force else 0.0, probe_s)
-        self._choice = advance(self._choice, measured, self._settings, self._probes, self._consider)
+        measured = self._agree(took_s if in_force else 0.0)
+        self._choice = advance(self._choice, measured, self._settings, self._consider)
         self._since_s = time.perf_counter()
 
-    def _agree(self, step_s: float, probe_s: float) -> Measured:
-        """The slowest rank's times and the most rows, the same on all ranks; 0 s for what was not measured."""
+    def _agree(self, step_s: float) -> Measured:
+        """The slowest rank's time and the most rows, the same on all ranks; 0 s for what was not measured."""
         touched = self._model.touched
-        own = [round(step_s * 1e9), round(probe_s * 1e9), *touched.values()]
+        own = [round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
         known = all(row[0] for row in rows)
-        steps, probed, *counts = (max(column) for column in zip(*rows, strict=True))
+        steps, *counts = (max(column) for column in zip(*rows, strict=True))
         return Measured(
             step_s=steps / 1e9 if known else None,
-            probe_s=probed / 1e9 if probed else None,
             rows=dict(zip(touched, counts, strict=True)),
         )
 
-    def _consider(
-        self, links: LinkTable, rows: Mapping[str, int], present: Strategy, now_s: float
-    ) -> tuple[Option, ...]:
+    def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Option, ...]:
         profile = with_rows(self._model.profile, rows)
         exact, works = self._settings.exact, self._model.works
-        return consider(profile, self._model.topology, links, present, now_s, exact=exact, works=works)
+        return consider(profile, self._model.topology, present, exact=exact, works=works)
 
     def enter_group(self) -> None:
         """A group was entered: go on with what is known of such a one, or begin to measure."""
@@ -173,8 +160,6 @@ class StrategyTuner:
             self._topology = key
             self._choice = resume(self._known.pop(key, begin(came))) if key else _alone(came)
         self._before = self._choice
-        nbytes = sum(param.nbytes for param in self._model.profile.params)
-        self._probes = probes(nbytes, exact=self._settings.exact)
 
     def remember(self) -> None:
         """A step begins."""

@@ -8,14 +8,13 @@ dense ones in memory that is kept from step to step: only rows are ever written.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from elastic_ray.sync.tables.sparse_backward import SparseBackward
 from elastic_ray.sync.tables.touched_rows import TouchedRows, rows_of_dense, rows_of_sparse
-from elastic_ray.sync.weak_hooks import weak_hook
 
 # After a look at a whole gradient that was in vain, so many steps at most go by without another.
 _LONGEST_PAUSE = 64
@@ -180,3 +179,20 @@ def _users(tensor: torch.Tensor) -> int:
     """How many tensors lie in the memory of this one, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def weak_hook(method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
+    """Call a bound method, with these arguments before the hook's own, for as long as its object lives.
+
+    torch does not show the garbage collector what hooks of ``register_post_accumulate_grad_hook`` refer to: an object
+    that refers to a parameter on which it has such a hook would stay for good, and a model, its optimizer and its
+    group's memory with it.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(param: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*arguments, param)
+
+    return hook

@@ -78,7 +78,7 @@ class SimulationReport:
         log: the core's decision log.
         decision_s: CPU time of each decision [s].
         idle_s: longest time for which GPUs were idle that one job could have used
-            (``placement.simulator.world.idle``); an empty round of the published simulators is 60 s.
+            (``placement.simulator.world.state``); an empty round of the published simulators is 60 s.
         idle_gpu_hours: GPUs idle x hours while any job could have used some of their type.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import random
@@ -12,13 +13,35 @@ from placement.cluster.oracle import Oracle, TraceJobView
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit
+from placement.goodput.mixed import MeasuredPart, MixedGroup, MixedObservation, TypePart
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 from placement.simulator.workloads.profiles import Application
 from placement.simulator.workloads.traces import TraceJob
-from placement.simulator.world.mixed import MixedSteps, shared_out
-from placement.simulator.world.rigid import rigid_batch, true_step_s
 from placement.simulator.world.rules import Location, Rules
+
+
+def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
+    """(atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule."""
+    local = math.ceil(batch / replicas - _EPS)
+    accum = math.ceil(local / most_local - _EPS) - 1
+    if replicas == 1 and batch > app.init_batch_size:
+        accum = max(1, accum)
+    atomic = math.ceil(local / (accum + 1) - _EPS)
+    return max(1, min(atomic, app.max_batch_size // (replicas * (accum + 1)))), accum
+
+
+@functools.lru_cache(maxsize=4096)
+def true_step_s(app: Application, gpu: str, batch: int, most: int, per_node: int) -> tuple[float, ...]:
+    """True seconds of a step at this batch on 1..most workers, packed onto full nodes."""
+    times = []
+    for replicas in range(1, most + 1):
+        counts = (per_node,) * (replicas // per_node) + ((replicas % per_node,) if replicas % per_node else ())
+        atomic, accum = rigid_batch(batch, replicas, app, app.local_bsz_range(gpu)[1])
+        step_s, sync_s = app.step_times[gpu].times(counts, atomic)
+        times.append(step_s + accum * (step_s - sync_s))
+    return tuple(times)
+
 
 _SINGLE = {"ncf": 32768}
 """Applications that the artifacts run on one GPU at this batch, whatever the scheduler."""
@@ -398,3 +421,63 @@ class SimulatedJob:
         steps = self.app.iterations_at(batch, self.app.epochs - 1) - self.app.iterations_at(batch, self.epoch)
         step_s = true_step_s(self.app, gpu, batch, max(1, min(most, 64)), self._gpus_per_node.get(gpu, 4))
         return Oracle(step_s=step_s, remaining_steps=max(steps, 1.0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSteps:
+    """How a batch is shared out among types.
+
+    Attributes:
+        shares: samples of each worker in a micro-step, by type, from the largest on.
+        accum_steps: micro-steps before the one that synchronises.
+    """
+
+    shares: Mapping[str, tuple[int, ...]]
+    accum_steps: int
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step."""
+        return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
+
+    def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
+        """True seconds of a step and what is seen of it: all wait for the slowest type, and for the slowest link."""
+        grads, syncs = dict[str, float](), []
+        for gpu, shares in self.shares.items():
+            step_s, sync_s = app.step_times[gpu].times(counts, max(shares))
+            grads[gpu] = max(step_s - sync_s, 1e-9)
+            syncs.append(sync_s)
+        grad_s = max(grads.values())
+        step_s = grad_s * (self.accum_steps + 1) + max(syncs)
+        parts = tuple(
+            MeasuredPart(gpu=gpu, workers=len(shares), atomic_bsz=max(shares), grad_time=grads[gpu])
+            for gpu, shares in self.shares.items()
+        )
+        return step_s, MixedObservation(parts=parts, nodes=len(counts), accum_steps=self.accum_steps, step_time=step_s)
+
+
+def shared_out(
+    app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
+) -> MixedSteps:
+    """The best batch by the job's models, or one of a fixed size; equal shares as long as a type is unknown."""
+    workers = location.workers_by_type
+    if all(gpu in models for gpu in workers):
+        parts = [
+            TypePart(gpu=gpu, workers=k, model=models[gpu].throughput_model, most=app.local_bsz_range(gpu)[1])
+            for gpu, k in workers.items()
+        ]
+        best = MixedGroup(parts=tuple(parts), nodes=len(location.nodes)).best(
+            next(iter(models.values())).noise,
+            app.init_batch_size,
+            max_batch_size=app.max_batch_size,
+            held_batch=batch_size,
+            accumulation=True,
+        )
+        if best.smallest_share:
+            return MixedSteps(shares=dict(zip(workers, best.shares, strict=True)), accum_steps=best.accum_steps)
+    most = min(app.local_bsz_range(gpu)[1] for gpu in workers)
+    each = -(-(batch_size or app.init_batch_size) // location.workers)
+    accum_steps = -(-each // most) - 1
+    return MixedSteps(
+        shares={gpu: (-(-each // (accum_steps + 1)),) * k for gpu, k in workers.items()}, accum_steps=accum_steps
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 from placement.checks import check_number
 from placement.errors import InputError
@@ -103,7 +103,8 @@ LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=
 """That of jobs and allocators as they are by default, for short runs and comparisons with real ones."""
 
 
-class Rules(Protocol):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rules(abc.ABC):
     """What differs between the simulators.
 
     Attributes:
@@ -112,58 +113,46 @@ class Rules(Protocol):
         most_workers: no job gets more.
         whole_seconds: ends of epochs are rounded to whole seconds.
         profiles_types: where there are several GPU types, a job knows one GPU of each before it starts.
-        join_s: pause when workers that started meanwhile join.
         pace: of news, where decisions follow events.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def round_s(self) -> float | None: ...
-    @property
-    def most_workers(self) -> int: ...
-    @property
-    def whole_seconds(self) -> bool: ...
-    @property
-    def profiles_types(self) -> bool: ...
-    @property
-    def join_s(self) -> float: ...
-    @property
-    def pace(self) -> Pace: ...
+    name: str = ""
+    round_s: float | None = 60.0
+    most_workers: int = 64
+    whole_seconds: bool = True
+    profiles_types: bool = False
+    pace: Pace = Pace()
 
-    def __hash__(self) -> int: ...
+    @property
+    def join_s(self) -> float:
+        """Pause when workers that started meanwhile join [s]."""
+        return 0.0
 
+    @abc.abstractmethod
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
         """What it costs to hold ``after``; ``before`` is None at the first start or after a wait."""
-        ...
 
+    @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
         """What a job says that a change costs it [s]."""
-        ...
 
     def expected_stop_s(self, application: str) -> float | None:
         """What a job says that being stopped and started again costs it [s]; None if it must not be stopped."""
-        ...
+        return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
         """By what true progress is divided."""
-        ...
+        return 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PolluxRules:
+class PolluxRules(Rules):
     """The simulator of Pollux (OSDI 2021): rounds of 60 s, 30 s for any change of nodes and for every start."""
 
     name: str = "pollux"
-    round_s: float | None = 60.0
-    most_workers: int = 64
     restart: float = 30.0
-    whole_seconds: bool = True
-    profiles_types: bool = False
-    join_s: float = 0.0
-    pace: Pace = Pace()
 
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
@@ -176,17 +165,9 @@ class PolluxRules:
         """See ``Rules``."""
         return self.restart
 
-    def expected_stop_s(self, application: str) -> float | None:
-        """See ``Rules``."""
-        return self.expected_restart_s(application)
-
-    def divisor(self, application: str) -> float:
-        """See ``Rules``."""
-        return 1.0
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class SiaRules:
+class SiaRules(Rules):
     """The simulator of Sia (SOSP 2023): rounds of 60 s, a restart delay and a slow-down for each application.
 
     A change of the counts per node or of the GPU type is a restart, as is every start; moving is free.
@@ -196,13 +177,8 @@ class SiaRules:
     """
 
     name: str = "sia"
-    round_s: float | None = 60.0
-    most_workers: int = 64
-    factor: float = 1.0
-    whole_seconds: bool = True
     profiles_types: bool = True
-    join_s: float = 0.0
-    pace: Pace = Pace()
+    factor: float = 1.0
 
     def __post_init__(self) -> None:
         check_number("factor", self.factor, least=0, error=InputError)
@@ -218,17 +194,13 @@ class SiaRules:
         """See ``Rules``."""
         return _SIA_RESTART_S.get(application, 60.0) * self.factor
 
-    def expected_stop_s(self, application: str) -> float | None:
-        """See ``Rules``."""
-        return self.expected_restart_s(application)
-
     def divisor(self, application: str) -> float:
         """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRules:
+class LiveRules(Rules):
     """Ours: decisions follow events, and a running job changes its size between two steps.
 
     New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
@@ -244,14 +216,12 @@ class LiveRules:
 
     name: str = "live"
     round_s: float | None = None
-    most_workers: int = 64
+    whole_seconds: bool = False
+    profiles_types: bool = True
     pause: float = 0.6
     start: float = 15.0
     first: float | None = None
     slow_sia: bool = True
-    pace: Pace = Pace()
-    whole_seconds: bool = False
-    profiles_types: bool = True
 
     def __post_init__(self) -> None:
         for field in ("pause", "start", "first"):

@@ -16,7 +16,7 @@ import torch
 
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import read_manifest
-from elastic_ray.checkpoints.sharded.writing import write_part
+from elastic_ray.checkpoints.sharded.saver import write_part
 from elastic_ray.consensus.consensus import RankConsensus
 from elastic_ray.consensus.intents import Announced, Intent
 from tests.loop.changing import Change, Kill

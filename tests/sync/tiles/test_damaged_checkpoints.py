@@ -17,9 +17,8 @@ from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile, dele
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import PartsMissingError, await_parts, finish
 from elastic_ray.checkpoints.sharded.manifest import Manifest, ManifestError, account_name, complete
-from elastic_ray.checkpoints.sharded.part_file import BLOCK_BYTES, PartFile
-from elastic_ray.checkpoints.sharded.reading import open_checkpoint
-from elastic_ray.checkpoints.sharded.writing import write_part
+from elastic_ray.checkpoints.sharded.reading import BLOCK_BYTES, PartFile, open_checkpoint
+from elastic_ray.checkpoints.sharded.saver import write_part
 from elastic_ray.state.codec import NotPlainError, decode, encode
 from elastic_ray.state.pieces import Pieces, shared_out, take_apart
 from elastic_ray.state.resume_point import ResumePoint

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from elastic_ray.checkpoints.sharded.rectangles import rectangles
 from elastic_ray.consensus.saving import Readiness, SaveAgreement, Saving
 from elastic_ray.state.pieces import Pieces, shared_out, take_apart
+from elastic_ray.sync.optimizer_tiles.holder import writers
 from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
-from elastic_ray.sync.optimizer_tiles.written import writers
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
