@@ -1,8 +1,8 @@
 """SHELL: gives back what jobs have left whose controller is gone for good: placement groups, and notes.
 
 Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
-a worker that has lost its controller saves the job first and then gives back its own; what is left is a reservation whose
-process is dead, or that no process was told of. With its notes in Ray's control store it is the same.
+a worker that has lost its controller saves the job first and then gives back its own. What is left is a reservation
+whose process is dead, or that no process was told of. With its notes in Ray's control store it is the same.
 """
 
 from __future__ import annotations
