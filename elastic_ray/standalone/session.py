@@ -242,7 +242,7 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
     if store is not None:
         departures.use(store)
-    return Communicator(
+    group = Communicator(
         store,
         prefix,
         rank=rank,
@@ -252,6 +252,8 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         gpu=gpu,
     )
+    departures.formed(group)
+    return group
 
 
 def _own_host() -> str:
