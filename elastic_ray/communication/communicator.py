@@ -22,7 +22,7 @@ from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.gradient_group import GradientGroup
-from elastic_ray.communication.kept_groups import keep_group
+from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.traffic import Traffic
 
@@ -170,6 +170,24 @@ class Communicator:
         """
         self._closed = True
         self._gloo = self._gradients = self._nccl = None
+
+    def leave(self, timeout_s: float) -> None:
+        """End all operations and gloo's threads, before the interpreter ends: afterwards neither may come back to it.
+
+        A thread that waits for a peer, and one of gloo's that calls back, would be ended within C++ code that allows no
+        unwinding: "terminate called without an active exception", or a segmentation fault, and another exit status.
+        """
+        self._closed = True
+        joining = threading.Thread(target=self._drop_gloo, name="leave-group", daemon=True)
+        joining.start()
+        joining.join(timeout_s / 2)
+        if joining.is_alive():  # what is under way waits for a peer
+            self.connections.shut_down()
+            joining.join(timeout_s / 2)
+
+    def _drop_gloo(self) -> None:
+        self._gloo = self._gradients = None
+        drop_ended_groups()
 
     @property
     def voided(self) -> bool:

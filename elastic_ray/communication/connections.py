@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 class Connections:
-    """TCP connections of this process, to look at only: they belong to gloo, which may close them at any time.
+    """TCP connections of this process, to look at: they belong to gloo, which may close them at any time.
 
     Args:
         connections: as :meth:`of_process` gives them.
@@ -53,6 +53,14 @@ class Connections:
         The kernel counts in ticks of 1 to 10 ms, so that what is acknowledged at once takes no time.
         """
         return sum(_sending_s(descriptor) for descriptor, number in self._connections if _is(descriptor, number))
+
+    def shut_down(self) -> None:
+        """End them, and so what waits for a peer; what was sent still arrives."""
+        for descriptor, number in self._connections:
+            if _is(descriptor, number):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as same:
+                    same.getpeername()  # one that listens has none, and gloo may not find that one ended
+                    same.shutdown(socket.SHUT_RDWR)
 
 
 def _is(descriptor: int, number: int) -> bool:

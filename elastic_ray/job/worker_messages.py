@@ -216,7 +216,9 @@ class WorkerMessages:
             joined = record.phase is WorkerPhase.MEMBER
             verdict = self._errors.of_newcomer(error, joined=joined, now_s=now_s)
         elif not result.trained and machine.current is None and not record.has_state:
-            verdict = self._errors.of_start(error, nodes=self._allocator.nodes, wanted=machine.target_workers)
+            verdict = self._errors.of_start(
+                error, beside=machine.workers, nodes=self._allocator.nodes, wanted=machine.target_workers
+            )
         else:
             verdict = self._errors.of_member(error, others_train=self._group.others_train(worker), now_s=now_s)
         if verdict.ends is not None:
@@ -226,7 +228,9 @@ class WorkerMessages:
         # What may be called once a process (set_start_method, torch.library.define) raises the second time.
         reused = newcomer and result.reused
         blames = verdict.blames_node and not reused
-        self._lose(worker, result.error, newcomer=newcomer, trained=result.trained, reused=reused, blames=blames)
+        of_device = error.origin is not None and error.origin.of_node
+        told = {"newcomer": newcomer, "trained": result.trained, "reused": reused, "of_device": of_device}
+        self._lose(worker, result.error, blames=blames, **told)
 
     def _lose(
         self,
@@ -236,6 +240,7 @@ class WorkerMessages:
         newcomer: bool,
         trained: bool,
         reused: bool = False,
+        of_device: bool = False,
         blames: bool = True,
     ) -> None:
         """Continue without a worker that has raised.
@@ -246,6 +251,7 @@ class WorkerMessages:
             newcomer: it had come to others: the next one waits, the longer the more of them failed.
             trained: it had trained a step.
             reused: its process had run the train function before, which its node is not to blame for.
+            of_device: the error names a disk or a GPU of its node.
             blames: its node may be the cause.
         """
         record = self._group.machine.workers.get(worker)
@@ -258,5 +264,6 @@ class WorkerMessages:
         again = ", in a process that had run the function before; the next one is a fresh one" if reused else ""
         self._events.note(kind, f"{told}, it raised {cause}{again}", detail=detail)
         if blames:
-            self._errors.note(node, worker, cause, starting=not trained, now_s=time.monotonic())
+            now_s = time.monotonic()
+            self._errors.note(node, worker, cause, starting=not trained, of_device=of_device, now_s=now_s)
         self._group.take(Lost(worker=worker, cause=f"it raised {cause}", newcomer=newcomer and not reused))

@@ -7,6 +7,7 @@ taken for the fault of its process, its GPU or its node.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from elastic_ray.record.losses import Losses
@@ -82,6 +83,7 @@ class WorkerErrors:
         self._losses = losses
         self._members: list[tuple[float, WorkerError]] = []
         self._starts: list[WorkerError] = []
+        self._tried: set[str] = set()
         self._newcomers: list[WorkerError] = []
         self._last: WorkerError | None = None
         self._last_of_member: WorkerError | None = None
@@ -137,21 +139,28 @@ class WorkerErrors:
             return ErrorVerdict(ends=None, reason="newcomers on other nodes fail alike", blames_node=False)
         return ErrorVerdict(ends=None, reason="it has not trained a step")
 
-    def of_start(self, error: WorkerError, *, nodes: int, wanted: int) -> ErrorVerdict:
+    def of_start(self, error: WorkerError, *, beside: Collection[str], nodes: int, wanted: int) -> ErrorVerdict:
         """Judge the exception of a worker of a job that does not train yet.
 
         Args:
             error: the exception.
+            beside: workers that the job has, all started before this exception.
             nodes: how many nodes there are that could run a worker of the job.
             wanted: workers that the job is to have.
         """
-        if error.origin is None or error.origin.refusal:
+        origin = error.origin
+        if origin is None or origin.refusal:
             return ErrorVerdict(ends=error.raised, reason="elastic_ray raised it")
+        again = bool(self._starts) and error.worker not in self._tried and not origin.of_node
+        self._tried.update(beside)
+        alike = [each for each in self._starts if error.is_like(each)]
         self._starts.append(error)
         self._last = error
-        failed = {each.node for each in self._starts}
-        if any(error.is_like(each) and each.node != error.node for each in self._starts):
+        if any(each.node != error.node for each in alike):
             return self._programs(error, "starts on two nodes failed alike")
+        if alike and again:
+            return self._programs(error, "the next start failed alike")
+        failed = {each.node for each in self._starts}
         if len(failed) >= min(SEVERAL_NODES, max(1, nodes)):
             return self._programs(error, f"starts failed on {len(failed)} node(s)")
         if len(self._starts) >= _STARTS_PER_WORKER * max(1, wanted):
@@ -163,9 +172,21 @@ class WorkerErrors:
         self._noted = []
         return ErrorVerdict(ends=error.raised, reason=reason)
 
-    def note(self, node: str, worker: str, cause: str, *, starting: bool, now_s: float) -> None:
-        """Note a worker that failed for the allocator; ``starting``: it had trained nothing."""
-        failure = NodeFailure(node=node, worker=worker, cause=cause[:_CAUSE], age_s=0.0, starting=starting)
+    def note(
+        self, node: str, worker: str, cause: str, *, starting: bool, now_s: float, of_device: bool = False
+    ) -> None:
+        """Note a worker that failed for the allocator.
+
+        Args:
+            node: its node.
+            worker: its id.
+            cause: what it raised.
+            starting: it had trained nothing.
+            now_s: the time [s, monotonic].
+            of_device: the error names a disk or a GPU of the node.
+        """
+        told = {"node": node, "worker": worker, "cause": cause[:_CAUSE]}
+        failure = NodeFailure(**told, age_s=0.0, starting=starting, of_device=of_device)
         self._noted = [*self._noted, (now_s, failure)][-_MOST_NOTED:]
 
     def failures(self, now_s: float) -> tuple[NodeFailure, ...]:
@@ -179,7 +200,7 @@ class WorkerErrors:
 
     def settled(self, *, started: bool = False) -> None:
         """A group trains after the last loss, and after starts that failed; ``started``: from a checkpoint or anew."""
-        self._last, self._starts = None, []
+        self._last, self._starts, self._tried = None, [], set()
         self._losses.settled()
         if started:  # its steps may be fewer than those before, and more than enough
             self._last_of_member = None

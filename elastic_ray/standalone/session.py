@@ -36,6 +36,7 @@ from placement.text import printable
 
 _HELD: dict[tuple[str, int], Any] = {}  # by address: it lasts as long as the process, also for later calls
 _STORE_S = timedelta(seconds=2)  # neither a process that ends nor one that fails waits long for a store that is gone
+_LEAVE_S = 2.0
 _LONGEST = 1000  # anybody who reaches the store may write there
 _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
@@ -307,7 +308,7 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         raise CommunicationFailedError(f"rank {rank} has found no store: {error}") from error
     if store is not None:
         departures.use(store)
-    return Communicator(
+    group = Communicator(
         store,
         prefix,
         rank=rank,
@@ -317,6 +318,8 @@ def _form(prefix: str, departures: Departures, gpu: int | None, spec: Generation
         host=_own_host() if spec.nodes > 1 else "127.0.0.1",
         gpu=gpu,
     )
+    departures.formed(group)
+    return group
 
 
 def _own_host() -> str:
@@ -338,6 +341,8 @@ class Departures:
         self._rank = rank
         self._world_size = world_size
         self._store: Any = None
+        self._follows = False
+        self._group: weakref.ref[Communicator] | None = None
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
@@ -345,9 +350,13 @@ class Departures:
         self._store = store
         atexit.register(self._leave)
 
+    def formed(self, group: Communicator) -> None:
+        """The group has formed."""
+        self._group = weakref.ref(group)
+
     def explain(self, cause: str) -> str:
         """Why a collective has failed, which says so itself in ``cause``: who has left, as far as that is known."""
-        atexit.unregister(self._leave)  # this rank's end follows from the other's, and is not to be told in its place
+        self._follows = True
         if self._store is None:
             return cause
         try:
@@ -363,9 +372,17 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Say in the store why this rank ends, unless another one has said so before."""
+        """Say why this rank ends, which is not to be told in the other's place from whose end it follows; and leave."""
         if os.getpid() != self._process:
             return  # a child that was forked
+        if not self._follows:
+            self._tell()
+        group = self._group() if self._group is not None else None
+        if group is not None:
+            group.leave(_LEAVE_S)
+
+    def _tell(self) -> None:
+        """Say in the store why this rank ends, unless another one has said so before."""
         error = getattr(sys, "last_value", None)
         why = f"its process ends with {type(error).__name__}: {error}" if error is not None else "its process ends"
         told = f"rank {self._rank} has left: {why}"

@@ -130,6 +130,10 @@ class Worker:
             Registration(controller=assignment.controller, token=assignment.token, worker=assignment.worker)
         )
         try:
+            groups.hold(assignment.group)
+        except Exception as error:  # the control store is away: the group is kept for as long as one of no process
+            logger.warning("job %s: the use of its slot was not noted: %s", assignment.job, error)
+        try:
             result = self._run(assignment)
         except BaseException as error:  # a bug of ours must end the run with its reason, not leave it hanging
             logger.exception("job %s: a run failed outside its train function", assignment.job)

@@ -173,7 +173,7 @@ class Allocator:
         self._dashboard = DashboardProcess(address) if config is not None and config.dashboard else None
         writer = cluster_writer((config or AllocatorConfig()).metrics)
         self._metrics = AllocatorMetrics(writer, scaling.node_types if scaling is not None else ())
-        self._orphans = Orphans()
+        self._orphans = Orphans((config or AllocatorConfig()).orphan_timeout_s)
         self._clock = SteadyClock()
         self._core: AllocatorCore | None = None
         file = LineFile(config.record) if config is not None and config.record is not None else None
@@ -385,7 +385,8 @@ class Allocator:
         assert self._core is not None, "the loop starts after the core"
         if self._scaler is not None and self._core.settled:
             now_s, steady_s = self._clock.read()
-            self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
+            if self._scaler.is_due():
+                self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
         """A job is over; ``cluster``: with what its workers still hold counted as others' use."""

@@ -34,7 +34,8 @@ _ENDLESS = 1_000_000_000
 _EVENTS: Mapping[str, type[Any]] = {
     kind.__name__: kind for kind in (JobHeartbeat, JobEnded, NodesChanged, NodeForgiven, TimePassed, Recalled)
 }
-_SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record")  # of the configuration; no core reads it
+# Of the configuration; no core reads them.
+_SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "orphan_timeout_s")
 _LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotations whose modules do not import them
 
 

@@ -40,6 +40,7 @@ class NodeFailure:
         cause: what happened, a few words.
         age_s: time since [s].
         starting: it had trained nothing: the job avoids the node at once.
+        of_device: the error names a disk or a GPU of the node.
     """
 
     node: str
@@ -47,6 +48,7 @@ class NodeFailure:
     cause: str
     age_s: float
     starting: bool = False
+    of_device: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class _Noted:
     worker: str
     cause: str
     starting: bool
+    of_device: bool
     program: tuple[str, str | None]  # tenant and fingerprint: trials of a sweep fail alike on any node
 
 
@@ -106,10 +109,12 @@ class AvoidedNodes:
     Attributes:
         by_job: by job, and node.
         by_all: by node.
+        broken: by job, those of its nodes where a disk or a GPU has failed it.
     """
 
     by_job: Mapping[JobKey, Mapping[str, str]]
     by_all: Mapping[str, str]
+    broken: Mapping[JobKey, Collection[str]] = dataclasses.field(default_factory=dict)
 
     def of(self, view: JobView) -> dict[str, str]:
         """Return those of one job, with their reasons."""
@@ -134,7 +139,8 @@ class NodeRecord:
             if any((each.job, each.worker) == (key, told.worker) for each in known):
                 continue
             program = view.tenant, view.fingerprint
-            noted = _Noted(at_s, key, told.worker, told.cause[:_LONGEST_CAUSE], told.starting, program)
+            cause = told.cause[:_LONGEST_CAUSE]
+            noted = _Noted(at_s, key, told.worker, cause, told.starting, told.of_device, program)
             self._nodes[told.node] = sorted([*known, noted], key=lambda each: each.at_s)[-_MOST_FAILURES:]
 
     def ended(self, view: JobView) -> None:
@@ -164,15 +170,18 @@ class NodeRecord:
         """Return which nodes are worth nothing now, and to whom."""
         by_job: dict[JobKey, dict[str, str]] = {}
         by_all: dict[str, str] = {}
+        broken: dict[JobKey, set[str]] = {}
         for node, noted in self._nodes.items():
             for key in {each.job for each in noted}:
                 own = [each for each in noted if each.job == key]
                 if _rests_until(own, of_jobs=False) > now_s:
                     by_job.setdefault(key, {})[node] = _reason(node, own, "its workers")
+                    if any(each.of_device for each in own):
+                        broken.setdefault(key, set()).add(node)
             if _rests_until(noted, of_jobs=True) > now_s:
                 trained = [each for each in noted if not each.starting]
                 by_all[node] = _reason(node, trained, f"workers of {len({each.job for each in trained})} jobs")
-        return AvoidedNodes(by_job=by_job, by_all=by_all)
+        return AvoidedNodes(by_job=by_job, by_all=by_all, broken=broken)
 
     def rows(self, now_s: float) -> tuple[NodeHistory, ...]:
         """Return all nodes with failures, by id."""

@@ -17,9 +17,10 @@ def avoid_failing(
 ) -> tuple[Sequence[JobView], Cluster, Mapping[str, str]]:
     """The jobs and the cluster as a policy is to see them, so that nodes are left on which workers fail.
 
-    A job whose minimum the other nodes could not run avoids none, and neither does one that has trained and finds no
-    room for its minimum elsewhere now: it keeps what works. One that has yet to begin waits for other nodes than those
-    where its own workers failed, but for none that others avoid. No job loses its minimum to one that leaves a node.
+    A job whose minimum the other nodes could not run avoids none, and neither does one that finds no room for its
+    minimum elsewhere now: one that has trained keeps what works, and of one that has yet to begin the next start tells
+    whether the program is at fault. Only where a disk or a GPU has failed its own workers it waits for another node.
+    No job loses its minimum to one that leaves a node.
 
     Returns:
         The very same objects where nothing is avoided, and by job why it is closed to which nodes.
@@ -36,8 +37,8 @@ def avoid_failing(
     while closed:
         changed = [_closed_to(view, closed[view.job]) if view.job in closed else view for view in views]
         lost = running - admit(changed, labelled).floors.keys()
-        own = {v.job: avoided.by_job.get((v.job, v.submitted_s), {}) for v in views if v.job in closed}
-        waiting = {job for job in closed if job not in trained and closed[job].keys() <= own[job].keys()}
+        own = {v.job: avoided.broken.get((v.job, v.submitted_s), ()) for v in views if v.job in closed}
+        waiting = {job for job in closed if job not in trained and closed[job].keys() <= set(own[job])}
         if lost <= waiting:
             notes = {job: "; ".join(reasons[node] for node in sorted(reasons)) for job, reasons in closed.items()}
             return changed, labelled, notes
@@ -56,14 +57,13 @@ def _closed_to(view: JobView, nodes: Mapping[str, str]) -> JobView:
 
 
 def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -> dict[str, dict[str, str]]:
-    """By job the nodes that it may avoid, with their reasons: others could run its minimum, and have room if it trains.
+    """By job the nodes that it may avoid, with their reasons: others could run its minimum, and have room for it.
 
-    What a job finds room in is gone for the next one.
+    What a job finds room in is gone for the next one. For one that has yet to begin there is room also where others
+    could do with fewer workers; where a device has failed it, it waits for room.
     """
     by_id = cluster.by_id()
-    held = {view.job: {n: k for n, k in view.allocation.items() if n in by_id} for view in views}
-    left = without(cluster, {job: at for job, at in held.items() if at}, {view.job: view.bundle for view in views})
-    free = {node.node_id: dict(node.free) for node in left.nodes}
+    free, spare = _free(views, cluster), _free(views, cluster, of_minimums=True)
     others: dict[object, tuple[list[Node], int]] = {}  # jobs are many, kinds of them few
     closed = dict[str, dict[str, str]]()
     for view in views:
@@ -75,9 +75,22 @@ def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -
             nodes = [node for node in cluster.nodes if node.node_id not in reasons and node.matches(view.selector)]
             others[kind] = nodes, sum(slots(node.total, view.bundle) for node in nodes)
         nodes, possible = others[kind]
-        if possible >= view.min_workers and (not view.most_workers or _take(view, nodes, free)):
+        waits = not view.most_workers and (view.job, view.submitted_s) in avoided.broken
+        if possible >= view.min_workers and (waits or _take(view, nodes, free if view.most_workers else spare)):
             closed[view.job] = reasons
     return closed
+
+
+def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = False) -> dict[str, dict[str, float]]:
+    """What is free by node; ``of_minimums``: where each job may have given up what it holds beyond its minimum."""
+    by_id, held = cluster.by_id(), dict[str, dict[str, int]]()
+    for view in views:
+        beyond = max(0, sum(view.allocation.values()) - view.min_workers) if of_minimums else 0
+        kept = {node: count - beyond for node, count in view.allocation.items() if node in by_id and count > beyond}
+        if kept:
+            held[view.job] = kept
+    left = without(cluster, held, {view.job: view.bundle for view in views})
+    return {node.node_id: dict(node.free) for node in left.nodes}
 
 
 def _take(view: JobView, nodes: Sequence[Node], free: dict[str, dict[str, float]]) -> bool:

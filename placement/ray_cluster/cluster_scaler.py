@@ -169,13 +169,15 @@ class ClusterScaler:
         """Node types whose nodes may be taken away."""
         return frozenset(each.name for each in self._config.node_types if each.spot)
 
-    def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """Decide anew, if it is time and the last look is over."""
+    def is_due(self) -> bool:
+        """True if it is time for a look, and the last one is over."""
         # A wall clock that is set back would stop all looks, and with them the requests that Ray lets expire.
-        present_s = time.monotonic()
-        if present_s - self._looked_s < self._config.interval_s or (self._look is not None and not self._look.done()):
-            return
-        self._looked_s = present_s
+        waits = time.monotonic() - self._looked_s < self._config.interval_s
+        return not waits and (self._look is None or self._look.done())
+
+    def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
+        """Begin to decide anew; ``is_due`` says when."""
+        self._looked_s = time.monotonic()
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(views), cluster, now_s))
 
     async def _carry_out(self, views: list[JobView], cluster: Cluster, now_s: float) -> None:

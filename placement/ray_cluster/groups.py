@@ -16,6 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 import ray
+from ray.experimental import internal_kv
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -24,13 +25,16 @@ from ray.util.placement_group import (
 )
 
 from placement.cluster.cluster import TOLERANCE, Resources
-from placement.ray_cluster.snapshot import job_of, read_available
+from placement.ray_cluster.named_actors import NAMESPACE
+from placement.ray_cluster.snapshot import is_dead, job_of, read_available
 
 logger = logging.getLogger("placement.nodes")
 
 _NEWS_S = 0.1  # what Ray sees free on its nodes changes as often
 _PENDING = ("PENDING", "PREPARED")
-_WITHDRAWN_S = 30.0
+WITHDRAWN_S = 30.0
+"""For so long a group that is to be given back is waited for until it is fulfilled [s]."""
+
 _SETTLED_S = 2.0
 
 
@@ -96,12 +100,29 @@ def release(group: PlacementGroup) -> None:
     Ray kills what still runs in the group.
     """
     remove_placement_group(group)
+    internal_kv._internal_kv_del(_holder_key(group.id.hex()), namespace=NAMESPACE.encode())
+
+
+def hold(group_id: str) -> None:
+    """Note that the calling actor, which runs beside its group, uses it. Blocks for a moment."""
+    actor = ray.get_runtime_context().get_actor_id() or ""
+    internal_kv._internal_kv_put(_holder_key(group_id), actor.encode(), overwrite=True, namespace=NAMESPACE.encode())
+
+
+def holder_lives(group_id: str) -> bool | None:
+    """True while the actor lives that holds a group, or may; None where none has held it. Blocks for a moment."""
+    holder: bytes | None = internal_kv._internal_kv_get(_holder_key(group_id), namespace=NAMESPACE.encode())
+    return None if holder is None else not is_dead(holder.decode())
+
+
+def _holder_key(group_id: str) -> bytes:
+    return f"holder/{group_id}".encode()
 
 
 async def withdraw(group: PlacementGroup) -> None:
     """Give back a group that may not be fulfilled yet: once it is, after half a minute, or where this is cancelled."""
     try:
-        await ready(group, _WITHDRAWN_S)
+        await ready(group, WITHDRAWN_S)
     finally:
         release(group)
 

@@ -80,3 +80,35 @@ def test_a_program_that_no_node_can_start_ends_with_its_error_and_no_node_is_bla
     with pytest.raises(ModuleNotFoundError, match="apex"):
         submit(tmp_path, everywhere=True).result(timeout=120)
     assert not failures()
+
+
+def raise_at_once(config: dict[str, Any]) -> None:
+    raise NameError("name 'optimiser' is not defined")
+
+
+def hold(config: dict[str, Any]) -> None:
+    """Train for as long as the test lasts."""
+    traced.train(config)
+
+
+def test_a_mistake_ends_a_job_within_seconds_though_no_other_slot_is_free(
+    ray_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The other node is full, so that the job's second start is on the node of the first."""
+    for _ in range(2):
+        ray_cluster.add_node(num_cpus=1, resources={"slot": 1})
+    (tmp_path / "trace").mkdir()
+    config = {"trace": str(tmp_path / "trace"), "pause_s": 0.1, "epochs": 100_000}
+    one = ray.train.ScalingConfig(num_workers=1, resources_per_worker={"slot": 1})
+    run = ray.train.RunConfig(storage_path=str(tmp_path / "runs"))
+    full = er.ElasticTrainer(hold, train_loop_config=config, scaling_config=one, run_config=run).submit()
+    wait_until(lambda: full.status().step > 2, full)
+    job = er.ElasticTrainer(raise_at_once, train_loop_config={}, scaling_config=one, run_config=run).submit()
+    with pytest.raises(NameError, match="optimiser") as raised:
+        job.result(timeout=120)
+    assert "in raise_at_once" in str(raised.value) or "raise_at_once" in repr(raised.getrepr(style="long"))
+    lost = [event for event in job.events() if event.kind is EventKind.WARNING]
+    assert len(lost) == 1 and full.status().workers == 1 and not failures()
+    assert job.events()[-1].time_s - lost[0].time_s < 30.0
+    full.stop()
+    full.result(timeout=180)

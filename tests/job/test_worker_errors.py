@@ -147,8 +147,12 @@ class Job:
         told = self.error(worker, origin, steps)
         return self.errors.of_member(told, others_train=others, now_s=self.now_s).ends
 
-    def start(self, worker: str, origin: ErrorOrigin | None = HERE, *, nodes: int, wanted: int = 2) -> Any:
-        return self.errors.of_start(self.error(worker, origin), nodes=nodes, wanted=wanted).ends
+    def start(
+        self, worker: str, origin: ErrorOrigin | None = HERE, *, nodes: int, wanted: int = 2, beside: str = ""
+    ) -> Any:
+        """``beside``: other workers that were started by then."""
+        there = {worker, *beside.split()}
+        return self.errors.of_start(self.error(worker, origin), beside=there, nodes=nodes, wanted=wanted).ends
 
 
 def test_one_workers_error_costs_the_worker_and_the_same_on_another_ends_the_job() -> None:
@@ -227,7 +231,7 @@ def test_starts_end_a_job_where_nodes_fail_alike_or_three_fail_or_all() -> None:
     other = dataclasses.replace(HERE, place="train.py:1")
     assert (job := Job()).start("a1", nodes=1) is job.raised[0], "there is no other node"
     job = Job()
-    assert job.start("a1", nodes=9) is None and job.start("a2", nodes=9) is None, "the node's, so far"
+    assert job.start("a1", nodes=9, beside="a2") is None and job.start("a2", nodes=9) is None, "the node's, so far"
     assert job.start("b1", nodes=9) is job.raised[2], "alike on another node"
     job = Job()
     assert job.start("a1", nodes=9) is None and job.start("b1", other, nodes=9) is None
@@ -239,6 +243,18 @@ def test_starts_end_a_job_where_nodes_fail_alike_or_three_fail_or_all() -> None:
     assert job.start("a1", nodes=9) is None
     job.errors.settled()
     assert job.start("b1", nodes=9) is None, "a group has trained since"
+
+
+def test_the_same_error_of_the_next_start_is_the_programs_and_of_a_device_it_is_not() -> None:
+    other = dataclasses.replace(HERE, place="train.py:1")
+    job = Job()
+    assert job.start("a1", nodes=9, beside="a2") is None and job.start("a2", other, nodes=9) is None
+    job.errors.note("a", "a1", "x", starting=True, now_s=job.now_s)
+    assert job.start("a3", nodes=9) is job.raised[2] and job.errors.failures(job.now_s) == ()
+    job = Job()
+    assert [job.start(f"a{number}", DISK, nodes=9) for number in range(5)] == [None] * 5
+    job = Job()
+    assert job.start("a1", nodes=9) is None and job.start("a2", other, nodes=9) is None, "another place"
 
 
 def test_what_survivors_did_not_train_on_after_is_no_finished_job() -> None:

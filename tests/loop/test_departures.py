@@ -6,12 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import elastic_ray as er
+from elastic_ray.run.current import session_of_thread
 from tests.loop.test_plain_env import free_port
 
 
@@ -36,6 +39,42 @@ def train(how: str) -> None:
             optimizer.step()
 
 
+class EndsSlowly:
+    """Keeps the interpreter's end going while other threads run."""
+
+    def __del__(self) -> None:
+        time.sleep(4.0)
+
+
+def leave_with_work_pending(how: str) -> None:
+    """Rank 0 ends while a collective waits for rank 1, which goes in the middle of that."""
+    model = torch.nn.Linear(1, 1)
+    wrapped = er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    for _ in er.remaining_epochs_until(1):
+        for (x,) in er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=8):
+            wrapped(x).square().mean().backward()
+    if os.environ["RANK"] == "1":
+        time.sleep(4.0)
+        os._exit(0)
+    session = session_of_thread()
+    assert session is not None and session.group.communicator is not None
+    work = session.group.communicator.all_reduce(torch.zeros(1))
+    if how == "waits":
+        threading.Thread(target=work.wait, daemon=True).start()
+    else:
+        work.get_future().add_done_callback(lambda _: None)
+    sys.ends_slowly = EndsSlowly(), work  # type: ignore[attr-defined]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", ["waits", "calls_back"])
+def test_a_process_ends_in_order_though_a_collective_is_under_way(how: str) -> None:
+    """Gloo's threads, and one that waits for it, may not come back to an interpreter that is gone."""
+    status, errors = run_two(how)
+    assert status[0] == 0, errors[0]
+    assert "terminate called" not in errors[0]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "told"),
@@ -47,6 +86,13 @@ def train(how: str) -> None:
     ],
 )
 def test_the_others_are_told_which_rank_has_left(how: str, told: str) -> None:
+    status, errors = run_two(how)
+    assert (status[0] == 0) == (how == "stay"), errors[0]
+    assert told in errors[0].splitlines()[-1] if told else "has left" not in errors[0] + errors[1]
+
+
+def run_two(how: str) -> tuple[list[int], list[str]]:
+    """Exit status and errors of two ranks."""
     port = free_port()
     plain = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -65,9 +111,9 @@ def test_the_others_are_told_which_rank_has_left(how: str, told: str) -> None:
     finally:
         for process in processes:
             process.kill()
-    assert (processes[0].returncode == 0) == (how == "stay"), errors[0]
-    assert told in errors[0].splitlines()[-1] if told else "has left" not in errors[0] + errors[1]
+    return [process.returncode for process in processes], errors
 
 
 if __name__ == "__main__":
-    train(sys.argv[1])
+    how = sys.argv[1]
+    (leave_with_work_pending if how in ("waits", "calls_back") else train)(how)

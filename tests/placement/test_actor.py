@@ -421,6 +421,39 @@ def test_a_restart_beside_running_jobs_gives_up_no_node_of_theirs(jobs: Jobs) ->
     get_or_create_allocator("goodput", config=AllocatorConfig())
 
 
+class CountingViews:
+    """Counts in the allocator's process how often the jobs' views are made for its autoscaling."""
+
+    def __init__(self, views: Callable[[float], Any]) -> None:
+        self.views, self.counted = views, 0
+
+    def __call__(self, now_s: float) -> Any:
+        self.counted += 1
+        return self.views(now_s)
+
+
+def count_views(allocator: Any) -> None:
+    allocator._core.views_to_scale_for = CountingViews(allocator._core.views_to_scale_for)
+
+
+@pytest.mark.thorough
+def test_what_autoscaling_decides_by_is_made_when_it_is_due_only(jobs: Jobs) -> None:
+    """The allocator's rounds come twice a second, and all views of a large cluster are work."""
+    kind = NodeType(name="four", resources={"CPU": 4.0}, usd_per_h=1.0, max_nodes=2)
+    scaling = Autoscaling(node_types=(kind,), objective="throughput_efficiency", interval_s=4.0)
+    allocator: Any = get_or_create_allocator(config=AllocatorConfig(autoscaling=scaling))
+    jobs.start("a")
+    wait_until(lambda: bool(snapshot().jobs) and snapshot().settled, "the job is known")
+    ray.get(allocator.__ray_call__.remote(count_views), timeout=180)
+    begin_s = time.monotonic()
+    time.sleep(10.0)
+    counted = ray.get(allocator.__ray_call__.remote(lambda it: it._core.views_to_scale_for.counted), timeout=180)
+    assert 1 <= counted <= 1 + (time.monotonic() - begin_s) / 4.0
+    jobs.stop("a")
+    wait_until(lambda: not snapshot().jobs, "no job is known any more")
+    get_or_create_allocator("goodput", config=AllocatorConfig())
+
+
 def test_it_explains_itself(jobs: Jobs) -> None:
     jobs.start("a")
     wait_until(lambda: jobs.held() == {"a": 8}, "the job has everything")

@@ -29,8 +29,11 @@ from placement.policies.shared.base import admit
 from tests.placement.views import cluster, view
 
 
-def failure(node: str, worker: str, age_s: float = 0.0, *, starting: bool = False) -> NodeFailure:
-    return NodeFailure(node=node, worker=worker, cause="OSError: [Errno 5]", age_s=age_s, starting=starting)
+def failure(
+    node: str, worker: str, age_s: float = 0.0, *, starting: bool = False, of_device: bool = False
+) -> NodeFailure:
+    cause = "OSError: [Errno 5]"
+    return NodeFailure(node=node, worker=worker, cause=cause, age_s=age_s, starting=starting, of_device=of_device)
 
 
 def named(nodes: Cluster) -> Cluster:
@@ -162,14 +165,22 @@ def test_where_nothing_has_failed_plans_are_as_before() -> None:
     assert seen is views and same is nodes and not notes
 
 
-def test_a_job_that_trains_keeps_a_node_while_others_have_no_room_and_one_that_does_not_waits() -> None:
+def test_a_job_takes_its_node_again_while_others_have_no_room_unless_a_device_failed_its_start() -> None:
     record = NodeRecord()
-    full = view("b", allocation={"n1": 4})
-    for most_workers, closed in ((2, False), (0, True)):
-        job = told("a", failure("n0", "w1", starting=True), allocation={"n0": 2}, most_workers=most_workers)
+    full, half = view("b", allocation={"n1": 4}, min_workers=4), view("b", allocation={"n1": 4}, min_workers=2)
+    for most_workers, of_device, other, closed in (
+        (2, False, full, False),
+        (2, True, full, False),
+        (0, False, full, False),
+        (0, True, full, True),
+        (0, False, half, True),
+    ):
+        there = {"n0": 2} if most_workers else {}
+        failed = failure("n0", f"w{most_workers}{of_device}", starting=True, of_device=of_device)
+        job = told(f"a{of_device}", failed, allocation=there, most_workers=most_workers, submitted_s=1.0)
         record.hear(job, 0.0)
-        (seen, _), _, notes = avoid_failing([job, full], cluster(4, 4), record.avoided(1.0))
-        assert ((seen is not job), ("a" in notes)) == (closed, closed)
+        (_, seen), _, notes = avoid_failing([other, job], cluster(4, 4), record.avoided(1.0))
+        assert ((seen is not job), (job.job in notes)) == (closed, closed), (most_workers, of_device, other.min_workers)
 
 
 def test_a_failure_calls_for_a_decision_and_its_age_does_not() -> None:

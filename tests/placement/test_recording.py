@@ -169,7 +169,7 @@ def said_of(kind: typing.Any, plain: typing.Mapping[str, typing.Any]) -> set[str
 def test_a_replay_does_not_depend_on_the_defaults_of_its_day() -> None:
     config = AllocatorConfig(tenants=(Tenant(name="a"),))
     said = json.loads(start_line(make_policy("goodput"), config, settling=False))["start"]
-    shells_own = {"notices", "autoscaling", "dashboard", "metrics", "record"}
+    shells_own = {"notices", "autoscaling", "dashboard", "metrics", "record", "orphan_timeout_s"}
     assert said_of(AllocatorConfig, said["config"]) == shells_own, "which the core does not read"
     assert said_of(Tenant, said["config"]["tenants"][0]) == set()
     assert said_of(GoodputPolicy, said["settings"]) == set()
