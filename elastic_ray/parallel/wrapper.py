@@ -374,7 +374,9 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
         """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
-        value, kwargs = evaluated(self._optimizer, closure, kwargs)
+        value = None
+        if closure is not None:
+            value, kwargs = evaluated(closure, kwargs)
         ledger = self._run.ledger
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
@@ -411,9 +413,11 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
-        update = functools.partial(self._tiles.update, apply, **kwargs)
         meter = self._statistics.meter
-        result = self._kept.measured(update) if meter.on and meter.wants_update else update()
+        if meter.on and meter.wants_update:
+            result = self._kept.measured(functools.partial(self._tiles.update, apply, **kwargs))
+        else:
+            result = self._tiles.update(apply, **kwargs)
         if self._tables.tables:
             self._tables.update()
         return result

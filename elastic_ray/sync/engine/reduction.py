@@ -11,8 +11,8 @@ import torch
 
 from elastic_ray.batch.device_numbers import read
 from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.buckets import AllReduceOperation
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
 
@@ -93,9 +93,7 @@ class Reduction:
             self._asked, self._finite, self.written = False, None, set()
             for owing in self._owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works[index] += layout.operations[index].launch(
-            layout.buckets[index], self._group.group.communicator.gradients
-        )
+        self._works[index] += layout.operations[index].launch(layout.buckets[index], gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
