@@ -67,7 +67,7 @@ class BucketLayout:
         self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
         self.no_norms = [0.0] * statistics.norms_size
         self.nothing_to_share = [0.0] * statistics.shared_size
-        self._all_used = [1.0] * len(params)
+        self._count = len(params)
         size = self.step_tag.stop + len(params)
         last = len(plan.buckets) - 1
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
@@ -84,6 +84,7 @@ class BucketLayout:
         self.sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlicedBucket)]
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
+        self._sums: list[float] = []
         self._find_tail()
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
@@ -117,14 +118,14 @@ class BucketLayout:
             norms: of local gradients; empty for none.
             used: which parameters have a gradient; None for all.
         """
-        flags = self._all_used if used is None else [float(each) for each in used]
         if self._numbers is not None:
             self._numbers[: self.step_tag.stop] = head
-            self._numbers[self.step_tag.stop :] = flags
+            self._numbers[self.step_tag.stop :] = 1.0 if used is None else used
             if norms:
                 self._numbers[self.norms] = read(norms)
             return
         # From memory that is pinned a GPU takes them by itself, and nobody waits.
+        flags = [True] * self._count if used is None else used
         told = torch.tensor([*head, *flags], dtype=self.tail.dtype, pin_memory=self.tail.is_cuda)
         self.tail.copy_(told, non_blocking=True)
         for at, norm in enumerate(norms, self.norms.start):
@@ -132,10 +133,16 @@ class BucketLayout:
                 self.tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
-        """Read the tail's sums, and ``numbers``; with one wait for the GPU that the tail is on."""
+        """Read the tail's sums, as far as all steps need them, and ``numbers``; with one wait for the tail's GPU."""
         if self._numbers is not None:
-            return self._numbers.tolist(), read(numbers) if numbers else []
-        return read_with(self.tail, numbers)
+            return self._numbers[: self.step_tag.stop].tolist(), read(numbers) if numbers else []
+        self._sums, found = read_with(self.tail, numbers)
+        return self._sums, found
+
+    def used_anywhere(self) -> list[bool]:
+        """Return which parameters have a gradient on any rank, after :meth:`read_tail`."""
+        sums = self._sums if self._numbers is None else self._numbers.tolist()
+        return [count > 0 for count in sums[self.step_tag.stop :]]
 
     def replace_buffers(self) -> None:
         """Leave all memory to reductions that were given up and may still write to it."""

@@ -441,7 +441,7 @@ class GradientReducer:
             return
         self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
         self._statistics.take_shared(values[layout.shared], first=first)
-        self._write_back(lambda: [count > 0 for count in values[layout.step_tag.stop :]])
+        self._write_back(layout.used_anywhere)
         self._ledger.mark_reduced()
         self._carried.mark_reduced()
         if step is not None:
