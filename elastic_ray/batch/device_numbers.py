@@ -17,6 +17,8 @@ Number: TypeAlias = float | Tensor
 
 def added(one: Number, other: Number) -> Number:
     """Their sum, on the device of the first one that is on a GPU: a model's parameters may be on several."""
+    if not isinstance(one, Tensor) and one == 0.0:
+        return other  # no operation, which a GPU would have to be given
     if isinstance(one, Tensor) and isinstance(other, Tensor) and one.is_cuda and other.is_cuda:
         other = other.to(one.device)
     return one + other

@@ -236,7 +236,8 @@ class SmoothedNoise:
 
     def groups(self, scale: float = 1.0) -> tuple[NoiseScale, ...]:
         """Return the noise of each parameter group; see :meth:`whole`. Empty before any update."""
-        return tuple(self._floored(place, self.var[place], scale) for place in range(len(self.sqr)))
+        most = self._most_noise(scale)
+        return tuple(self._floored(place, each, most) for place, each in enumerate(self.var))
 
     def whole(self, scale: float = 1.0) -> NoiseScale | None:
         """Return the whole model's noise; None before the first update.
@@ -248,13 +249,15 @@ class SmoothedNoise:
         Args:
             scale: present global batch / initial batch, above 0.
         """
-        return self._floored(len(self.sqr), math.fsum(self.var), scale) if self.updates else None
+        return self._floored(len(self.sqr), math.fsum(self.var), self._most_noise(scale)) if self.updates else None
 
-    def _floored(self, place: int, var_sum: float, scale: float) -> NoiseScale:
+    def _most_noise(self, scale: float) -> float:
+        """Return by how much the noise may exceed the signal."""
+        return math.sqrt(scale) if scale > 1.0 and not self.has_signal else math.inf
+
+    def _floored(self, place: int, var_sum: float, most: float) -> NoiseScale:
         var = max(var_sum / self.weight, 0.0)
-        sqr = max(self._signal(place), self._error(place))
-        if not self.has_signal:
-            sqr = max(sqr, var / math.sqrt(max(scale, 1.0)) if scale > 1.0 else 0.0)
+        sqr = max(self._signal(place), self._error(place), var / most)
         return NoiseScale(sqr=max(sqr * self.size, TINY), var=max(var * self.size, TINY))
 
     def _signal(self, place: int) -> float:

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
-from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
 from elastic_ray.communication.socket_filter import refuse_connections
-from elastic_ray.monitoring.traffic import Traffic
+from elastic_ray.monitoring.measures import OPERATIONS
 
 _BRIEFLY = timedelta(milliseconds=100)
 _MAC_TAG = 8
@@ -48,7 +47,8 @@ class Communicator:
 
     Attributes:
         gradients: its collectives.
-        traffic: counts what is handed to collectives of either group; what forms the group is left out.
+        traffic: bytes that were handed to collectives of either group, by operation; what forms the group is left out.
+            Of a broadcast only the root hands something over, of an all-gather each its own part.
         connections: of both gloo groups.
 
     Args:
@@ -92,7 +92,7 @@ class Communicator:
         self._gloo: Any = None
         self._gradients: Any = None
         self._nccl: Any = None
-        self.traffic = Traffic()
+        self.traffic = dict.fromkeys(OPERATIONS, 0)
         self.connections = Connections()
         self.gradients = GradientGroup(
             rank, world_size, lambda: self._gradients, lambda: self._nccl, self._guard, self.traffic
@@ -202,7 +202,7 @@ class Communicator:
             op: another ``ReduceOp`` than the sum.
             timeout_s: longest wait for a peer, the group's own by default.
         """
-        self.traffic.add("all_reduce", tensor.nbytes)
+        self.traffic["all_reduce"] += tensor.nbytes
         if op is None and timeout_s is None:
             return self._guard(lambda: self._backend(tensor).allreduce([tensor]))
         options = dist.AllreduceOptions()
@@ -231,7 +231,7 @@ class Communicator:
         """Copy ``tensor`` of rank ``root`` to all ranks, in place."""
         if self.world_size == 1:
             return
-        self.traffic.add("broadcast", tensor.nbytes if self.rank == root else 0)
+        self.traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
@@ -239,7 +239,7 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
         """Start sending ``tensor`` to one rank; for :meth:`wait_all`."""
-        self.traffic.add("send", tensor.nbytes)
+        self.traffic["send"] += tensor.nbytes
         if self._is_staged(tensor):
             return self._guard(lambda: send_staged(self._gloo, tensor, destination, tag))
         return self._guard(lambda: self._backend(tensor).send([tensor], destination, tag))
@@ -281,7 +281,9 @@ class Communicator:
         Raises:
             CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
-        if not self._waited_briefly(work):
+        if self._nccl is None and self._waited_briefly(work) and not self._voided.is_set():
+            return True
+        if not work.is_completed():
             now_s = time.monotonic()
             if not self._block(work, now_s + patience_s, (since_s or now_s) + self.timeout_s + 1.0):
                 return False
@@ -326,13 +328,12 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def _waited_briefly(self, work: Any) -> bool:
-        """Whether gloo's own wait, the cheapest, saw the end; it cannot be called off, so it must be short."""
-        if self._nccl is not None:
-            return bool(work.is_completed())
+        """Whether gloo's own wait, the cheapest, saw a good end; it cannot be called off, so it must be short."""
         try:
             work.wait(_BRIEFLY)
         except RuntimeError:
-            return bool(work.is_completed())  # a wait that times out leaves the operation as it is
+            return False  # a wait that times out leaves the operation as it is
+        self.last_used_s = time.monotonic()
         return True
 
     def _block(self, work: Any, until_s: float, deadline: float) -> bool:
@@ -477,3 +478,86 @@ def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> b
             return False
         time.sleep(CUDA_POLL_S)
     return not voided.is_set()
+
+
+class GradientGroup:
+    """Starts collectives of the gradient group, which nothing but synchronisation uses; of one rank, it starts none.
+
+    The works are for ``Communicator.wait``.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        gloo: backend for CPU tensors.
+        nccl: backend for CUDA tensors; None where gloo carries them, too.
+        guard: carries an operation out unless the generation was called off, and turns errors into
+            ``CommunicationFailedError``.
+        traffic: bytes handed to them, by operation; counted up.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        gloo: Callable[[], Any],
+        nccl: Callable[[], Any],
+        guard: Callable[[Callable[[], Any]], Any],
+        traffic: dict[str, int],
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._gloo = gloo
+        self._nccl = nccl
+        self._guard = guard
+        self._traffic = traffic
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        """The sum over all ranks, in place."""
+        self._traffic["all_reduce"] += tensor.nbytes
+        backend = self._of(tensor)
+        return self._guard(lambda: backend.allreduce([tensor]))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        self._traffic["all_gather"] += tensor.nbytes
+        backend = self._of(tensor)
+        return self._guard(lambda: backend._allgather_base(output, tensor))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+    ) -> Any:
+        """Piece ``i`` of ``tensor`` to rank ``i``; what comes lies in ``output`` in rank order.
+
+        Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, it can
+        be polled and called off, so ranks that have nothing for each other take part with splits of 0.
+        """
+        self._traffic["all_to_all"] += tensor.nbytes
+        backend = self._of(tensor)
+        options = dist.AllToAllOptions()
+        return self._guard(
+            lambda: backend.alltoall_base(output, tensor, list(output_splits), list(input_splits), options)
+        )
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> Any:
+        """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+        self._traffic["reduce"] += tensor.nbytes
+        backend = self._of(tensor)
+        options = dist.ReduceOptions()
+        options.rootRank = root
+        return self._guard(lambda: backend.reduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        """Rank ``root``'s tensor, in place."""
+        self._traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
+        backend = self._of(tensor)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        return self._guard(lambda: backend.broadcast([tensor], options))
+
+    def _of(self, tensor: torch.Tensor) -> Any:
+        nccl = self._nccl() if tensor.is_cuda else None
+        return self._gloo() if nccl is None else nccl

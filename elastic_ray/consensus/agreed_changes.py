@@ -120,8 +120,7 @@ class AgreedChanges:
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
-        ahead = agreed_generations_ahead(sums[0], sums[1], world_size)
-        if ahead:
+        if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0
         self.preempted = self.preempted or sums[5] > 0

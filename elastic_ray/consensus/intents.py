@@ -52,18 +52,18 @@ class Announced:
         index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
         strategy: what a user calls that, of gradients and of his own collectives; no part of :attr:`code`.
+        code: as a number below 2^52, never 0.
     """
 
     intent: Intent
     index: int = 0
     detail: int = 0
     strategy: str = ""
+    code: int = dataclasses.field(init=False, repr=False, compare=False)
 
-    @property
-    def code(self) -> int:
-        """As a number below 2^52, never 0."""
+    def __post_init__(self) -> None:
         index = self.index % (1 << _INDEX_BITS)
-        return (((self.detail << _INDEX_BITS) | index) << 4) | self.intent
+        object.__setattr__(self, "code", (((self.detail << _INDEX_BITS) | index) << 4) | self.intent)
 
     @classmethod
     def from_code(cls, code: int) -> Announced:

@@ -150,9 +150,7 @@ class SaveAgreement:
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
         """What this rank would say if a checkpoint was wanted now."""
-        if self._writer is None or self._given_up:
-            return _said(rank, Readiness.NEVER)
-        return _said(rank, self._writer.standing())
+        return _NEVER if self._writer is None or self._given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """The sums over all ranks."""
@@ -169,8 +167,12 @@ class SaveAgreement:
         return order
 
 
+_NEVER = (0.0, 0.0, 0.0, 1.0)
+"""Contribution of a rank that can never write its part."""
+
+
 def _said(rank: int, readiness: Readiness) -> list[float]:
-    """One rank's contribution; the token that the first one draws in two halves."""
-    token = 1 + secrets.randbits(2 * _HALF_BITS) if rank == 0 else 0
+    """One rank's contribution; the token in two halves, which the first one draws once it is ready."""
+    token = 1 + secrets.randbits(2 * _HALF_BITS) if rank == 0 and readiness is Readiness.READY else 0
     halves = [float(token >> _HALF_BITS), float(token & ((1 << _HALF_BITS) - 1))]
     return [*halves, float(readiness is Readiness.NOT_YET), float(readiness is Readiness.NEVER)]

@@ -248,6 +248,7 @@ class MapBatches:
         self._make = functools.partial(_data_loader, dataset, self._indices, fetching, seed)
         self._loader: DataLoader[Any] | None = self._make()  # here, for the errors of its arguments
         self._epoch: tuple[int, Order] | None = None
+        self._total = 0  # samples of the pass
         self._digest: tuple[Order, int] | None = None
         self._batches: Iterator[Any] | None = None
 
@@ -263,6 +264,7 @@ class MapBatches:
             self.end()
             if len(self._dataset) != self._length:
                 self._length, self._order, self._epoch = len(self._dataset), self._make_order(), None
+        self._total = len(self.indices(epoch))
         self._indices.plan(epoch, self._plan(epoch, position, cut))
         if self._loader is None:
             self._loader = self._make()
@@ -284,7 +286,7 @@ class MapBatches:
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``."""
-        total = len(self.indices(epoch))
+        total = self._total
         count = cut.count(position, total)
         if not count:
             return StepBatches(total=total)

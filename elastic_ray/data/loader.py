@@ -113,7 +113,7 @@ class AdaptiveDataLoader(ResumableLoader):
         self._is_late = False
         self._passes = 0
         self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
-        self._setting: tuple[int, BatchChoice, StepSplit] | None = None
+        self._setting: tuple[int, BatchChoice, StepSplit, bool] | None = None
         # Users' samplers may draw a sample several times; a stream's total is not known until it ends.
         self._draws_from_all = given.sampler is None and not isinstance(given.dataset, IterableDataset)
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
@@ -357,7 +357,7 @@ class AdaptiveDataLoader(ResumableLoader):
         while True:
             session.passes.check_group(loader_pass)
             present = session.shape_changes
-            shape, cut = self._present_cut(present)
+            shape, cut, leads = self._present_cut(present)
             read, changes = self._reading or (None, 0)
             # Also after a pass over this very loader that was nested in the last step.
             if read is not loader_pass or changes != present:
@@ -379,7 +379,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 shape=shape,
                 ordinal=session.passes.next_ordinal,
                 can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),
-                leads=self._leads,
+                leads=leads,
                 whole=self._given.whole_batches,
                 sample_tag=step.sample_tag,
                 population=step.total if self._draws_from_all else None,
@@ -387,8 +387,12 @@ class AdaptiveDataLoader(ResumableLoader):
         )
         return step.fetches
 
-    def _present_cut(self, changes: int) -> tuple[BatchChoice, StepSplit]:
-        """The setting for the next step; it moves with the group and the batch only, which have made ``changes``."""
+    def _present_cut(self, changes: int) -> tuple[BatchChoice, StepSplit, bool]:
+        """The setting for the next step, and whether this loader leads; it moves with the group and the batch only.
+
+        Args:
+            changes: that these have made.
+        """
         session = self._session
         if self._setting is None or self._setting[0] != changes:
             shape = self.shape
@@ -402,7 +406,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 halving=self._halving(shape),
                 least=self._least_share(),
             )
-            self._setting = changes, shape, cut
+            self._setting = changes, shape, cut, self._leads
         return self._setting[1:]
 
     def _least_share(self) -> int:

@@ -41,6 +41,14 @@ class WorkerMembership:
         form: makes the communicator of a generation.
         on_prepare_failed: called (from the forming thread) with a generation that could not be formed.
         retired: broken groups out of use; one for all runs in a process, for it must outlive each of them.
+
+    Attributes:
+        current, communicator: the present generation and its group; None before the first.
+        generation: number of the present generation, 0 before the first.
+        voided: the present generation was called off.
+        prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
+        wanted_batch: batch shape that the controller wants in the present generation, None to go on as it is.
+        stop_requested, preempting: the job is to stop; it is to go on another time.
     """
 
     def __init__(
@@ -62,7 +70,10 @@ class WorkerMembership:
         self._retired = retired if retired is not None else RetiredCommunicators()
         self.current: GenerationSpec | None = None
         self.communicator: Communicator | None = None
+        self.generation = self.prepared_ahead = 0
+        self.voided = False
         self._wish: BatchProposal | None = None
+        self.wanted_batch: BatchChoice | None = None
         self._hopeless = ""
         self.stop_requested = False
         self.preempting = False
@@ -82,7 +93,16 @@ class WorkerMembership:
                     self.preempting = True
                 case StopJob():
                     self.stop_requested = True
+            self._follow()
             self._news.notify_all()
+
+    def _follow(self) -> None:
+        """Something was heard or done: what the training thread reads in every step follows."""
+        self.generation = self.current.generation if self.current is not None else 0
+        self.prepared_ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
+        wish = self._wish
+        self.wanted_batch = wish.batch if wish is not None and wish.generation == self.generation else None
+        self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
         """No generation will ever be announced again: who waits for one learns why at once."""
@@ -140,34 +160,13 @@ class WorkerMembership:
                 self._retired.retire(communicator)
             else:
                 self._prepared = (spec, communicator)
+                self._follow()
             self._news.notify_all()
-
-    @property
-    def generation(self) -> int:
-        """Number of the present generation, 0 before the first."""
-        return self.current.generation if self.current is not None else 0
-
-    @property
-    def wanted_batch(self) -> BatchChoice | None:
-        """The batch shape that the controller wants in the present generation, None to go on as it is."""
-        wish = self._wish
-        return wish.batch if wish is not None and wish.generation == self.generation else None
-
-    @property
-    def prepared_ahead(self) -> int:
-        """How many generations ahead of the present one the prepared group is; 0 when none is prepared."""
-        prepared = self._prepared
-        return prepared[0].generation - self.generation if prepared is not None else 0
 
     def prepared_spec(self, generation: int) -> GenerationSpec | None:
         """The specification of ``generation`` where its group has been formed (or needs none) and still stands."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
-
-    @property
-    def voided(self) -> bool:
-        """Whether the present generation was called off."""
-        return self.communicator is not None and self.communicator.voided
 
     def take(self, generation: int) -> tuple[GenerationSpec, Communicator | None] | None:
         """Make the prepared group of ``generation`` the present one; None where it was called off since.
@@ -182,6 +181,7 @@ class WorkerMembership:
             if self.communicator is not None:
                 self._retired.retire(self.communicator)
             self.current, self.communicator = spec, communicator
+            self._follow()
             return spec, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
@@ -220,6 +220,7 @@ class WorkerMembership:
                         communicator.mark_broken()
                     self._retired.retire(communicator)
             self.communicator, self._prepared = None, None
+            self._follow()
         if self._forming is not None:
             self._forming.join(timeout=1.0)
         self._retired.drop_healthy(_DROP_S)

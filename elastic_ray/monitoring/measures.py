@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from elastic_ray.monitoring.traffic import OPERATIONS
+OPERATIONS = ("all_reduce", "all_gather", "all_to_all", "reduce", "broadcast", "send")
+"""Collectives whose bytes are counted apart."""
 
 _MIB = 2**20
 

@@ -20,9 +20,7 @@ def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(_SEVERAL)
 
 
-def evaluated(
-    optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
-) -> tuple[Any, dict[str, Any]]:
+def evaluated(closure: Callable[[], Any], arguments: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What a closure returns, called once before the update, and the arguments for the optimizer's own step.
 
     The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
@@ -30,8 +28,6 @@ def evaluated(
     Raises:
         ValueError: the optimizer calls it several times; from its step, where it does so.
     """
-    if closure is None:
-        return None, dict(arguments)
     with torch.enable_grad():
         value = closure()
     return value, {**arguments, "closure": _Once(value)}

@@ -142,13 +142,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         super().__init__()
         check_schedule(schedule)
         refuse_options(options)
-        _check_types(module, optimizer)
+        _check_types(module, optimizer, monitor)
         check_choice(nonfinite)
-        watched = check_stragglers(stragglers)
-        policies = check_policies(policy)
-        if monitor is not None and not isinstance(monitor, Monitor):
-            raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")
-        refuse_steps_in_backward(module)
+        watched, policies = check_stragglers(stragglers), check_policies(policy)
         self.module = module
         session = session_of_new_model()
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
@@ -184,11 +180,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         except BaseException:
             session.fail_opening()
             raise
-        patch_step(optimizer, self._step)
-        patch_state_dict(optimizer, self._tiles)
-        follow_in_torch((self, module), optimizer, self._tiles)
-        if self._tables:
-            patch_zero_grad(optimizer, self._tables.zero)
+        self._patch()
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
@@ -221,6 +213,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync, self._tiles, self._kept = kept.sync, kept.optimizer, kept
         if self._learning_rates.wants_statistics:
             self._sync.require_statistics(self._learning_rates.wants_statistics)
+
+    def _patch(self) -> None:
+        """Route the optimizer's methods through this wrapper."""
+        patch_step(self._optimizer, self._step)
+        patch_state_dict(self._optimizer, self._tiles)
+        follow_in_torch((self, self.module), self._optimizer, self._tiles)
+        if self._tables:
+            patch_zero_grad(self._optimizer, self._tables.zero)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -374,7 +374,9 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
         """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
-        value, kwargs = evaluated(self._optimizer, closure, kwargs)
+        value = None
+        if closure is not None:
+            value, kwargs = evaluated(closure, kwargs)
         ledger = self._run.ledger
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
@@ -411,9 +413,11 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _update(self, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
-        update = functools.partial(self._tiles.update, apply, **kwargs)
         meter = self._statistics.meter
-        result = self._kept.measured(update) if meter.on and meter.wants_update else update()
+        if meter.on and meter.wants_update:
+            result = self._kept.measured(functools.partial(self._tiles.update, apply, **kwargs))
+        else:
+            result = self._tiles.update(apply, **kwargs)
         if self._tables.tables:
             self._tables.update()
         return result
@@ -443,7 +447,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return not left_out
 
 
-def _check_types(module: Any, optimizer: Any) -> None:
+def _check_types(module: Any, optimizer: Any, monitor: Any) -> None:
     """Raise TypeError unless there is one plain model and one optimizer."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
@@ -457,6 +461,9 @@ def _check_types(module: Any, optimizer: Any) -> None:
     complete(optimizer)
     refuse_several_evaluations(optimizer)
     refuse_lazy(module)
+    refuse_steps_in_backward(module)
+    if monitor is not None and not isinstance(monitor, Monitor):
+        raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")
 
 
 # Code that asks for torch's wrapper, to look inside or to leave "module." out of names, is right for this one as well.

@@ -82,7 +82,7 @@ class Group:
     @property
     def traffic(self) -> Mapping[str, int]:
         """Bytes that its collectives were given, by operation; empty before the first generation."""
-        return self.communicator.traffic.bytes if self.members else {}
+        return self.communicator.traffic if self.members else {}
 
     @property
     def sending_s(self) -> float:

@@ -212,7 +212,7 @@ class LoaderPasses:
             if failure is not None:
                 raise CommunicationFailedError(failure)
             plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
-            if ledger.needs_vote or plan is not None or run.sums.expected(self._run.states.progress.epoch):
+            if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
                 averaged = 0 if nested else run.registry.drift_layout(trained=ledger.trains)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
                 self._due = self._due if nested else (0, None)
@@ -225,37 +225,32 @@ class LoaderPasses:
         if ends_early:
             self._ended_early = step.loader_pass
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain)
-        self._stepped_in = self._stepped_in if nested else run.group.generation
-        if not nested and self._averaged(trained=trained):
-            shape = step.shape if trained else None
-            run.clock.edge(
-                shape,
-                step.micro_steps,
-                step.count,
-                run.registry.strategy_key,
-                uneven=run.group.mixed or (bool(run.stragglers.slow) and run.stragglers.uneven),
-            )
-            if run.meter.on:
-                run.meter.end_step()
-            if trained:
-                if run.meter.on:
-                    run.stragglers.after_step(run.gpu_types.comparable(step.work) if run.group.mixed else step.work)
-                if run.group.mixed:
-                    run.gpu_types.after_step(step.sizes)
-                if self._adaptation.active:
-                    self._adaptation.after_step(step)
-            if not (ends_pass or ends_early):
+        if not nested:
+            self._stepped_in = run.group.generation
+            if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
         return True
 
-    def _averaged(self, *, trained: bool) -> bool:
-        """Average models after a step that is committed; False if the group broke, and another one was entered."""
-        try:
+    def _conclude(self, step: LoaderStep, *, trained: bool) -> bool:
+        """Average models after a committed step, and measure it; False if another group was entered meanwhile."""
+        run = self._run
+        if trained:
+            try:
+                run.registry.after_step()
+            except CommunicationFailedError as error:
+                self._changes.regroup(str(error))
+                return False
+        uneven = run.group.mixed or (bool(run.stragglers.slow) and run.stragglers.uneven)
+        shape = step.shape if trained else None
+        run.clock.edge(shape, step.micro_steps, step.count, run.registry.strategy_key, uneven=uneven)
+        if run.meter.on:
+            run.meter.end_step()
             if trained:
-                self._run.registry.after_step()
-        except CommunicationFailedError as error:
-            self._changes.regroup(str(error))
-            return False
+                run.stragglers.after_step(run.gpu_types.comparable(step.work) if run.group.mixed else step.work)
+        if trained and run.group.mixed:
+            run.gpu_types.after_step(step.sizes)
+        if trained and self._adaptation.active:
+            self._adaptation.after_step(step)
         return True
 
     def end_pass(

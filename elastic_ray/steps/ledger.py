@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import PassProgress
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.steps.lost_step import LostStep
 from elastic_ray.steps.replay import Replay
 from elastic_ray.steps.step import LoaderStep
 
 if TYPE_CHECKING:
     from elastic_ray.state.shared_state import SharedState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostStep:
+    """What matters of a step that was taken back, once a group has been found to go on with.
+
+    Attributes:
+        nested: whether it lies within a step of another pass.
+        outer_lost: whether that one has failed as well, or its gradients wait for an update: they may be gone.
+        before: where the outermost pass is, and optimizers stepped in its step; a pass within it may be a step behind.
+    """
+
+    nested: bool
+    outer_lost: bool
+    before: tuple[int, int]
 
 
 class StepLedger:
@@ -385,3 +400,33 @@ class StepLedger:
             return self._state.progress.resume_point(step.samples_left if step is not None else self._samples_left)
         done = self._state.progress.after(step.ordinal, step.count, gain(step.scale))
         return done.resume_point(step.total - done.passes[-1].position)
+
+
+class StepSums:
+    """What this rank has given accumulators in steps that are not committed, by depth (a nested pass has its own)."""
+
+    def __init__(self) -> None:
+        self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
+        self._made: dict[int, int] = {}
+
+    def new_key(self, scope: int) -> tuple[int, int]:
+        """Key of a newly made accumulator: its scope (an epoch, -1 outside epochs) and its number there."""
+        self._made[scope] = number = self._made.get(scope, -1) + 1
+        return scope, number
+
+    def expected(self, epoch: int) -> bool:
+        """Whether any rank may have added to one: all ranks make the same ones at the same places."""
+        return -1 in self._made or epoch in self._made
+
+    def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
+        """Add to a sum in the innermost step in progress."""
+        sums = self._pending.setdefault(depth, {}).setdefault(key, {})
+        sums[name] = sums.get(name, 0.0) + value
+
+    def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
+        """What the step at ``depth`` has added; it is forgotten here."""
+        return self._pending.pop(depth, {})
+
+    def undo_beyond(self, depth: int) -> None:
+        """Steps deeper than ``depth`` were lost."""
+        self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}

@@ -1,11 +1,13 @@
-"""Python frames of one optimizer step beside DDP's: what the interpreter does in each step, whatever the machine.
+"""Python frames and torch's operations of one step beside DDP's: what it does, whatever the machine.
 
     python tests/benchmarks/bench_frames.py
 
 Counts calls of Python functions in the thread that trains (``sys.setprofile``), from one batch to the next: loader,
 forward, backward, reduction, update, edge. Those of the model, of the optimizer and of torch's own wrappers around them
-are on both sides; the table has the frames of this package, and those of its loader's fetching apart. Prints a table
-and a JSON line.
+are on both sides; the table has the frames of this package. Then torch's operations that a step dispatches (a GPU's
+launches), beside those under DDP; and the files of this package that a worker passes when its group changes: from the
+end of the step's body to the next batch where another worker joins, and from the backward pass where one is killed.
+Prints a table and a JSON line.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ import argparse
 import collections
 import json
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
-from tests.loop.changing import run_job
+from tests.loop import counted
+from tests.loop.changing import Change, Kill, run_job
+from tests.loop.counted import BATCH, COUNTED, SKIPPED, net
 
 PACKAGE = str(Path(er.__file__).parent) + "/"
-SKIPPED, COUNTED = 40, 16  # the first steps measure the noise more often
+CHANGED_IN = 22
 
 
 class Frames:
@@ -65,11 +70,6 @@ class Frames:
         return sum(self.calls.values()) / self.steps
 
 
-def net(layers: int) -> torch.nn.Module:
-    """A net with this many linear layers, of two parameters each."""
-    return torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(layers)))
-
-
 def measure(world_size: int, layers: int, bucket_cap_mb: float | None = None) -> Frames:
     """Frames of rank 0 in a job of this size."""
     found: list[Frames] = []
@@ -79,8 +79,8 @@ def measure(world_size: int, layers: int, bucket_cap_mb: float | None = None) ->
         module = net(layers)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         model = er.AdaptiveDataParallel(module, optimizer)
-        data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * 8, 8))
-        loader = er.AdaptiveDataLoader(data, batch_size=8)
+        data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * BATCH, 8))
+        loader = er.AdaptiveDataLoader(data, batch_size=BATCH)
         frames, steps, first = Frames(), 0, current_session().worker == "w1"
         for _ in er.remaining_epochs_until(1):
             for (x,) in loader:
@@ -101,14 +101,56 @@ def plain(layers: int) -> Frames:
     """The same loop with plain PyTorch and its DataLoader."""
     module = net(layers)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * 8, 8))
+    data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * BATCH, 8))
     frames = Frames()
-    for step, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=8)):
+    for step, (x,) in enumerate(torch.utils.data.DataLoader(data, batch_size=BATCH)):
         frames.step(step)
         optimizer.zero_grad()
         module(x).square().mean().backward()
         optimizer.step()
     return frames
+
+
+def under_ddp(layers: int) -> float:
+    """Torch's operations of a step under DDP, in a group of one, which reduces all the same."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            return counted.plain(layers, torch.nn.parallel.DistributedDataParallel).of_a_step
+        finally:
+            torch.distributed.destroy_process_group()
+
+
+def files_of_change(script: Sequence[Change | Kill], first: Sequence[int], *, from_backward: bool) -> set[str]:
+    """Files of this package that the first worker passes in the change of its group that ``script`` makes."""
+    found: set[str] = set()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            found.add(frame.f_code.co_filename.removeprefix(PACKAGE))
+
+    def train() -> None:
+        torch.manual_seed(0)
+        module = net(2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        model = er.AdaptiveDataParallel(module, optimizer)
+        data = torch.utils.data.TensorDataset(torch.randn((CHANGED_IN + 8) * BATCH, 8))
+        watched, step = current_session().worker == "w1", 0
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in er.AdaptiveDataLoader(data, batch_size=BATCH):
+                sys.setprofile(None)
+                step += 1
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                if watched and step == CHANGED_IN and from_backward:
+                    sys.setprofile(profile)
+                loss.backward()
+                optimizer.step()
+                if watched and step == CHANGED_IN and not from_backward:
+                    sys.setprofile(profile)
+
+    run_job(train, script, first=first)
+    return found
 
 
 def in_thread(function: Callable[[], Frames]) -> Frames:
@@ -145,6 +187,16 @@ def main() -> None:
         more = sum(measure(world_size, 12).ours().values())
         row[f"per_parameter_{world_size}"] = (more - own) / 20
         print(f"             {row[f'per_parameter_{world_size}']:>8.2f} frames for each further parameter", flush=True)
+    for layers in (2, 12):
+        row[f"operations_ddp_{layers}"] = theirs = under_ddp(layers)
+        for world_size in (1, 2):
+            row[f"operations_{world_size}_{layers}"] = own = counted.ours(world_size, layers).of_a_step
+            print(f"{own:>8.2f} operations of torch on {world_size} rank(s), {layers} layers; under DDP {theirs:.2f}")
+    join = [Change(step=CHANGED_IN - 1, workers=(1, 2, 3))]
+    kill = [Kill(CHANGED_IN - 1, 2, "backward", after=(1,))]
+    row["files_join"] = len(files_of_change(join, (1, 2), from_backward=False))
+    row["files_kill"] = len(files_of_change(kill, (1, 2), from_backward=True))
+    print(f"{row['files_join']:>8.0f} files of a survivor's resize, {row['files_kill']:.0f} of a kill")
     print(json.dumps({"benchmark": "frames", **{name: round(value, 2) for name, value in row.items()}}))
 
 

@@ -1,4 +1,4 @@
-"""The models whose step time is compared: ResNet-18 for 32 x 32 images, a transformer, a tiny MLP."""
+"""The models whose step time is compared: ResNet-18 for 32 x 32 images, a transformer, two MLPs."""
 
 from __future__ import annotations
 
@@ -66,6 +66,11 @@ def tiny_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
+def deep_mlp() -> nn.Module:
+    """150 layers of width 16: 300 parameters, none of which takes long."""
+    return nn.Sequential(nn.Linear(64, 16), *(nn.Linear(16, 16) for _ in range(148)), nn.Linear(16, 10))
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A model to measure.
@@ -116,5 +121,14 @@ CASES = (
         block=100,
         blocks=30,
         limit=1.10,
+    ),
+    Case(
+        name="300 parameters",
+        build=deep_mlp,
+        inputs=lambda: torch.randn(ROWS, 64),
+        batch=32,
+        block=20,
+        blocks=30,
+        limit=1.05,
     ),
 )

@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ray.communication.communicator import _form_gloo, form_nccl
-from elastic_ray.communication.gradient_group import GradientGroup
-from elastic_ray.monitoring.traffic import Traffic
+from elastic_ray.communication.communicator import GradientGroup, _form_gloo, form_nccl
+from elastic_ray.monitoring.measures import OPERATIONS
 from tests.gpu.trained import STRATEGIES, check
 
 
@@ -37,7 +36,7 @@ def test_every_collective_of_gradients_takes_tensors_of_the_device(device: torch
         lambda: None if on_gpu else backend,
         lambda: backend if on_gpu else None,
         lambda operation: operation(),
-        Traffic(),
+        dict.fromkeys(OPERATIONS, 0),
     )
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         whole = torch.arange(6, device=device).to(dtype)

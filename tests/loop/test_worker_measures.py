@@ -147,7 +147,7 @@ def bytes_by_hand() -> tuple[list[float], int, dict[str, int]]:
             found.append(wrapped.measures.workers[session.rank].all_reduce_mib)
             optimizer.step()
         communicator = session.group.communicator
-        before = dict(communicator.traffic.bytes)
+        before = dict(communicator.traffic)
         group, world = communicator.gradients, communicator.world_size
         tensors = [torch.ones(world * size) for size in (10, 20, 30, 40, 50)]
         gathered = torch.empty(world * tensors[1].numel())
@@ -159,7 +159,7 @@ def bytes_by_hand() -> tuple[list[float], int, dict[str, int]]:
             group.broadcast(tensors[4], 1),
         ):
             communicator.wait(work)
-        added = {name: count - before[name] for name, count in communicator.traffic.bytes.items()}
+        added = {name: count - before[name] for name, count in communicator.traffic.items()}
     return found, sum(bucket.flat.nbytes for bucket in wrapped._sync._reducer._buckets), added
 
 

@@ -16,9 +16,8 @@ from elastic_ray.membership.messages import Returned
 from elastic_ray.monitoring.monitoring import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.steps.ledger import StepLedger
+from elastic_ray.steps.ledger import StepLedger, StepSums
 from elastic_ray.steps.step import LoaderStep
-from elastic_ray.steps.sums import StepSums
 from elastic_ray.stragglers.gpu_types import TypeShares
 from tests.session.steps import step_of
 

@@ -105,7 +105,7 @@ class GradientEngine:
             grad_scale,
             number,
             check_finite=check_finite,
-            exchange_rows=tables.exchange,
+            exchange_rows=tables.exchange if tables else None,
         )
 
     @property
@@ -248,7 +248,8 @@ class GradientEngine:
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
         self._in_force.stepped()
-        self._row_steps.stand_inside()
+        if not self._row_steps.idle:
+            self._row_steps.stand_inside()
         if self._sharded.tables:
             self._sharded.close()
 

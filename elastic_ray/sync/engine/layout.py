@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.batch.device_numbers import Number, read, read_with
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.engine.factory import carries_tail, make_bucket, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
@@ -45,7 +46,7 @@ class BucketLayout:
         tail_rides: whether the last bucket holds it.
         strategy: what a user calls the plan's.
         norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
-        no_norms, nothing_to_share, all_used: values for them.
+        no_norms, nothing_to_share: values for them.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class BucketLayout:
         self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
         self.no_norms = [0.0] * statistics.norms_size
         self.nothing_to_share = [0.0] * statistics.shared_size
-        self.all_used = [1.0] * len(params)
+        self._count = len(params)
         size = self.step_tag.stop + len(params)
         last = len(plan.buckets) - 1
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
@@ -83,6 +84,8 @@ class BucketLayout:
         self.sliced = [bucket for bucket in self.buckets if isinstance(bucket, SlicedBucket)]
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
+        self._sums: list[float] = []
+        self._find_tail()
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
         name = plan.strategy.label
@@ -99,19 +102,54 @@ class BucketLayout:
         self.operations[index] = settling
         return settling
 
-    @property
-    def tail(self) -> torch.Tensor:
-        """The tail."""
+    def _find_tail(self) -> None:
         last = self.buckets[-1]
+        self.tail = self._own_tail
         if self.tail_rides and isinstance(last, Bucket):
-            return last.flat[last.body.numel() :]
-        return self._own_tail
+            self.tail = last.flat[last.body.numel() :]
+        # NumPy writes and reads some numbers in a tenth of the time that torch's operations take.
+        self._numbers = self.tail.numpy() if self.tail.device.type == "cpu" else None
+
+    def write_tail(self, head: Sequence[float], norms: Sequence[Number], used: Sequence[bool] | None) -> None:
+        """Write what rides on the reduction.
+
+        Args:
+            head: values up to the flags of used parameters, without norms.
+            norms: of local gradients; empty for none.
+            used: which parameters have a gradient; None for all.
+        """
+        if self._numbers is not None:
+            self._numbers[: self.step_tag.stop] = head
+            self._numbers[self.step_tag.stop :] = 1.0 if used is None else used
+            if norms:
+                self._numbers[self.norms] = read(norms)
+            return
+        # From memory that is pinned a GPU takes them by itself, and nobody waits.
+        flags = [True] * self._count if used is None else used
+        told = torch.tensor([*head, *flags], dtype=self.tail.dtype, pin_memory=self.tail.is_cuda)
+        self.tail.copy_(told, non_blocking=True)
+        for at, norm in enumerate(norms, self.norms.start):
+            if isinstance(norm, torch.Tensor):  # a frozen group's has none
+                self.tail[at].copy_(norm)
+
+    def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
+        """Read the tail's sums, as far as all steps need them, and ``numbers``; with one wait for the tail's GPU."""
+        if self._numbers is not None:
+            return self._numbers[: self.step_tag.stop].tolist(), read(numbers) if numbers else []
+        self._sums, found = read_with(self.tail, numbers)
+        return self._sums, found
+
+    def used_anywhere(self) -> list[bool]:
+        """Return which parameters have a gradient on any rank, after :meth:`read_tail`."""
+        sums = self._sums if self._numbers is None else self._numbers.tolist()
+        return [count > 0 for count in sums[self.step_tag.stop :]]
 
     def replace_buffers(self) -> None:
         """Leave all memory to reductions that were given up and may still write to it."""
         for bucket in self.buckets:
             bucket.replace_buffer()
         self._own_tail = self._own_tail.clone()
+        self._find_tail()
 
 
 def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:

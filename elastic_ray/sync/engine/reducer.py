@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import Number, read, read_with
+from elastic_ray.batch.device_numbers import Number, read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
@@ -51,7 +51,7 @@ class GradientReducer:
         grad_scale: AMP's present loss scale, 1 without AMP.
         number: of the model, in the order in which the loop wraps them.
         check_finite: whether to find out on which ranks gradients are NaN or infinite.
-        exchange_rows: sends row gradients of a pass to their owners.
+        exchange_rows: sends row gradients of a pass to their owners; None without tables.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class GradientReducer:
         number: int,
         *,
         check_finite: bool,
-        exchange_rows: Callable[[], None],
+        exchange_rows: Callable[[], None] | None,
     ) -> None:
         self._number, self._exchange_rows = number, exchange_rows
         self._lay_out, self._check_finite = lay_out, check_finite
@@ -102,7 +102,7 @@ class GradientReducer:
     def _build(self) -> None:
         """Lay out buckets for the parameters that are trainable now."""
         layout = self._layout = self._lay_out(self._trainable)
-        self._buckets, self._tail = layout.buckets, layout.tail
+        self._buckets = layout.buckets
         self.reduction = Reduction(self._group, self._consensus, layout, self._grad_scale)
         self._sizes = [len(bucket.params) for bucket in self._buckets]
         self._pending = [0] * len(self._buckets)
@@ -229,7 +229,9 @@ class GradientReducer:
         last = step.is_last_micro
         if not (last or self._open):
             return
-        self._weights.begin_pass(step)
+        step.begin_backward()
+        if step.weighed:
+            self._weights.begin_pass(step)
         rank = self._group.group.rank
         self._weight = step.own_weight(rank) if self._drifts else step.weight(rank)
         self._statistics.begin_pass()
@@ -244,7 +246,8 @@ class GradientReducer:
         if not self._reduces:
             return
         self._told = True
-        self._announced = self._announcements.of(self._step)
+        weighed = self._step is not None and self._step.weighed
+        self._announced = self._announcements.weighed if weighed else self._announcements.plain
         try:
             self._unanswered = self._consensus.announce_reductions(self._announced, known=self._met_before())
         except CommunicationFailedError as error:
@@ -270,7 +273,8 @@ class GradientReducer:
         self._step = step
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
-        self._drifts, steps = self._group.drifts, self._ledger.steps
+        self._drifts = self._group.model.average is not None and self._group.drifts
+        steps = self._ledger.steps
         for bucket in self._buckets:
             bucket.begin_step()
             if step.micro_steps == 1:
@@ -299,7 +303,8 @@ class GradientReducer:
             if goes_on:  # each rank gives its part of what was reduced before, less what its gradient weighs already
                 rest = bucket.share(1.0 / self._group.world_size - weight)
             elif self._carries:
-                rest = bucket.carried_share(self._weights.factor)
+                weighed = self._step is not None and self._step.weighed
+                rest = bucket.carried_share(self._weights.factor if weighed else 1.0)
         self._goes_on = self._goes_on or goes_on
         bucket.put(weight)
         if self._measures:
@@ -349,19 +354,13 @@ class GradientReducer:
         self._note = self._carried.note
         tag = self._consensus.step_tag(self._note)
         head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *tag]
-        if self._complete:
-            flags = self._layout.all_used
-        else:
-            flags = [float(used) for bucket in self._buckets for used in self._used(bucket)]
-        # From memory that is pinned a GPU takes them by itself, and nobody waits.
-        told = torch.tensor(head + flags, dtype=self._tail.dtype, pin_memory=self._tail.is_cuda)
-        self._tail.copy_(told, non_blocking=True)
-        if self._measures:
-            self._statistics.write_norms(self._tail[self._layout.norms])
+        norms = self._statistics.local_norms() if self._measures else ()
+        self._layout.write_tail(head, norms, None if self._complete else self._used())
 
-    def _used(self, bucket: GradientBucket) -> Sequence[bool]:
+    def _used(self) -> list[bool]:
         """Which parameters have a gradient on this rank, from any micro-step."""
-        return bucket.used if self._accumulates else bucket.has_gradient
+        flags = [bucket.used if self._accumulates else bucket.has_gradient for bucket in self._buckets]
+        return [used for mine in flags for used in mine]
 
     def _finish(self) -> None:
         """The backward pass has ended: reduce the rest, and have the mean in ``.grad``."""
@@ -405,8 +404,10 @@ class GradientReducer:
                         self._statistics.mean_norms(self._buckets, first=True, everywhere=False)
                     )
                 self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
-        elif not self._weights.leave_out(step, self._buckets) and (self._measures or self._tries(step)):
-            self._measure_alone()
+        else:
+            left_out = step.weighed and self._weights.leave_out(step, self._buckets)
+            if not left_out and (self._measures or self._tries(step)):
+                self._measure_alone()
         if step is not None and step.is_last_micro and not self._ledger.failed:
             self.reduction.settle()
 
@@ -425,25 +426,22 @@ class GradientReducer:
                 if self._measures
                 else []
             )
-            if self._tail.is_cuda:
-                # One wait for the GPU, for all that is to be known of the step.
-                values, numbers = read_with(self._tail, [*self.reduction.totals, *norms])
-                self.reduction.take_totals(numbers[: len(numbers) - len(norms)])
-                norms = numbers[len(numbers) - len(norms) :]
-            else:
-                values = self._tail[: layout.step_tag.stop].tolist()
+            totals = self.reduction.totals
+            values, numbers = layout.read_tail([*totals, *norms])
+            self.reduction.take_totals(numbers[: len(totals)])
             self._consensus.check_same_step(values[layout.step_tag], self._note)
             if self._measures:
-                self._statistics.take_mean_norms(norms, add_up)
+                self._statistics.take_mean_norms(numbers[len(totals) :], add_up)
             if self._check_finite:
                 self.nonfinite_ranks = self.reduction.nonfinite_ranks()
-            self._exchange_rows()
+            if self._exchange_rows is not None:
+                self._exchange_rows()
         except CommunicationFailedError as error:
             self._give_up(str(error))
             return
         self._consensus.conclude(values[: layout.norms.start], self._group.group.world_size)
         self._statistics.take_shared(values[layout.shared], first=first)
-        self._write_back(lambda: [count > 0 for count in self._tail[layout.step_tag.stop :].tolist()])
+        self._write_back(layout.used_anywhere)
         self._ledger.mark_reduced()
         self._carried.mark_reduced()
         if step is not None:
@@ -454,7 +452,6 @@ class GradientReducer:
         self._ledger.fail(cause)
         self.reduction.void()
         self._layout.replace_buffers()
-        self._tail = self._layout.tail
         if self._step is None:
             raise CommunicationFailedError(cause)  # outside of steps there is none to draw again
 

@@ -11,8 +11,8 @@ import torch
 
 from elastic_ray.batch.device_numbers import read
 from elastic_ray.sync.engine.layout import BucketLayout
-from elastic_ray.sync.operations.all_reduce import AllReduceOperation
-from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.bucket_operation import GradientBucket
+from elastic_ray.sync.operations.buckets import AllReduceOperation
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.owing import OwingOperation
 
@@ -93,9 +93,7 @@ class Reduction:
             self._asked, self._finite, self.written = False, None, set()
             for owing in self._owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
-        self._works[index] += layout.operations[index].launch(
-            layout.buckets[index], self._group.group.communicator.gradients
-        )
+        self._works[index] += layout.operations[index].launch(layout.buckets[index], gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
@@ -109,11 +107,10 @@ class Reduction:
         """
         looks, self.totals = checks or bool(self._owing), []
         self._took_s = [0.0] * len(self._began_s)
-        finished = 0
-        going = list(zip(self._layout.buckets, self._layout.operations, strict=True))
+        finished, going = 0, list(self._layout.buckets)
         while going:
             finished += 1
-            going = [each for each in going if self._goes_on(*each, finished, looks=looks)]
+            going = [bucket for bucket in going if self._goes_on(bucket, finished, looks=looks)]
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
         if looks and self._finite is None and not self.totals:
@@ -123,15 +120,17 @@ class Reduction:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
 
-    def _goes_on(self, bucket: GradientBucket, operation: BucketOperation, finished: int, *, looks: bool) -> bool:
+    def _goes_on(self, bucket: GradientBucket, finished: int, *, looks: bool) -> bool:
         """Wait for a bucket's round and start its next one; after the last one, have ``.grad`` hold its sum."""
         index = bucket.index
         works, self._works[index] = self._works[index], []
         for work in works:
-            self._consensus.wait(work)
-        self._works[index] = list(operation.go_on(bucket, self._group.group.communicator.gradients, finished))
-        if self._works[index]:
-            return True
+            self._consensus.announcer.wait(work)
+        operation = self._layout.operations[index]
+        if type(operation) is not AllReduceOperation:  # whose first round is its last
+            self._works[index] = list(operation.go_on(bucket, self._group.group.communicator.gradients, finished))
+            if self._works[index]:
+                return True
         self._took_s[index] = time.perf_counter() - self._began_s[index]
         if bucket.sliced:
             return False

@@ -24,12 +24,16 @@ class RowSteps:
 
     Args:
         optimizer: steps the tables.
+
+    Attributes:
+        idle: there is nothing to do until :meth:`look_again`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._tables: Sequence[TableGradient] = ()
         self._looks = True  # sparse buffers may be there without tables
+        self.idle = False
         optimizer.register_load_state_dict_post_hook(lambda _: self.look_again())
         self._hooks: tuple[Any, Any] | None = None
 
@@ -40,7 +44,7 @@ class RowSteps:
 
     def look_again(self) -> None:
         """The optimizer's state, or the layout of gradients, may be another from now on."""
-        self._looks = True
+        self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
         """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
@@ -55,6 +59,7 @@ class RowSteps:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = None
+        self.idle = not needed
         if self._tables and self._hooks is not None:
             before, after = self._hooks
             befores: Any = self._optimizer._optimizer_step_pre_hooks  # an OrderedDict, whatever torch declares

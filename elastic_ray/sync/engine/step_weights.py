@@ -36,15 +36,14 @@ class StepWeights:
         self.factor = 1.0
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """A backward pass begins.
+        """A backward pass begins in a step whose micro-batches the loop weighs.
 
         Raises:
             RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
         """
-        step.begin_backward()
         if not step.micro:
             self.factor = 1.0
-        if step.weighed and len(step.own_counts) <= step.micro:
+        if len(step.own_counts) <= step.micro:
             raise RuntimeError(
                 "loader.weigh(n) must be called before backward() in each micro-batch of a step, or in none: it was "
                 f"for {len(step.own_counts)}, and not for the one that follows"
@@ -74,12 +73,12 @@ class StepWeights:
         return self._group.share(step)
 
     @torch.no_grad()
-    def leave_out(self, step: LoaderStep | None, buckets: Sequence[GradientBucket]) -> bool:
+    def leave_out(self, step: LoaderStep, buckets: Sequence[GradientBucket]) -> bool:
         """Whether this rank, which trains alone, has weighed the step's only micro-batch by 0: then ``.grad`` is 0.
 
         It is what several ranks would have added up: the gradient of a mean over nothing may be no number.
         """
-        if step is None or not step.is_last_micro or not step.weighed or any(step.own_counts):
+        if not step.is_last_micro or any(step.own_counts):
             return False
         for bucket in buckets:
             for param in bucket.params:
@@ -102,17 +101,16 @@ class Announcements:
     Args:
         number: of the model.
         layout: of its buckets, in the present group.
+
+    Attributes:
+        plain, weighed: what a pass announces whose micro-batches weigh as many as their samples, or as the loop says.
     """
 
     def __init__(self, number: int, layout: BucketLayout) -> None:
         plain, strategy = layout.digest, layout.strategy
         weighed = digest((plain, "weighed")), f"{strategy}, weighed by loader.weigh()"
-        self._plain = Announced(Intent.GRADIENTS, number, plain, strategy)
-        self._weighed = Announced(Intent.GRADIENTS, number, *weighed)
-
-    def of(self, step: LoaderStep | None) -> Announced:
-        """Of a step; None is outside of steps."""
-        return self._weighed if step is not None and step.weighed else self._plain
+        self.plain = Announced(Intent.GRADIENTS, number, plain, strategy)
+        self.weighed = Announced(Intent.GRADIENTS, number, *weighed)
 
 
 def refuse_weights(step: LoaderStep | None) -> None:

@@ -30,12 +30,13 @@ class SummingGroup:
 
     Attributes:
         group: the present group, whoever is added up.
+        model: as given.
     """
 
     def __init__(self, context: Run, model: Drift, number: int, layout: Callable[[], tuple[int, str]]) -> None:
         self._context = context
         self.group = context.group
-        self._model = model
+        self.model = model
         self._number = number
         self._layout = layout
         self._met: tuple[int, Announced] | None = None  # the generation and layout in which all have met
@@ -43,12 +44,12 @@ class SummingGroup:
     @property
     def drifts(self) -> bool:
         """Whether ranks step with gradients of their own."""
-        return self._model.average is not None and self._model.on
+        return self.model.average is not None and self.model.on
 
     @property
     def world_size(self) -> int:
         """Ranks whose gradients are added up."""
-        return self.group.world_size if self._model.average is None or not self._model.on else 1
+        return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:
         """What the present micro-batch of this rank weighs in the sum."""
@@ -58,8 +59,8 @@ class SummingGroup:
         """A backward pass has ended whose gradients are not reduced: agree on its step, if it is the step's last."""
         ledger = self._context.ledger
         if (
-            self._model.average is None
-            or not self._model.on
+            self.model.average is None
+            or not self.model.on
             or step is None
             or not step.is_last_micro
             or self.group.world_size == 1

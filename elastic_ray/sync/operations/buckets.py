@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ import torch
 
 from elastic_ray.batch.real_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import preconditioner, squared_norm
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 
 _LARGE = 1 << 14
@@ -119,7 +121,7 @@ class Bucket:
 
     def total(self) -> torch.Tensor:
         """The sum of all elements, in float32."""
-        return self.body.sum().to(torch.float32)
+        return self.body.sum(dtype=torch.float32)
 
     def is_finite(self) -> bool:
         """Whether all that it holds is finite."""
@@ -174,14 +176,13 @@ class Bucket:
                 if flag and self.grads[index] is None:  # it had one on other ranks or in earlier micro-steps only
                     self.params[index].grad = torch.empty_like(self.params[index])
             self.grads = [p.grad for p in self.params]
-        pairs = [(grad, view) for grad, view in zip(self.grads, self.views, strict=True) if grad is not None]
-        if pairs:
-            grads, views = zip(*pairs, strict=True)
+        params, grads, views = self.params, [grad for grad in self.grads if grad is not None], self.views
+        if len(grads) < len(params):
+            there = [grad is not None for grad in self.grads]
+            params, views = list(itertools.compress(params, there)), list(itertools.compress(views, there))
+        if grads:
             torch._foreach_copy_(grads, views)
-            for param, grad in zip(self.params, self.grads, strict=True):
-                if grad is not None:
-                    self.written = param, weakref.ref(grad), grad._version
-                    break
+            self.written = params[0], weakref.ref(grads[0]), grads[0]._version
         self.grads = []  # else it would outlive zero_grad()
 
     @property
@@ -199,6 +200,24 @@ class Bucket:
         """Leave the buffer to a reduction that was given up and may still write to it."""
         self.flat = self.flat.clone()
         self.body, self.views = _cut_views(self.flat, self.params)
+
+
+class AllReduceOperation:
+    """All-reduce of a flat bucket as it is, with what rides on it: a ``BucketOperation`` that keeps nothing."""
+
+    def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
+        """The whole buffer with its tail."""
+        return (group.all_reduce(bucket.flat),)
+
+    def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """The sum is there."""
+        return ()
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+    def void(self) -> None:
+        """Nothing is kept."""
 
 
 def build_bucket(index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int) -> Bucket:

@@ -35,7 +35,7 @@ class Denominators:
     def __init__(self, optimizer: torch.optim.Optimizer, divided: Callable[[], bool]) -> None:
         self._optimizer, self._divided = optimizer, divided
         self._gathered: dict[Parameter, dict[str, Tensor]] = {}
-        self._outdated = True
+        self._outdated = False  # nothing is divided before all ranks call :meth:`invalidate`
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

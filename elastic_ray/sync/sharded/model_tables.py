@@ -77,8 +77,6 @@ class ModelTables:
         Raises:
             CommunicationFailedError: the group broke.
         """
-        if not self.tables:
-            return
         for table in self.tables:
             table.push()
         communicator = self._run.group.communicator

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.measures import WorkerMeasures
@@ -164,14 +162,6 @@ class GradientStatistics:
     def local_norms(self) -> list[Number]:
         """Of this rank's gradients, all micro-steps so far."""
         return [added(carried, local) for carried, local in zip(self._carried, self._local, strict=True)]
-
-    def write_norms(self, place: torch.Tensor) -> None:
-        """The same, to be added up over the ranks."""
-        norms, groups = self.local_norms(), self._groups
-        for due, part in ((self._noise_due, slice(groups)), (self._variance_due, slice(groups, 2 * groups))):
-            if due:
-                for at, norm in zip(place[part], norms[part], strict=True):
-                    at.copy_(norm) if isinstance(norm, torch.Tensor) else at.fill_(norm)  # a frozen group's has none
 
     def mean_norms(self, buckets: Sequence[MeasuredGradient], *, first: bool, everywhere: bool) -> list[Number]:
         """What is to be known of the step's mean gradient, for :meth:`take_mean_norms`.

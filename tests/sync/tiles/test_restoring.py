@@ -82,7 +82,7 @@ def sent_in_pauses(strategy: Any, script: list[Any], first: tuple[int, ...]) -> 
         for _ in er.remaining_epochs_until(1):
             for x in loader:
                 group = wrapped._run.group
-                sent = group.communicator.traffic.bytes["send"]
+                sent = group.communicator.traffic["send"]
                 found.setdefault((group.generation, group.rank), sent)
                 optimizer.zero_grad()
                 wrapped(x).pow(2).mean().backward()
