@@ -16,6 +16,8 @@ _HOMES = {
     "status": "observe.status",
     "logs": "jobs",
     "stop": "jobs",
+    "pause": "jobs",
+    "resume": "jobs",
     "resize": "jobs",
     "nodes": "overview",
     "allocator": "overview",

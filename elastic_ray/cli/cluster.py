@@ -157,11 +157,11 @@ class JobClient:
         """Its members, by rank."""
         return tuple(self.ask("workers"))
 
-    def wait_for_end(self, timeout_s: float) -> JobStatus | None:
-        """Its last status, once it has ended; None if it has not in time. A job that is gone has ended."""
+    def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
+        """Return its status once that is as wanted, or the last one of a job that is gone; None if not in time."""
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
-            while not (last := self.status()).phase.ended:
+            while not reached(last := self.status()):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""``elastic-ray jobs``, ``logs``, ``stop``, ``resize``."""
+"""``elastic-ray jobs``, ``logs``, ``stop``, ``pause``, ``resume``, ``resize``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells,
 from elastic_ray.cli.options import job_argument, json_option, read_size
 from elastic_ray.cli.output import count, say, show_json, show_table
 from elastic_ray.driver.display import event_line, status_line
-from elastic_ray.events import JobEvent
+from elastic_ray.events import JobEvent, JobPhase
 
 if TYPE_CHECKING:
     from elastic_ray.cli.cluster import JobClient
@@ -154,10 +154,40 @@ def stop(job: str, now: bool) -> None:
         with contextlib.suppress(cluster.JobGoneError):
             each.ask("stop", now=now, reason="elastic-ray stop")
     for each in found:
-        name, ended = each.answers.job, each.wait_for_end(_STOP_S)
+        name, ended = each.answers.job, each.wait_for(lambda status: status.phase.ended, _STOP_S)
         if ended is None:
             raise click.ClickException(f"job {name!r} has not stopped within {_STOP_S:g} s; try --now")
         say(status_line(ended) if ended.phase.ended else f"job {name}: ended")
+
+
+@click.command(short_help="Pause a job: saved, without slots.")
+@job_argument
+def pause(job: str) -> None:
+    """Save a job after the step in progress and give its slots to others, until `elastic-ray resume`.
+
+    The job keeps its controller and its place in the order of arrival; its script keeps waiting in fit().
+    """
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    found = cluster.find_job(job)
+    found.ask("pause", "paused by `elastic-ray pause`")
+    reached = found.wait_for(lambda status: status.phase is JobPhase.PAUSED or status.phase.ended, _STOP_S)
+    if reached is None:
+        raise click.ClickException(f"job {found.answers.job!r} has not been saved within {_STOP_S:g} s; it still tries")
+    say(status_line(reached))
+
+
+@click.command(short_help="Let a paused job continue.")
+@job_argument
+def resume(job: str) -> None:
+    """Let a paused job continue from where it was saved, as soon as there are slots for it."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    found = cluster.find_job(job)
+    found.ask("resume")
+    say(f"job {found.answers.job}: continues as soon as there are slots for it")
 
 
 @click.command(short_help="Hold a job at a size, or release it.")

@@ -124,7 +124,7 @@ def scaling_lines(decision: ScalingDecision) -> list[str]:
 
 def headline(seen: CoreSnapshot) -> str:
     """Policy, jobs and room on one line."""
-    waiting = sum(not state.target for state in seen.jobs.values())
+    waiting = sum(not state.target and not state.view.paused for state in seen.jobs.values())
     workers = sum(sum(state.target.values()) for state in seen.jobs.values())
     parts = [
         f"policy {seen.policy}",

@@ -230,6 +230,28 @@ class JobHandle:
         """Give the job's size back to the allocator after :meth:`resize`."""
         self._ask("release")
 
+    def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
+        """Save the job after the step in progress and give its slots back, until :meth:`resume`.
+
+        Returns once the controller knows; ``status().phase`` is ``PAUSED`` when the slots are free. A paused job keeps
+        its place in the order of arrival, and its driver's lease must be renewed as before.
+
+        Args:
+            reason: why, for the job's message and its events.
+
+        Raises:
+            ValueError: if it saves no state to continue from, is paused already, or is about to end.
+        """
+        self._ask("pause", reason)
+
+    def resume(self) -> None:
+        """Let a paused job continue from where it was saved, as soon as the allocator has slots for it.
+
+        Raises:
+            ValueError: if the job is not paused.
+        """
+        self._ask("resume")
+
     def weigh(self, weight: float) -> None:
         """Change ``SchedulingConfig.weight`` of the running job: what its speed counts beside that of others.
 

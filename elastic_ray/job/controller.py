@@ -179,6 +179,26 @@ class JobController:
         self._job.hold(None)
         await self._persist_state()
 
+    async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
+        """Save the job after the step in progress, and give its slots back until :meth:`resume`.
+
+        Raises:
+            ValueError: it cannot be paused, or is paused already.
+        """
+        await self._recovered.wait()
+        self._job.pause(reason)
+        await self._persist_state()
+
+    async def resume(self) -> None:
+        """Let a paused job continue as soon as the allocator has slots for it.
+
+        Raises:
+            ValueError: it is not paused.
+        """
+        await self._recovered.wait()
+        self._job.resume()
+        await self._persist_state()
+
     async def weigh(self, weight: float) -> None:
         """Let the job's speed count so many times beside that of others, in place of ``SchedulingConfig.weight``."""
         await self._recovered.wait()

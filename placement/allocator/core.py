@@ -272,7 +272,7 @@ class AllocatorCore:
             self._knowledge.machines(cluster)
         try:
             check(self._targets(), {name: job.view.bundle for name, job in self._jobs.items()}, cluster)
-            urgent = any(not job.target for job in self._jobs.values())  # a waiting job may fit now
+            urgent = any(job.waits for job in self._jobs.values())  # a waiting job may fit now
         except AllocationError:
             urgent = True
         if urgent:
@@ -340,11 +340,11 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        """Every job that could run and is not paused, placed as decided, with what others know of its model."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
-            if job.impossible_since_s is None
+            if job.impossible_since_s is None and not job.view.paused
         ]
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
@@ -356,7 +356,7 @@ class AllocatorCore:
         """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
-            reason = plan.reasons.get(name, job.reason)
+            reason = job.view.paused or plan.reasons.get(name, job.reason)
             if reason != job.reason and not job.target and name not in plan.allocation:
                 instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
             job.explain(reason)
@@ -398,7 +398,7 @@ class AllocatorCore:
             kind = worker_kind(view), view.min_workers
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
-            if job.judge(reasons[kind], now_s):
+            if job.judge(None if view.paused else reasons[kind], now_s):
                 self._hurry(Trigger.NODES)
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:

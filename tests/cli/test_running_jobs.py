@@ -80,6 +80,12 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert "-> 1" in then and "seen" in then
     assert "cluster must look like" in run(ray_cluster, "simulate", "--live", "--nodes", "x", code=2).stderr
 
+    assert "it is not paused, it is running" in run(ray_cluster, "resume", "seen", code=1).stderr
+    assert run(ray_cluster, "pause", "seen").stdout.startswith("job seen: paused, workers 0")
+    assert "it is paused already" in run(ray_cluster, "pause", "seen", code=1).stderr
+    (row,) = json.loads(run(ray_cluster, "jobs", "--json").stdout)
+    assert (row["phase"], row["workers"], row["waits_for"]) == ("paused", 0, "")
+    assert "there are slots" in run(ray_cluster, "resume", "seen").stdout
     assert "stopped" in run(ray_cluster, "stop", "seen").stdout
     handle.result(timeout=180)
     assert "forgotten" in run(ray_cluster, "stop", "gone", code=1).stderr

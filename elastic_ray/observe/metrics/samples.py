@@ -28,6 +28,7 @@ _REASONS = {
     EventKind.FAILURE: "failure",
     EventKind.RESTART: "restart",
     EventKind.PREEMPTED: "preempted",
+    EventKind.PAUSED: "paused",
 }
 
 
