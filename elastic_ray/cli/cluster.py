@@ -23,16 +23,19 @@ from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, c
 from elastic_ray.cli.listings import JobAnswers
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from placement.allocator.actor import NAME as ALLOCATOR
-from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
+from placement.allocator.actor import PolicyConflictError, find_allocator, get_or_create_allocator
 from placement.allocator.explaining import Explanation
+from placement.allocator.settings import OperatorSettings
 from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.jobs import JobView
+from placement.errors import InputError
 from placement.policies import make_policy
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
+_START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
@@ -280,6 +283,50 @@ def set_policy(policy: str) -> None:
         get_or_create_allocator(policy)
     except PolicyConflictError as error:
         raise click.ClickException(str(error)) from None
+
+
+def operator_settings(file: str) -> OperatorSettings:
+    """Settings that a file has.
+
+    Raises:
+        click.UsageError: the file is not understood.
+    """
+    try:
+        return OperatorSettings.from_file(file)
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
+    """What an operator may set, as it is, or as it would be with the wanted settings.
+
+    Raises:
+        ClickException: a quota is of a resource that no node has.
+    """
+    connect()
+    return _settle("settings", *([] if wanted is None else [wanted]))
+
+
+def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
+    """Let these settings rule; returns those in force.
+
+    Raises:
+        ClickException: a quota is of a resource that no node has.
+    """
+    connect()
+    return _settle("apply", wanted)
+
+
+def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
+    """The answer of the allocator, which is made where there is none."""
+    try:
+        asked = getattr(find_allocator(), method).remote(*arguments)
+        answer: Mapping[str, Any] = ray.get(asked, timeout=_START_S)
+        return answer
+    except GetTimeoutError:
+        raise click.ClickException(f"the allocator has not answered within {_START_S:g} s") from None
+    except RayTaskError as error:
+        raise click.ClickException(str(error.cause or error)) from None
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:

@@ -36,11 +36,11 @@ from elastic_ray.integrations.ray_data.packing import (
     with_datasets,
 )
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
-from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
+from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import (
+    Event,
+    JobEnded,
+    JobHeartbeat,
+    NodeForgiven,
+    NodesChanged,
+    Recalled,
+    SettingsChanged,
+    TimePassed,
+)
 from placement.allocator.explaining import Explanation, explain
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.known_job import KnownJob
@@ -207,6 +217,10 @@ class AllocatorCore:
         elif isinstance(event, NodeForgiven):
             if self._nodes.forgive(event.node, steady_s):
                 self._pending = self._pending or Trigger.NODES
+        elif isinstance(event, SettingsChanged):
+            self._config = dataclasses.replace(self._config, tenants=event.tenants, priorities=event.priorities)
+            self._constraints = self._config.constraints
+            self._hurry(Trigger.LIMITS)
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
                 self._knowledge.recall(event.measurements, now_s)
@@ -240,6 +254,8 @@ class AllocatorCore:
 
     def _hear(self, view: JobView, now_s: float, steady_s: float) -> None:
         """Take in a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
+        if (priority := self._config.priority_of(view.job)) is not None:
+            view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
             self._settled_s = steady_s + self._config.settle_s

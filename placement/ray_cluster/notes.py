@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from ray.experimental import internal_kv
 
@@ -25,6 +27,7 @@ TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""
 
 _ACCOUNT = b"allocator/account"
+_SETTINGS = b"allocator/settings"
 _FORMAT = 1
 
 
@@ -46,6 +49,25 @@ def account() -> Account:
         logger.warning("what the cluster has cost is counted from now on: %s", error)
         return Account()
     return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account)})
+
+
+def keep_settings(settings: Mapping[str, Any]) -> None:
+    """Note what the operator has set, for the next allocator. Blocks for a moment."""
+    text = json.dumps({"format": _FORMAT, "settings": settings})
+    internal_kv._internal_kv_put(_SETTINGS, text.encode(), overwrite=True, namespace=NAMESPACE)
+
+
+def settings() -> Mapping[str, Any]:
+    """Return what the operator has set; empty where nothing was, or a newer release has noted it."""
+    text: bytes | None = internal_kv._internal_kv_get(_SETTINGS, namespace=NAMESPACE)
+    told = json.loads(text) if text is not None else {}
+    try:
+        check_format(told, _FORMAT)
+    except ValueError as error:
+        logger.warning("the operator's settings are not used, apply them again: %s", error)
+        return {}
+    found: Mapping[str, Any] = told.get("settings", {})
+    return found
 
 
 def key_of(controller: str, name: str) -> bytes:
