@@ -19,6 +19,7 @@ _HOMES = {
     "pause": "jobs",
     "resume": "jobs",
     "resize": "jobs",
+    "usage": "usage",
     "nodes": "overview",
     "allocator": "overview",
     "top": "observe.top",

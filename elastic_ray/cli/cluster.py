@@ -319,10 +319,17 @@ def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
 
 def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
     """The answer of the allocator, which is made where there is none."""
+    deadline_s = time.monotonic() + _START_S
     try:
-        asked = getattr(find_allocator(), method).remote(*arguments)
-        answer: Mapping[str, Any] = ray.get(asked, timeout=_START_S)
-        return answer
+        while True:
+            try:
+                asked = getattr(find_allocator(), method).remote(*arguments)
+                answer: Mapping[str, Any] = ray.get(asked, timeout=max(0.1, deadline_s - time.monotonic()))
+                return answer
+            except RayActorError:  # it is being made again; asked twice, it does the same
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_POLL_S)
     except GetTimeoutError:
         raise click.ClickException(f"the allocator has not answered within {_START_S:g} s") from None
     except RayTaskError as error:

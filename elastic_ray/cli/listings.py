@@ -108,6 +108,7 @@ class JobRow:
         held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
         nodes: workers by node id, as the allocator wants it.
         reason: of the allocator's last decision.
+        user: owner of the job; empty of a script.
         submission: Ray's submission that it came from; empty if it was started otherwise.
 
     The others are those of ``JobStatus`` and ``JobView``.
@@ -151,6 +152,7 @@ class JobRow:
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""
+    user: str = ""
     priority: int = 0
     submitted_s: float | None = None
     submission: str = ""
@@ -189,6 +191,7 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
         min_workers=spec.min_workers if spec is not None else None,
         max_workers=spec.max_workers if spec is not None else None,
         submission=spec.submission if spec is not None else "",
+        user=spec.user if spec is not None else "",
         storage_path=spec.storage_path if spec is not None else "",
     )
     if status is not None:

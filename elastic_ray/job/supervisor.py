@@ -282,7 +282,7 @@ class JobSupervisor:
         """A group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        started = history.told_of_start(time.monotonic())
+        started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
         detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
         self.events.add(note.kind, before, after, note.reason, detail=detail, **facts)

@@ -193,7 +193,6 @@ class Allocator:
         self._watchers = Watchers(self._ruling.notices)
         self._dashboard: DashboardProcess | None = None
         self._writer = cluster_writer(self._ruling.metrics)
-        self._after_another = ray.get_runtime_context().was_current_actor_reconstructed
         self._open_nodes()
         self._open_page()
         self._orphans = Orphans()
@@ -217,8 +216,7 @@ class Allocator:
         """Take up what rules about the cluster's size."""
         scaling, constraints = self._ruling.scaling, self._ruling.constraints
         self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
-        auto = self._ruling.autoscaling == "auto"
-        self._demand = WaitingDemand(after_another=self._after_another) if auto else None
+        self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
         self._metrics = AllocatorMetrics(self._writer, scaling.node_types if scaling is not None else ())
 
     def _open_page(self) -> None:

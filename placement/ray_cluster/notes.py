@@ -27,6 +27,7 @@ TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""
 
 _ACCOUNT = b"allocator/account"
+_ASKS = b"allocator/asks_for_nodes"
 _SETTINGS = b"allocator/settings"
 _FORMAT = 1
 
@@ -68,6 +69,16 @@ def settings() -> Mapping[str, Any]:
         return {}
     found: Mapping[str, Any] = told.get("settings", {})
     return found
+
+
+def keep_asks_for_nodes(asks: bool) -> None:
+    """Note whether Ray's autoscaler is asked for nodes, for the next allocator to withdraw. Blocks for a moment."""
+    internal_kv._internal_kv_put(_ASKS, b"1" if asks else b"", overwrite=True, namespace=NAMESPACE)
+
+
+def asks_for_nodes() -> bool:
+    """True if an allocator has asked Ray's autoscaler for nodes and not withdrawn it. Blocks for a moment."""
+    return bool(internal_kv._internal_kv_get(_ASKS, namespace=NAMESPACE))
 
 
 def key_of(controller: str, name: str) -> bytes:

@@ -1,6 +1,6 @@
 """SHELL: asks Ray's autoscaler, where one runs, for nodes for the jobs that wait.
 
-This is ``AllocatorConfig(autoscaling="auto")``. Jobs that wait hold no placement groups, so that Ray sees no demand of theirs.
+This is ``AllocatorConfig(autoscaling="auto")``. Jobs that wait hold no placement groups: Ray sees no demand of theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from placement.cluster.cluster import Resources
 from placement.cluster.jobs import JobView
 from placement.planning.tenants import Tenant
+from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.node_requests import Bundles, NodeRequests
 
@@ -51,15 +52,11 @@ def demand(jobs: Collection[JobView], waiting: Collection[str], tenants: Iterabl
 
 
 class WaitingDemand:
-    """One of the allocator. Calls of Ray block, and take place in a thread.
+    """One of the allocator. Calls of Ray block, and take place in a thread."""
 
-    Args:
-        after_another: an allocator before this one may have asked for nodes, which it cannot withdraw any more.
-    """
-
-    def __init__(self, *, after_another: bool) -> None:
+    def __init__(self) -> None:
         self._requests = NodeRequests()
-        self._asked = after_another
+        self._asked: bool | None = None  # an allocator before this one may have asked for nodes
         self._looked_s = self._sought_s = float("-inf")
         self._look: asyncio.Task[None] | None = None
         self.present = False
@@ -69,7 +66,7 @@ class WaitingDemand:
         now_s = time.monotonic()
         if now_s - self._looked_s < _EVERY_S or (self._look is not None and not self._look.done()):
             return
-        if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten
+        if not bundles and self._asked is False:
             return
         self._looked_s = now_s
         self._look = asyncio.get_running_loop().create_task(self._carry_out(list(bundles)))
@@ -81,10 +78,16 @@ class WaitingDemand:
             logger.exception("Ray's autoscaler was not asked for nodes; the next look follows in %g s", _EVERY_S)
 
     def _ask(self, bundles: Bundles) -> None:
+        if self._asked is None:
+            self._asked = notes.asks_for_nodes()
+        if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten
+            return
         if not self.present and time.monotonic() - self._sought_s > _LOOK_AGAIN_S:
             self._sought_s = time.monotonic()
             self.present = may_autoscale()
         if self.present:
+            if bool(bundles) != self._asked:
+                notes.keep_asks_for_nodes(bool(bundles))
             self._requests.ask(bundles)
             self._asked = bool(bundles)
 
