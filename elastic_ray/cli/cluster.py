@@ -21,7 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, check_answers, find_address
 from elastic_ray.cli.listings import JobAnswers
-from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
+from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.record.ended import EndedJob
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import PolicyConflictError, find_allocator, get_or_create_allocator
 from placement.allocator.explaining import Explanation
@@ -31,6 +32,7 @@ from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.jobs import JobView
 from placement.errors import InputError
 from placement.policies import make_policy
+from placement.ray_cluster import notes
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
 _CALL_TIMEOUT_S = 10.0
@@ -231,10 +233,27 @@ def find_job(name: str) -> JobClient:
     raise not_found(name, [each.job for each in known_jobs()])
 
 
+def ended_jobs() -> tuple[EndedJob, ...]:
+    """Jobs that ended within the last hour, as far as their notes can be read; failures first, then the newest."""
+    found: list[EndedJob] = []
+    for text in notes.ended(time.time()):
+        with contextlib.suppress(ValueError):
+            found.append(EndedJob.from_json(text))
+    return tuple(sorted(found, key=lambda each: (each.status.phase is not JobPhase.FAILED, -each.ended_s)))
+
+
+def ended_job(name: str) -> EndedJob | None:
+    """The last one of this name, or of the submission of this name."""
+    same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
+    return max(same, key=lambda each: each.ended_s, default=None)
+
+
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
     """The error for a job that is not there."""
+    if (ended := ended_job(name)) is not None:
+        return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
-    return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten")
+    return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten after an hour")
 
 
 def snapshot() -> CoreSnapshot | None:

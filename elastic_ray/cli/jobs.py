@@ -26,7 +26,10 @@ _POLL_S = 0.5
 @click.option("--all", "everything", is_flag=True, help="Also submitted scripts that have ended.")
 @json_option
 def jobs(everything: bool, as_json: bool) -> None:
-    """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one."""
+    """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one.
+
+    Jobs that ended within the last hour come last, those that failed before the others, with what they failed of.
+    """
     rows = read_rows(ended=everything)
     if as_json:
         show_json(rows)
@@ -42,7 +45,7 @@ def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
 
     cluster.connect()
     scripts = [each for each in ray_jobs.submissions() if ended or not each.ended]
-    return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts)
+    return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts, cluster.ended_jobs())
 
 
 def show_events(job: str, events: Sequence[JobEvent]) -> None:

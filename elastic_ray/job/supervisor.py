@@ -99,7 +99,7 @@ class JobSupervisor:
             metrics=self._metrics,
             allocator=self._allocator,
         )
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self.status)
         self._messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None

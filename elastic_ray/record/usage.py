@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent
 
@@ -102,7 +103,8 @@ def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
     sums: dict[tuple[str, ...], UsageRow] = {}
     for row in rows:
         key = tuple(str(getattr(row, name)) for name in by)
-        before = sums.get(key, UsageRow(**dict(zip(by, key, strict=True))))
+        named: dict[str, Any] = dict(zip(by, key, strict=True))
+        before = sums.get(key) or UsageRow(**named)
         costs = [each for each in (before.cost_usd, row.cost_usd) if each is not None]
         sums[key] = dataclasses.replace(
             before,
@@ -131,8 +133,8 @@ def _spans(events: Sequence[JobEvent], seen_s: float) -> Iterator[_Span]:
         while event.to_workers and since_s < until_s:
             next_s = _MONDAY_S + ((since_s - _MONDAY_S) // _WEEK_S + 1) * _WEEK_S
             lasted_s = min(next_s, until_s) - since_s
-            told = {"user": user, "tenant": tenant, "gpus": gpus, "cpus": cpus, "run": run}
-            yield _Span(week=week_of(since_s), worker_s=lasted_s * event.to_workers, **told)  # type: ignore[arg-type]
+            told: dict[str, Any] = {"user": user, "tenant": tenant, "gpus": gpus, "cpus": cpus, "run": run}
+            yield _Span(week=week_of(since_s), worker_s=lasted_s * event.to_workers, **told)
             since_s += lasted_s
 
 

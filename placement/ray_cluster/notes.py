@@ -27,6 +27,10 @@ TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""
 
 _ACCOUNT = b"allocator/account"
+_ENDED = "ended/"
+ENDED_FOR_S = 3600.0
+"""How long it is remembered how a job ended [s]."""
+
 _ASKS = b"allocator/asks_for_nodes"
 _SETTINGS = b"allocator/settings"
 _FORMAT = 1
@@ -79,6 +83,33 @@ def keep_asks_for_nodes(asks: bool) -> None:
 def asks_for_nodes() -> bool:
     """True if an allocator has asked Ray's autoscaler for nodes and not withdrawn it. Blocks for a moment."""
     return bool(internal_kv._internal_kv_get(_ASKS, namespace=NAMESPACE))
+
+
+def keep_ended(job: str, ended_s: float, text: str) -> None:
+    """Note how a job ended, and delete notes of those that ended more than an hour before. Blocks for a moment."""
+    internal_kv._internal_kv_put(_ended_key(job, ended_s), text.encode(), overwrite=True, namespace=NAMESPACE)
+    for key in _ended_keys():
+        if ended_s - _ended_s(key) > ENDED_FOR_S:
+            internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+
+
+def ended(now_s: float) -> tuple[bytes, ...]:
+    """Return the notes of jobs that ended within the last hour. Blocks for a moment."""
+    keys = [key for key in _ended_keys() if now_s - _ended_s(key) <= ENDED_FOR_S]
+    texts = (internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys)
+    return tuple(text for text in texts if text)
+
+
+def _ended_key(job: str, ended_s: float) -> bytes:
+    return f"{_ENDED}{ended_s:.3f}/{job}".encode()
+
+
+def _ended_keys() -> list[bytes]:
+    return list(internal_kv._internal_kv_list(_ENDED.encode(), namespace=NAMESPACE) or ())
+
+
+def _ended_s(key: bytes) -> float:
+    return float(key.decode().removeprefix(_ENDED).partition("/")[0])
 
 
 def key_of(controller: str, name: str) -> bytes:
