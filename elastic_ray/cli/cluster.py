@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, check_answers, find_address
 from elastic_ray.cli.listings import JobAnswers
 from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
-from elastic_ray.record.ended import EndedJob
+from elastic_ray.record.ended import EndedJobNote
 from placement.allocator.actor import NAME as ALLOCATOR
 from placement.allocator.actor import PolicyConflictError, find_allocator, get_or_create_allocator
 from placement.allocator.explaining import Explanation
@@ -233,16 +233,16 @@ def find_job(name: str) -> JobClient:
     raise not_found(name, [each.job for each in known_jobs()])
 
 
-def ended_jobs() -> tuple[EndedJob, ...]:
+def ended_jobs() -> tuple[EndedJobNote, ...]:
     """Jobs that ended within the last hour, as far as their notes can be read; failures first, then the newest."""
-    found: list[EndedJob] = []
+    found: list[EndedJobNote] = []
     for text in notes.ended(time.time()):
         with contextlib.suppress(ValueError):
-            found.append(EndedJob.from_json(text))
+            found.append(EndedJobNote.from_json(text))
     return tuple(sorted(found, key=lambda each: (each.status.phase is not JobPhase.FAILED, -each.ended_s)))
 
 
-def ended_job(name: str) -> EndedJob | None:
+def ended_job(name: str) -> EndedJobNote | None:
     """The last one of this name, or of the submission of this name."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)

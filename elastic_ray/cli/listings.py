@@ -15,7 +15,7 @@ from placement.cluster.node_record import NodeHistory
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
-    from elastic_ray.record.ended import EndedJob
+    from elastic_ray.record.ended import EndedJobNote
     from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 
 SHORT_ID = 8
@@ -167,7 +167,7 @@ class JobRow:
         return self.phase == JobPhase.FAILED.value
 
 
-def ended_row(ended: EndedJob) -> JobRow:
+def ended_row(ended: EndedJobNote) -> JobRow:
     """A job that has ended."""
     row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
     return dataclasses.replace(
@@ -194,7 +194,7 @@ def job_rows(
     answers: Sequence[JobAnswers],
     snapshot: CoreSnapshot | None,
     submissions: Sequence[Submission] = (),
-    ended: Sequence[EndedJob] = (),
+    ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
     """Every job that its controller or the allocator knows, and scripts that have none, in the order of arrival.
 

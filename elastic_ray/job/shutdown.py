@@ -10,7 +10,7 @@ from collections.abc import Callable
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import Cancel, StopJob
-from elastic_ray.record.ended import EndedJob
+from elastic_ray.record.ended import EndedJobNote
 from elastic_ray.sealed import Raised, Sealed
 from placement.ray_cluster import notes
 
@@ -82,7 +82,7 @@ class JobShutdown:
             return
         ended_s = events[-1].time_s
         try:
-            note = EndedJob.of(self._spec, self._status(), ended_s, self._error, outcome.metrics).to_json()
+            note = EndedJobNote.of(self._spec, self._status(), ended_s, self._error, outcome.metrics).to_json()
             keep = functools.partial(notes.keep_ended, self._spec.job, ended_s, note)
             await asyncio.wait_for(asyncio.to_thread(keep), _NOTE_S)
         except Exception as error:  # a job ends whether its end is remembered or not

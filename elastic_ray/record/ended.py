@@ -17,7 +17,7 @@ _LEFT_OUT = ("last_pause", "metrics")  # of a status: read apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class EndedJob:
+class EndedJobNote:
     """How a job stood at its end.
 
     Attributes:
@@ -41,7 +41,7 @@ class EndedJob:
     @classmethod
     def of(
         cls, spec: JobSpec, status: JobStatus, ended_s: float, error: BaseException | Raised | None, metrics: Any
-    ) -> EndedJob:
+    ) -> EndedJobNote:
         """Gather it."""
         lines = str(getattr(error, "traceback_text", "")).strip().splitlines()
         return cls(
@@ -74,7 +74,7 @@ class EndedJob:
             return dump({"format": FORMAT, **said, "status": {**status, "metrics": metrics}})
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> EndedJob:
+    def from_json(cls, text: str | bytes) -> EndedJobNote:
         """The inverse of :meth:`to_json`.
 
         Raises:

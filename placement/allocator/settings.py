@@ -156,6 +156,7 @@ def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any
 
 
 def _tenants(plain: object, where: str) -> tuple[Tenant, ...]:
+    """Tenants by name, each with weight and quota; nothing stands for the defaults."""
     found = []
     for name, said in _mapping(plain, where).items():
         body = _mapping({} if said is None else said, f"{where}: {name}", _TENANT)
@@ -176,6 +177,7 @@ def _priorities(plain: object, where: str) -> Mapping[str, int]:
 
 
 def _autoscaling(plain: object, where: str, folder: Path | None) -> Autoscaling | Literal["auto", "off"]:
+    """Node types of a cluster file or of a list, with the other fields of ``Autoscaling``; or a word."""
     if plain in ("auto", "off"):
         return "auto" if plain == "auto" else "off"
     if isinstance(plain, str):
@@ -208,6 +210,7 @@ def _list(value: object, where: str) -> list[Any]:
 
 
 def _scaling_as_plain(scaling: Autoscaling) -> dict[str, Any]:
+    """The mapping that ``_autoscaling`` takes; of an objective that is an object, the name of its class."""
     objective = scaling.objective
     said = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(Autoscaling)}
     return {

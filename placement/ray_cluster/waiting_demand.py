@@ -78,6 +78,7 @@ class WaitingDemand:
             logger.exception("Ray's autoscaler was not asked for nodes; the next look follows in %g s", _EVERY_S)
 
     def _ask(self, bundles: Bundles) -> None:
+        """Ask where an autoscaler runs; with nothing only to withdraw what an allocator has asked for."""
         if self._asked is None:
             self._asked = notes.asks_for_nodes()
         if not bundles and not self._asked:  # a list that a user has asked Ray for is not to be overwritten
