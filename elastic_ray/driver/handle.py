@@ -240,8 +240,9 @@ class JobHandle:
             reason: why, for the job's message and its events.
 
         Raises:
-            ValueError: if it saves no state to continue from, is paused already, or is about to end.
+            ValueError: if it saves no state to continue from, is paused already, is about to end, or has ended.
         """
+        self._refuse_ended("paused")
         self._ask("pause", reason)
 
     def resume(self) -> None:
@@ -250,7 +251,12 @@ class JobHandle:
         Raises:
             ValueError: if the job is not paused.
         """
+        self._refuse_ended("resumed")
         self._ask("resume")
+
+    def _refuse_ended(self, what: str) -> None:
+        if self.done():
+            raise ValueError(f"job {self.job!r} cannot be {what}: it has ended ({self._lease.last.phase.value})")
 
     def weigh(self, weight: float) -> None:
         """Change ``SchedulingConfig.weight`` of the running job: what its speed counts beside that of others.

@@ -74,6 +74,8 @@ def test_a_paused_job_can_be_stopped_and_one_that_saves_nothing_is_not_paused(ra
     wait_until(lambda: paused(handle), handle)
     handle.stop()
     assert handle.result(timeout=60).error is None and handle.status().phase is JobPhase.STOPPED
+    with pytest.raises(ValueError, match="cannot be paused: it has ended \\(stopped\\)"):
+        handle.pause()
 
 
 class PausesOnce(Policy):
