@@ -91,6 +91,7 @@ class JobSpec(RunSettings):
         scheduling: how the allocator treats the job beside others.
         model_fingerprint: the user's name for the model, by which jobs share what they measure; None derives one.
         trial: of a trial of a sweep; None for any other job.
+        user: who has submitted it.
         submission: id of Ray's job submission that it was started from; empty if from none.
         secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
             that Ray starts again has it again. Never shown.
@@ -112,12 +113,18 @@ class JobSpec(RunSettings):
     model_fingerprint: str | None = None
     trial: TrialSpec | None = None
     submission: str = ""
+    user: str = ""
     secret: str = dataclasses.field(default_factory=new_secret, repr=False)
     shown: bool = False
     stored_train_loop: str = ""
     callbacks: bytes = dataclasses.field(default=b"", repr=False)
     callback_names: tuple[str, ...] = ()
     datasets: str = ""
+
+    @property
+    def owner(self) -> Mapping[str, Any]:
+        """Whose job it is and what one worker takes, as an event of a start tells it."""
+        return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
 
     @property
     def states_kept(self) -> int:

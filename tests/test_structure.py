@@ -25,6 +25,7 @@ FOREIGN_ATTRIBUTES = (
 
 # Classes that share their name with another of their package, and why.
 SAME_NAMES = {
+    "Pause": "elastic_ray.events.Pause is what a change takes, elastic_ray.adaptation.Pause asks to pause a job",
     "Report": "elastic_ray.Report is what a loop has reported, elastic_ray.adaptation.Report what a policy reports",
 }
 

@@ -12,6 +12,7 @@ from elastic_ray.adaptation.policies.scaling import ThroughputScaling, UtilityCo
 from elastic_ray.adaptation.policy import Policy, PolicyError
 from elastic_ray.adaptation.requests import (
     Checkpoint,
+    Pause,
     Report,
     Request,
     Resize,
@@ -30,6 +31,7 @@ __all__ = [
     "Interference",
     "LossPlateau",
     "NoiseScaleBatch",
+    "Pause",
     "Policy",
     "PolicyError",
     "PolicyView",

@@ -127,6 +127,21 @@ class Stop:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Pause:
+    """Save the job and give its slots back, until `elastic-ray resume`, ``JobHandle.resume()`` or the page resumes it.
+
+    Attributes:
+        reason: a sentence for the job's events.
+    """
+
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.reason, str):
+            raise TypeError(f"Pause(reason) must be a sentence, but got {self.reason!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """Tell the job's user something, as an event of kind ``policy``.
 
@@ -142,10 +157,10 @@ class Report:
         object.__setattr__(self, "metrics", plain_metrics(self.metrics))
 
 
-Request: TypeAlias = Resize | SetBatch | ScaleRate | SetStrategy | Checkpoint | Stop | Report
+Request: TypeAlias = Resize | SetBatch | ScaleRate | SetStrategy | Checkpoint | Stop | Pause | Report
 
 _KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (Resize, SetBatch, ScaleRate, SetStrategy, Checkpoint, Stop, Report)
+    kind.__name__: kind for kind in (Resize, SetBatch, ScaleRate, SetStrategy, Checkpoint, Stop, Pause, Report)
 }
 
 

@@ -177,6 +177,12 @@ class RunStorage:
         """Lines of ``events.jsonl``."""
         return self._events.read()
 
+    def last_written_s(self) -> float:
+        """Return when an event, report or automatic checkpoint was last written [s since the epoch]; 0 for never."""
+        names = (EVENTS_FILE, REPORTS_FILE, "reports", "automatic")
+        infos = self.filesystem.get_file_info([posixpath.join(self.path, name) for name in names])
+        return max((info.mtime_ns or 0) for info in infos) / 1e9
+
     def append_reports(self, lines: Sequence[str]) -> None:
         """Add lines to ``reports.jsonl`` (``reports/*.jsonl`` where files cannot be added to), all or none."""
         self._reports.append(lines)

@@ -21,18 +21,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ray.access import HOW_TO_START, AccessRefusedError, check_access, check_answers, find_address
 from elastic_ray.cli.listings import JobAnswers
-from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
+from elastic_ray.events import JobEvent, JobPhase, JobStatus, WorkerInfo
+from elastic_ray.record.ended import EndedJobNote
 from placement.allocator.actor import NAME as ALLOCATOR
-from placement.allocator.actor import PolicyConflictError, get_or_create_allocator
+from placement.allocator.actor import PolicyConflictError, find_allocator, get_or_create_allocator
 from placement.allocator.explaining import Explanation
+from placement.allocator.settings import OperatorSettings
 from placement.allocator.snapshot import CoreSnapshot
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.jobs import JobView
+from placement.errors import InputError
 from placement.policies import make_policy
+from placement.ray_cluster import notes
 from placement.ray_cluster.named_actors import NAMESPACE, actors_named, find_actor
 
 _CALL_TIMEOUT_S = 10.0
 _ANSWER_S = 5.0  # of many controllers together: a list need not wait long for one that hangs
+_START_S = 60.0  # of an allocator that may have to be made
 _LOOK_S = 120.0  # at a node: a process starts there and imports torch
 _POLL_S = 0.25
 _PREFIX = "job:"
@@ -157,11 +162,11 @@ class JobClient:
         """Its members, by rank."""
         return tuple(self.ask("workers"))
 
-    def wait_for_end(self, timeout_s: float) -> JobStatus | None:
-        """Its last status, once it has ended; None if it has not in time. A job that is gone has ended."""
+    def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
+        """Return its status once that is as wanted, or the last one of a job that is gone; None if not in time."""
         deadline, last = time.monotonic() + timeout_s, self.answers.status
         with contextlib.suppress(JobGoneError):
-            while not (last := self.status()).phase.ended:
+            while not reached(last := self.status()):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(_POLL_S)
@@ -228,10 +233,27 @@ def find_job(name: str) -> JobClient:
     raise not_found(name, [each.job for each in known_jobs()])
 
 
+def ended_jobs() -> tuple[EndedJobNote, ...]:
+    """Jobs that ended within the last hour, as far as their notes can be read; failures first, then the newest."""
+    found: list[EndedJobNote] = []
+    for text in notes.ended(time.time()):
+        with contextlib.suppress(ValueError):
+            found.append(EndedJobNote.from_json(text))
+    return tuple(sorted(found, key=lambda each: (each.status.phase is not JobPhase.FAILED, -each.ended_s)))
+
+
+def ended_job(name: str) -> EndedJobNote | None:
+    """The last one of this name, or of the submission of this name."""
+    same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
+    return max(same, key=lambda each: each.ended_s, default=None)
+
+
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
     """The error for a job that is not there."""
+    if (ended := ended_job(name)) is not None:
+        return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
-    return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten")
+    return click.ClickException(f"there is no job {name!r} ({running}); one that has ended is forgotten after an hour")
 
 
 def snapshot() -> CoreSnapshot | None:
@@ -280,6 +302,57 @@ def set_policy(policy: str) -> None:
         get_or_create_allocator(policy)
     except PolicyConflictError as error:
         raise click.ClickException(str(error)) from None
+
+
+def operator_settings(file: str) -> OperatorSettings:
+    """Settings that a file has.
+
+    Raises:
+        click.UsageError: the file is not understood.
+    """
+    try:
+        return OperatorSettings.from_file(file)
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
+    """What an operator may set, as it is, or as it would be with the wanted settings.
+
+    Raises:
+        ClickException: a quota is of a resource that no node has.
+    """
+    connect()
+    return _settle("settings", *([] if wanted is None else [wanted]))
+
+
+def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
+    """Let these settings rule; returns those in force.
+
+    Raises:
+        ClickException: a quota is of a resource that no node has.
+    """
+    connect()
+    return _settle("apply", wanted)
+
+
+def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
+    """The answer of the allocator, which is made where there is none."""
+    deadline_s = time.monotonic() + _START_S
+    try:
+        while True:
+            try:
+                asked = getattr(find_allocator(), method).remote(*arguments)
+                answer: Mapping[str, Any] = ray.get(asked, timeout=max(0.1, deadline_s - time.monotonic()))
+                return answer
+            except RayActorError:  # it is being made again; asked twice, it does the same
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(_POLL_S)
+    except GetTimeoutError:
+        raise click.ClickException(f"the allocator has not answered within {_START_S:g} s") from None
+    except RayTaskError as error:
+        raise click.ClickException(str(error.cause or error)) from None
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:

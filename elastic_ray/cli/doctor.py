@@ -62,7 +62,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
 def check_cluster(nodes: int) -> Check:
     """The cluster, and who shares it out."""
     from elastic_ray.cli import cluster
-    from elastic_ray.job.ray_nodes import may_autoscale
+    from placement.ray_cluster.autoscaler_presence import may_autoscale
 
     seen = cluster.snapshot()
     parts = [

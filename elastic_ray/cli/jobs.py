@@ -1,4 +1,4 @@
-"""``elastic-ray jobs``, ``logs``, ``stop``, ``resize``."""
+"""``elastic-ray jobs``, ``logs``, ``stop``, ``pause``, ``resume``, ``resize``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells,
 from elastic_ray.cli.options import job_argument, json_option, read_size
 from elastic_ray.cli.output import count, say, show_json, show_table
 from elastic_ray.driver.display import event_line, status_line
-from elastic_ray.events import JobEvent
+from elastic_ray.events import JobEvent, JobPhase
 
 if TYPE_CHECKING:
     from elastic_ray.cli.cluster import JobClient
@@ -26,7 +26,10 @@ _POLL_S = 0.5
 @click.option("--all", "everything", is_flag=True, help="Also submitted scripts that have ended.")
 @json_option
 def jobs(everything: bool, as_json: bool) -> None:
-    """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one."""
+    """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one.
+
+    Jobs that ended within the last hour come last, those that failed before the others, with what they failed of.
+    """
     rows = read_rows(ended=everything)
     if as_json:
         show_json(rows)
@@ -42,7 +45,7 @@ def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
 
     cluster.connect()
     scripts = [each for each in ray_jobs.submissions() if ended or not each.ended]
-    return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts)
+    return job_rows(cluster.known_jobs(), cluster.snapshot(), scripts, cluster.ended_jobs())
 
 
 def show_events(job: str, events: Sequence[JobEvent]) -> None:
@@ -154,10 +157,40 @@ def stop(job: str, now: bool) -> None:
         with contextlib.suppress(cluster.JobGoneError):
             each.ask("stop", now=now, reason="elastic-ray stop")
     for each in found:
-        name, ended = each.answers.job, each.wait_for_end(_STOP_S)
+        name, ended = each.answers.job, each.wait_for(lambda status: status.phase.ended, _STOP_S)
         if ended is None:
             raise click.ClickException(f"job {name!r} has not stopped within {_STOP_S:g} s; try --now")
         say(status_line(ended) if ended.phase.ended else f"job {name}: ended")
+
+
+@click.command(short_help="Pause a job: saved, without slots.")
+@job_argument
+def pause(job: str) -> None:
+    """Save a job after the step in progress and give its slots to others, until `elastic-ray resume`.
+
+    The job keeps its controller and its place in the order of arrival; its script keeps waiting in fit().
+    """
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    found = cluster.find_job(job)
+    found.ask("pause", "paused by `elastic-ray pause`")
+    reached = found.wait_for(lambda status: status.phase is JobPhase.PAUSED or status.phase.ended, _STOP_S)
+    if reached is None:
+        raise click.ClickException(f"job {found.answers.job!r} has not been saved within {_STOP_S:g} s; it still tries")
+    say(status_line(reached))
+
+
+@click.command(short_help="Let a paused job continue.")
+@job_argument
+def resume(job: str) -> None:
+    """Let a paused job continue from where it was saved, as soon as there are slots for it."""
+    from elastic_ray.cli import cluster
+
+    cluster.connect()
+    found = cluster.find_job(job)
+    found.ask("resume")
+    say(f"job {found.answers.job}: continues as soon as there are slots for it")
 
 
 @click.command(short_help="Hold a job at a size, or release it.")

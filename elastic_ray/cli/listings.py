@@ -15,6 +15,7 @@ from placement.cluster.node_record import NodeHistory
 
 if TYPE_CHECKING:
     from elastic_ray.job_spec import JobSpec
+    from elastic_ray.record.ended import EndedJobNote
     from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState
 
 SHORT_ID = 8
@@ -109,6 +110,8 @@ class JobRow(JobStatus):
         held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
         reason: of the allocator's last decision.
         nodes: workers by node id, as the allocator wants it.
+        user: owner of the job; empty of a script.
+        ended_s: when it ended [s since the epoch]; None while it has not.
         submission: Ray's submission that it came from; empty if it was started otherwise.
         storage_path: of its specification.
     """
@@ -120,8 +123,10 @@ class JobRow(JobStatus):
     reason: str = ""
     nodes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     tenant: str = ""
+    user: str = ""
     priority: int = 0
     submitted_s: float | None = None
+    ended_s: float | None = None
     submission: str = ""
     storage_path: str = ""
 
@@ -131,10 +136,37 @@ class JobRow(JobStatus):
         return self.phase == JobPhase.FAILED.value
 
 
+def ended_row(ended: EndedJobNote) -> JobRow:
+    """A job that has ended."""
+    row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
+    return dataclasses.replace(
+        row,
+        message=ended.cause,
+        tenant=ended.tenant,
+        user=ended.user,
+        submitted_s=ended.ended_s - ended.duration_s,
+        ended_s=ended.ended_s,
+        submission=ended.submission,
+        storage_path=ended.storage_path,
+    )
+
+
+def with_status(row: JobRow, status: JobStatus) -> JobRow:
+    """The row with what a status says."""
+    told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
+    return dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
+
+
 def job_rows(
-    answers: Sequence[JobAnswers], snapshot: CoreSnapshot | None, submissions: Sequence[Submission] = ()
+    answers: Sequence[JobAnswers],
+    snapshot: CoreSnapshot | None,
+    submissions: Sequence[Submission] = (),
+    ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Every job that its controller or the allocator knows, and scripts that have none; in the order of arrival."""
+    """Every job that its controller or the allocator knows, and scripts that have none, in the order of arrival.
+
+    Jobs that have ended come after them, in their order, but for those whose name a job has again, or has still.
+    """
     states = dict(snapshot.jobs) if snapshot is not None else {}
     rows = [_job_row(each, states.pop(each.job, None)) for each in answers]
     # A controller that does not answer has been heard of a moment ago, or is a trial's, whose name is not the job's.
@@ -144,7 +176,9 @@ def job_rows(
     rows += [
         _script_row(each) for each in submissions if each.submission not in begun and each.name not in silent - {""}
     ]
-    return tuple(sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job)))
+    present = sorted(rows, key=lambda row: (row.submitted_s or 0.0, row.job))
+    names = {row.job for row in rows}
+    return (*present, *(ended_row(each) for each in ended if each.status.job not in names))
 
 
 def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
@@ -158,11 +192,11 @@ def _job_row(answers: JobAnswers, state: JobState | None) -> JobRow:
         min_workers=spec.min_workers if spec is not None else None,
         max_workers=spec.max_workers if spec is not None else None,
         submission=spec.submission if spec is not None else "",
+        user=spec.user if spec is not None else "",
         storage_path=spec.storage_path if spec is not None else "",
     )
     if status is not None:
-        told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
-        row = dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
+        row = with_status(row, status)
     if state is not None and view is not None:
         row = dataclasses.replace(
             row,
@@ -210,9 +244,16 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
         fields.get("done", ""),
         fields.get("ETA", ""),
         fields.get("loss", ""),
-        "" if row.submitted_s is None else ago(now_s - row.submitted_s),
+        _age(row, now_s),
         " ".join(why.split()),
     )
+
+
+def _age(row: JobRow, now_s: float) -> str:
+    """Since when a job is there, or how long ago it ended."""
+    if row.ended_s is not None:
+        return f"{ago(now_s - row.ended_s)} ago"
+    return "" if row.submitted_s is None else ago(now_s - row.submitted_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

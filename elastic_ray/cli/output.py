@@ -17,7 +17,14 @@ from placement.text import printable, printable_json, printable_lines
 if TYPE_CHECKING:
     from rich.table import Table
 
-PHASE_STYLES = {"running": "green", "finished": "green", "failed": "red", "waiting": "yellow", "starting": "yellow"}
+PHASE_STYLES = {
+    "running": "green",
+    "finished": "green",
+    "failed": "red",
+    "waiting": "yellow",
+    "paused": "yellow",
+    "starting": "yellow",
+}
 _STYLES = {**PHASE_STYLES, "ok": "green", "warn": "yellow", "fail": "red", "draining": "red"}
 
 

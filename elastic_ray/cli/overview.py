@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
+import yaml
 
 from elastic_ray.cli.listings import (
     DECISION_COLUMNS,
@@ -61,12 +64,59 @@ def allocator_set(policy: str) -> None:
     say(f"policy {policy} shares the cluster out")
 
 
+@click.command(short_help="Let the settings of a file rule.")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+def allocator_apply(file: str) -> None:
+    """Let the settings of FILE rule the cluster: tenants, priorities, autoscaling, page; also while jobs run.
+
+    They outrank those of AllocatorConfig, and stay until another file is applied. What FILE does not name is as
+    AllocatorConfig has it.
+    """
+    from elastic_ray.cli import cluster
+
+    wanted = cluster.operator_settings(file)
+    changes = _difference(cluster.settings_in_force(), cluster.apply_settings(wanted))
+    say("\n".join(changes) if changes else "nothing changes")
+
+
+@click.command(short_help="Show the settings in force, as a file.")
+def allocator_show() -> None:
+    """Show the settings in force: the output is a file for `elastic-ray allocator apply`."""
+    from elastic_ray.cli import cluster
+
+    say(_as_yaml(cluster.settings_in_force()).rstrip())
+
+
+@click.command(short_help="Show what a file would change.")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False))
+def allocator_diff(file: str) -> None:
+    """Show what `elastic-ray allocator apply FILE` would change; it changes nothing."""
+    from elastic_ray.cli import cluster
+
+    wanted = cluster.operator_settings(file)
+    changes = _difference(cluster.settings_in_force(), cluster.settings_in_force(wanted))
+    say("\n".join(changes) if changes else "nothing would change")
+
+
+def _as_yaml(settings: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True))
+
+
+def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Lines that differ, with ``-`` and ``+``, and those around them."""
+    lines = difflib.unified_diff(_as_yaml(before).splitlines(), _as_yaml(after).splitlines(), lineterm="")
+    return list(lines)[2:]
+
+
+_SUBCOMMANDS = {"set": allocator_set, "apply": allocator_apply, "show": allocator_show, "diff": allocator_diff}
+
+
 class _ShowOrSet(click.Command):
-    """``allocator [JOB]``, and ``allocator set POLICY``."""
+    """``allocator [JOB]``, and ``allocator set POLICY``, ``apply FILE``, ``show``, ``diff FILE``."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> click.Context:
-        if args[:1] == ["set"]:
-            return allocator_set.make_context(f"{info_name} set", args[1:], *more, **extra)
+        if args and args[0] in _SUBCOMMANDS:
+            return _SUBCOMMANDS[args[0]].make_context(f"{info_name} {args[0]}", args[1:], *more, **extra)
         return super().make_context(info_name, args, *more, **extra)
 
 
@@ -77,7 +127,8 @@ class _ShowOrSet(click.Command):
 def allocator(job: str | None, last: int, as_json: bool) -> None:
     """Show who shares the cluster out, and the last decisions with their reasons; of a JOB also what more would do.
 
-    `elastic-ray allocator set POLICY` chooses the policy (see its --help).
+    `elastic-ray allocator set POLICY` chooses the policy; `allocator show`, `allocator diff FILE` and `allocator apply
+    FILE` are for tenants, priorities, autoscaling and the page (see their --help).
     """
     from elastic_ray.cli import cluster
 
@@ -124,7 +175,7 @@ def scaling_lines(decision: ScalingDecision) -> list[str]:
 
 def headline(seen: CoreSnapshot) -> str:
     """Policy, jobs and room on one line."""
-    waiting = sum(not state.target for state in seen.jobs.values())
+    waiting = sum(not state.target and not state.view.paused for state in seen.jobs.values())
     workers = sum(sum(state.target.values()) for state in seen.jobs.values())
     parts = [
         f"policy {seen.policy}",

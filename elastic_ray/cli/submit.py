@@ -11,9 +11,11 @@ from typing import Any
 
 import click
 
+from elastic_ray.cli.job_file import SUFFIXES, JobFile, read_job_file
 from elastic_ray.cli.options import json_option, read_workers
 from elastic_ray.cli.output import say, show_json
-from elastic_ray.driver.overrides import Overrides
+from elastic_ray.driver.overrides import Overrides, login_name
+from placement.errors import InputError
 
 _FORMAT = "%m%d-%H%M%S"
 _TRIES = 20
@@ -35,8 +37,8 @@ _TRIES = 20
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder that is sent to the cluster, the script in it; by default the script's own.",
 )
-@click.option("--runtime-env-json", "env_json", default="{}", help="Ray's runtime environment: pip, env_vars...")
-@click.option("--python", default="python", show_default=True, help="Interpreter on the head node.")
+@click.option("--runtime-env-json", "env_json", help="Ray's runtime environment: pip, env_vars...")
+@click.option("--python", help="Interpreter on the head node; by default python.")
 @click.option("--wait", "-w", is_flag=True, help="Show the script's output to its end; exit code 1 if it fails.")
 @json_option
 def submit(
@@ -46,14 +48,16 @@ def submit(
     gpus: bool,
     name: str | None,
     working_dir: Path | None,
-    env_json: str,
-    python: str,
+    env_json: str | None,
+    python: str | None,
     wait: bool,
     as_json: bool,
 ) -> None:
     """Run SCRIPT, which makes an ElasticTrainer, on the cluster; give it ARGUMENTS after `--`.
 
-    It runs on the head node as one of Ray's submitted jobs, and goes on when this command has ended.
+    SCRIPT may also be a file such as job.yaml that names the script and says what the options would; options
+    that are given here outrank it. The script runs on the head node as one of Ray's submitted jobs, and goes on when
+    this command has ended.
 
     \b
         elastic-ray submit train.py --workers 1:8 --gpus -- --epochs 30
@@ -63,16 +67,20 @@ def submit(
 
     if wait and as_json:
         raise click.UsageError("--json prints the submission, --wait its output: choose one")
+    told = _from_file(script) if script.suffix in SUFFIXES else JobFile(script=script)
+    script, arguments, workers = told.script, arguments or told.arguments, workers or told.workers
+    gpus, name, working_dir = gpus or told.gpus, name or told.name, working_dir or told.working_dir
     name = check_name(name) if name is not None else fresh_name(script.stem, datetime.datetime.now())
     folder = (working_dir or script.parent).resolve()
-    env = read_env(env_json)
+    env = told.runtime_env if env_json is None else read_env(env_json)
     if not script.resolve().is_relative_to(folder):
         raise click.BadParameter(f"must hold the script {script}, but {folder} does not", param_hint="--working-dir")
     refused: list[str] = []
     while True:
         submission = ray_jobs.free_id(name, refused)
-        told = Overrides(workers=workers, use_gpu=True if gpus else None, name=name, submission=submission)
-        entrypoint = command(script.resolve().relative_to(folder), arguments, told, python)
+        use_gpu, user = True if gpus else None, login_name()
+        said = Overrides(workers=workers, use_gpu=use_gpu, name=name, submission=submission, user=user)
+        entrypoint = command(script.resolve().relative_to(folder), arguments, said, python or told.python)
         try:
             ray_jobs.submit(
                 submission=submission, name=name, entrypoint=entrypoint, working_dir=folder, runtime_env=env
@@ -95,6 +103,13 @@ def submit(
         from elastic_ray.cli.jobs import follow_script
 
         follow_script(submission)
+
+
+def _from_file(path: Path) -> JobFile:
+    try:
+        return read_job_file(path)
+    except InputError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:

@@ -66,7 +66,7 @@ def status_fields(status: JobStatus) -> dict[str, str]:
         fields["samples/s"] = _number(status.throughput)
     if status.goodput is not None:
         fields["goodput"] = _number(status.goodput)
-    if status.phase not in (JobPhase.WAITING, JobPhase.STARTING):
+    if status.phase not in (JobPhase.WAITING, JobPhase.STARTING, JobPhase.PAUSED):
         of = "" if status.epochs is None else f"/{status.epochs}"
         fields["epoch"] = f"{status.epoch}{of}"
         fields["step"] = f"{status.step}"

@@ -230,6 +230,34 @@ class JobHandle:
         """Give the job's size back to the allocator after :meth:`resize`."""
         self._ask("release")
 
+    def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
+        """Save the job after the step in progress and give its slots back, until :meth:`resume`.
+
+        Returns once the controller knows; ``status().phase`` is ``PAUSED`` when the slots are free. A paused job keeps
+        its place in the order of arrival, and its driver's lease must be renewed as before.
+
+        Args:
+            reason: why, for the job's message and its events.
+
+        Raises:
+            ValueError: if it saves no state to continue from, is paused already, is about to end, or has ended.
+        """
+        self._refuse_ended("paused")
+        self._ask("pause", reason)
+
+    def resume(self) -> None:
+        """Let a paused job continue from where it was saved, as soon as the allocator has slots for it.
+
+        Raises:
+            ValueError: if the job is not paused.
+        """
+        self._refuse_ended("resumed")
+        self._ask("resume")
+
+    def _refuse_ended(self, what: str) -> None:
+        if self.done():
+            raise ValueError(f"job {self.job!r} cannot be {what}: it has ended ({self._lease.last.phase.value})")
+
     def weigh(self, weight: float) -> None:
         """Change ``SchedulingConfig.weight`` of the running job: what its speed counts beside that of others.
 

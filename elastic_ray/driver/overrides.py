@@ -3,6 +3,7 @@
 - ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): in place of ``ScalingConfig(num_workers)`` of every trainer in the script;
 - ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
 - ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
+- ``ELASTIC_RAY_USER``: owner of the jobs, in place of the user of the script's process;
 - ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
 They may be set by hand as well. What they replace is logged.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import getpass
 import logging
+import os
 import re
 from collections.abc import Mapping, MutableMapping
 from typing import Any
@@ -21,10 +24,11 @@ WORKERS = "ELASTIC_RAY_WORKERS"
 USE_GPU = "ELASTIC_RAY_USE_GPU"
 NAME = "ELASTIC_RAY_NAME"
 SUBMISSION = "ELASTIC_RAY_SUBMISSION"
+USER = "ELASTIC_RAY_USER"
 
 _PREFIX = "ELASTIC_RAY_"
 _OTHERS = ("POOL", "TRACKER_DIR", "NNI", "NNI_HOST", "NNI_PARAMETER", "TEST_DEVICE")
-_KNOWN = (WORKERS, USE_GPU, NAME, SUBMISSION, *(_PREFIX + name for name in _OTHERS))
+_KNOWN = (WORKERS, USE_GPU, NAME, SUBMISSION, USER, *(_PREFIX + name for name in _OTHERS))
 
 _RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
@@ -55,12 +59,14 @@ class Overrides:
         use_gpu: None leaves it to the script.
         name: for a job that has none; empty for a fresh one.
         submission: id of Ray's submission; empty outside of one.
+        user: owner of the jobs; empty for the user of the script's process.
     """
 
     workers: tuple[int, int] | None = None
     use_gpu: bool | None = None
     name: str = ""
     submission: str = ""
+    user: str = ""
 
     def environment(self) -> dict[str, str]:
         """The variables that say this."""
@@ -69,6 +75,7 @@ class Overrides:
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
             NAME: self.name,
             SUBMISSION: self.submission,
+            USER: self.user,
         }
         return {variable: value for variable, value in values.items() if value}
 
@@ -119,7 +126,16 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         use_gpu=bool(int(use_gpu)) if use_gpu else None,
         name=environment.get(NAME, ""),
         submission=environment.get(SUBMISSION, ""),
+        user=environment.get(USER, ""),
     )
+
+
+def login_name() -> str:
+    """Return the name of the user that this process belongs to, or its number: a container's user may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def take_name(environment: MutableMapping[str, str]) -> str | None:

@@ -26,7 +26,7 @@ from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.interrupts import Interrupts
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
-from elastic_ray.driver.overrides import read_overrides, take_name
+from elastic_ray.driver.overrides import login_name, read_overrides, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.integrations.ray_data.packing import (
@@ -36,11 +36,11 @@ from elastic_ray.integrations.ray_data.packing import (
     with_datasets,
 )
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
-from elastic_ray.job.ray_nodes import living_nodes, may_autoscale
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
 from elastic_ray.run.current import in_worker
 from elastic_ray.worker.train_loop import pack
+from placement.ray_cluster.autoscaler_presence import living_nodes, may_autoscale
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class ElasticTrainer:
             scaling_config=scaling_config,
         )
         self._name = self._run.name or job_name(take_name(os.environ))
-        self._submission = told.submission
+        self._submission, self._user = told.submission, told.user or login_name()
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = scheduling_config or SchedulingConfig()
         self._scaling = _of_allowed_sizes(self._scaling, self._scheduling)
@@ -219,6 +219,7 @@ class ElasticTrainer:
             log_level=self._run.log_level,
             model_fingerprint=self._fingerprint,
             submission=self._submission,
+            user=self._user,
             callbacks=self._callbacks,
             callback_names=tuple(type(callback).__name__ for callback in self._run.callbacks),
         )

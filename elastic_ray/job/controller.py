@@ -22,7 +22,6 @@ from elastic_ray.background import Background
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
 from elastic_ray.events import JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job.journal import Journal, delete_train_loop, store_train_loop, stored_train_loop
-from elastic_ray.job.ray_nodes import may_autoscale
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.controller_state import ControllerState, run_of
@@ -31,6 +30,7 @@ from elastic_ray.worker.messages import ControllerAnswer, StateSaved, WorkerMess
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
+from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.named_actors import create_on_head
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
@@ -177,6 +177,26 @@ class JobController:
         """Leave the job's size to the allocator again."""
         await self._recovered.wait()
         self._job.hold(None)
+        await self._persist_state()
+
+    async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
+        """Save the job after the step in progress, and give its slots back until :meth:`resume`.
+
+        Raises:
+            ValueError: it cannot be paused, or is paused already.
+        """
+        await self._recovered.wait()
+        self._job.pause(reason)
+        await self._persist_state()
+
+    async def resume(self) -> None:
+        """Let a paused job continue as soon as the allocator has slots for it.
+
+        Raises:
+            ValueError: it is not paused.
+        """
+        await self._recovered.wait()
+        self._job.resume()
         await self._persist_state()
 
     async def weigh(self, weight: float) -> None:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
+from collections.abc import Callable
 
-from elastic_ray.events import JobPhase
+from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.messages import Cancel, StopJob
+from elastic_ray.record.ended import EndedJobNote
 from elastic_ray.sealed import Raised, Sealed
+from placement.ray_cluster import notes
+
+logger = logging.getLogger("elastic_ray.job")
+
+_NOTE_S = 2.0
 
 
 class JobShutdown:
@@ -15,13 +24,15 @@ class JobShutdown:
 
     Args:
         parts: of the job; the allocator is told of the end.
+        status: the job as others see it.
 
     Attributes:
         return_value: what rank 0's train function has returned.
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
-    def __init__(self, parts: JobContext) -> None:
+    def __init__(self, parts: JobContext, status: Callable[[], JobStatus]) -> None:
+        self._status = status
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
         self._group, self._background, self._allocator = parts.group, parts.background, parts.allocator
         self._trackers, self._metrics = parts.trackers, parts.metrics
@@ -60,8 +71,22 @@ class JobShutdown:
 
     async def _finish(self) -> None:
         """Trackers read what is written, and may take long: they come after it."""
+        await self._remember()
         await self._writer.finish()
         await self._trackers.finish(self._record.phase, self._error)
+
+    async def _remember(self) -> None:
+        """Note how the job has ended, for those that ask within the hour."""
+        outcome, events = self._record.outcome(), self._record.events
+        if outcome is None or not events:
+            return
+        ended_s = events[-1].time_s
+        try:
+            note = EndedJobNote.of(self._spec, self._status(), ended_s, self._error, outcome.metrics).to_json()
+            keep = functools.partial(notes.keep_ended, self._spec.job, ended_s, note)
+            await asyncio.wait_for(asyncio.to_thread(keep), _NOTE_S)
+        except Exception as error:  # a job ends whether its end is remembered or not
+            logger.warning("job %s: how it has ended is not remembered: %s", self._spec.job, error)
 
     async def written(self) -> None:
         """Once the job has ended, and what is to be written of it is, as far as storage answers."""

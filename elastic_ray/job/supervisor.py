@@ -99,14 +99,14 @@ class JobSupervisor:
             metrics=self._metrics,
             allocator=self._allocator,
         )
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self.status)
         self._messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
         self._weight = spec.scheduling.weight
         self._saved = False
         self._stopping_since: float | None = None
-        self._stop_reason = ""
+        self._stop_reason, self._paused = "", ""
         self._revivals, self._claimed = tuple[float, ...](), set[int]()
 
     @property
@@ -145,6 +145,57 @@ class JobSupervisor:
         self._weight = weight
         self._allocator.soon()
 
+    def pause(self, reason: str) -> None:
+        """Save the job after the step in progress, and give its slots back until :meth:`resume`.
+
+        Args:
+            reason: why, for its message and its events.
+
+        Raises:
+            ValueError: it cannot be paused, or is paused already.
+        """
+        if why_not := self._why_not_paused():
+            raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
+        self._paused = reason
+        self.allocate({}, reason)
+        self._allocator.soon()
+
+    def _why_not_paused(self) -> str:
+        """What is in the way of a pause, and the way out; empty for nothing."""
+        if self.record.phase.ended:
+            return f"it has ended ({self.record.phase.value})"
+        if self._stopping_since is not None:
+            return "it is being stopped"
+        if self._paused:
+            return f"it is paused already ({self._paused}); resume it with `elastic-ray resume` or JobHandle.resume()"
+        if self._spec.trial is not None:
+            return "it is a trial, which continues from nothing but what its sweep says; stop the trial or the sweep"
+        if not self._spec.states_kept:
+            return (
+                "ElasticConfig(automatic_checkpoints=False) saves no state that it could continue from; "
+                "leave automatic_checkpoints on, or stop the job"
+            )
+        if self.group.machine.in_phase(WorkerPhase.FINISHED):
+            return "it is at the end of its train function"
+        if self.group.machine.current is not None and self.record.waiting:
+            return f"it cannot be saved now: {self.record.waiting}"
+        return ""
+
+    def resume(self) -> None:
+        """Let a paused job continue as soon as the allocator has slots for it.
+
+        Raises:
+            ValueError: it is not paused.
+        """
+        if not self._paused or self.record.phase.ended:
+            raise ValueError(
+                f"job {self._spec.job!r} cannot be resumed: it is not paused, it is {self.record.phase.value}"
+            )
+        self._paused = ""
+        if self.record.phase is JobPhase.PAUSED:
+            self.record.begins_again(waits_because="resumed; waiting for resources")
+        self._allocator.soon()
+
     def stop(self, reason: str = _ASKED) -> None:
         """Save the job after the step in progress, and end it there.
 
@@ -175,17 +226,25 @@ class JobSupervisor:
         """The allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
-        if not nodes and self.record.phase is JobPhase.WAITING:
+        if self._paused:  # the allocator may not have heard of it yet
+            nodes, reason = {}, self._paused
+        elif not nodes and self.record.phase is JobPhase.WAITING:
             self.record.waits_for_resources(reason)
         target = Allocated(nodes=nodes, reason=reason, draining=draining)
         if self._starter.looking:
             self._starter.hold_back(target)
         elif self._preemption.active:
             self._preemption.follow(target)
-        elif not nodes and self._may_be_preempted():
+        elif not nodes and (self._can_be_saved() if self._paused else self._may_be_preempted()):
             self._preemption.begin(target, time.monotonic())
         else:
             self.group.take(target)
+            self._note_paused()
+
+    def _note_paused(self) -> None:
+        """The job has no group any more, or had none: it is paused if that was asked for."""
+        if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
+            self.record.paused(self._paused)
 
     async def hear(self, message: WorkerMessage) -> None:
         """A worker's message; a trial's report is answered when training may go on."""
@@ -223,7 +282,7 @@ class JobSupervisor:
         """A group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
-        started = history.told_of_start(time.monotonic())
+        started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
         detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
         self.events.add(note.kind, before, after, note.reason, detail=detail, **facts)
@@ -307,7 +366,8 @@ class JobSupervisor:
             self._starter.start_again(f"preempted ({reason}) but not saved: {why_not_saved}")
         else:
             pause_s = self._preemption.lasted_s(time.monotonic())
-            self.events.add(EventKind.PREEMPTED, self.group.machine.world_size, 0, reason, pause_s=pause_s)
+            kind = EventKind.PAUSED if self._paused else EventKind.PREEMPTED
+            self.events.add(kind, self.group.machine.world_size, 0, reason, pause_s=pause_s)
             self.begin_again()
 
     def begin_again(self) -> None:
@@ -319,6 +379,7 @@ class JobSupervisor:
         self.group.begin_again(waits=waits)
         if then is not None:
             self.group.take(then)
+        self._note_paused()
         self._allocator.soon()
 
     def journal_state(self) -> None:
@@ -336,6 +397,7 @@ class JobSupervisor:
             weight=self._weight,
             saved=self._saved,
             stopping=self._stopping_since is not None,
+            paused=self._paused,
             revivals=self._revivals,
             claimed=self._claimed,
             return_value=self._shutdown.return_value,
@@ -348,6 +410,7 @@ class JobSupervisor:
         self._submitted_s = state.submitted_s
         self._begin_s = time.monotonic() - max(0.0, now_s - state.submitted_s)
         self._held_at, self._weight, self._saved = state.held_at, state.weight, state.saved
+        self._paused = state.paused
         self._trackers.recall(state.trackers, events)
         self._metrics.recall(len(events))
         self._losses.recall(
@@ -438,6 +501,7 @@ class JobSupervisor:
             resume_point=self.record.resume_point,
             submitted_s=self._submitted_s,
             held_at=self._held_at,
+            paused=self._paused,
             allocation=self.group.reserved(),
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,

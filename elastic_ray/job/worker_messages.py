@@ -53,6 +53,9 @@ class HearingJob(Protocol):
     def suspend(self, why_not_saved: str) -> None:
         """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
 
+    def pause(self, reason: str) -> None:
+        """Save the job and give its slots back."""
+
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
         """The job is over."""
 
@@ -97,8 +100,18 @@ class WorkerMessages:
                 if kind is not EventKind.STRAGGLER:  # the status tells of those that there are now
                     self._record.user_told(text)
                 self._events.note(kind, text, detail=detail)
+                if detail.get("request", {}).get("kind") == "Pause" and not detail["refused"]:
+                    self._pause(text)
             case WorkerReport():
                 await self._reports.hear(message, self._group.machine.world_size)
+
+    def _pause(self, reason: str) -> None:
+        """Pause the job for one of its policies; where that cannot be, its user is told."""
+        try:
+            self._job.pause(reason)
+        except ValueError as error:
+            self._record.user_told(str(error))
+            self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
         """Whether a numbered notice has come before: after a failure a new rank 0 repeats its predecessor's last."""

@@ -48,6 +48,7 @@ class ControllerState:
         launched_at_s: when the processes began that start now [s since the epoch]; None where none start.
         saved: whether it has saved itself.
         stopping: whether it was told to stop.
+        paused: why it is paused; empty where it is not.
         preempted: why it is being preempted; None where it is not.
         processes: name of each worker's process, by worker.
         homes: node of each worker's process.
@@ -96,6 +97,7 @@ class ControllerState:
     trackers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     launched_at_s: float | None = None
     raised: int = 0
+    paused: str = ""
     format: int = FORMAT
 
     @classmethod

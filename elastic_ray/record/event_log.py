@@ -41,6 +41,8 @@ class EventLog:
             **facts: further fields of ``JobEvent``.
         """
         facts = {"generation": self._machine.generation} | facts
+        if before != after and self._record.cost_usd is not None:
+            facts["detail"] = {**facts.get("detail", {}), "cost_usd": self._record.cost_usd}
         event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
         told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
         level = logging.DEBUG if self._spec.shown else logging.INFO

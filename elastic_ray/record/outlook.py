@@ -11,7 +11,7 @@ from elastic_ray.events import EventKind, JobEvent, Pause
 from placement.cluster.progress import Progress
 from placement.goodput.remaining import remaining
 
-_WITHOUT_WORKERS = (EventKind.RESTART, EventKind.PREEMPTED, EventKind.FINISHED)
+_WITHOUT_WORKERS = (EventKind.RESTART, EventKind.PREEMPTED, EventKind.PAUSED, EventKind.FINISHED)
 _FEW_RATES = 3
 _SPREAD_OF_FEW = 0.5
 _MOST_SPREAD = 0.75

@@ -151,6 +151,10 @@ class JobRecord:
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
+    def paused(self, why: str) -> None:
+        """The job has no workers until it is resumed."""
+        self.phase, self.message = JobPhase.PAUSED, why
+
     def ending(self, phase: JobPhase, message: str) -> None:
         """The job has ended; its outcome follows with :meth:`end`."""
         self.phase, self.message = phase, message

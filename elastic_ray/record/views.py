@@ -71,6 +71,7 @@ def allocator_view(
     may_be_stopped: bool,
     weight: float,
     slow_nodes: Mapping[str, float],
+    paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
     """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
@@ -83,6 +84,7 @@ def allocator_view(
         max_workers=most,
         submitted_s=submitted_s,
         held_at=held_at,
+        paused=paused,
         wished=wished,
         allocation=allocation,
         most_workers=history.most_workers,

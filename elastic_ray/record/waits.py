@@ -33,7 +33,7 @@ def waits_for(
         return ""
     if storage:
         return "storage"
-    if phase is JobPhase.RUNNING:
+    if phase in (JobPhase.RUNNING, JobPhase.PAUSED):
         return ""
     if not target_workers:
         return ("a node of the autoscaler with " if needs_node else "") + _slots(spec)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.adaptation.requests import (
     Checkpoint,
+    Pause,
     Report,
     Request,
     Resize,
@@ -199,7 +200,9 @@ class Adaptation:
                 values.stop_in(self._progress.epoch, self._step.ordinal - 1 if self._step is not None else 0)
             case Report():
                 pass  # its event is all there is to it
-            case Checkpoint():
+            case Pause() if self._sizes is None:
+                return "there is no controller that would pause and resume it"
+            case Checkpoint() | Pause():  # the controller pauses the job when it is told of the request
                 if not self._run.registry.has_hook(HookPoint.CHECKPOINT_ASKED):
                     return "this run makes no automatic checkpoints"
                 self._run.registry.call(HookPoint.CHECKPOINT_ASKED)

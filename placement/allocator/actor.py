@@ -13,7 +13,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ray
@@ -24,21 +24,34 @@ from placement.allocator.clock import SteadyClock
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import (
+    Event,
+    JobEnded,
+    JobHeartbeat,
+    NodeForgiven,
+    NodesChanged,
+    Recalled,
+    SettingsChanged,
+    TimePassed,
+)
 from placement.allocator.explaining import Explanation
 from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
 from placement.allocator.recording import Recorder
+from placement.allocator.settings import OperatorSettings, check_quotas, in_force
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot
 from placement.allocator.waiting import StartTimes
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
+from placement.errors import InputError
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.store import StorageRoot
 from placement.knowledge.sync import KnowledgeSync
 from placement.planning.plan import possible_nodes
+from placement.ray_cluster import notes
+from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.cluster_scaler import ClusterScaler
 from placement.ray_cluster.dashboard_process import DashboardProcess
 from placement.ray_cluster.grafana import cluster_writer
@@ -46,6 +59,7 @@ from placement.ray_cluster.named_actors import create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
+from placement.ray_cluster.waiting_demand import WaitingDemand, demand
 from placement.storage.line_file import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
@@ -153,6 +167,15 @@ def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
     return said[0] == said[1]
 
 
+def _kept_settings() -> OperatorSettings:
+    """What an operator has set before; nothing where the note is not understood, which must not stop the cluster."""
+    try:
+        return OperatorSettings.from_plain(notes.settings(), where="the operator's settings")
+    except InputError as error:
+        logger.warning("%s; apply them again", error)
+        return OperatorSettings()
+
+
 class Allocator:
     """The actor's class; use ``get_or_create_allocator``."""
 
@@ -166,17 +189,16 @@ class Allocator:
         self._knowledge_sync = KnowledgeSync(
             self._knowledge, session, lambda measurements: self._handle(Recalled(measurements=measurements))
         )
-        self._watchers = Watchers((config or AllocatorConfig()).notices)
-        scaling = config.autoscaling if config is not None else None
-        self._scaler = ClusterScaler(scaling, packed.open(), config.constraints) if config and scaling else None
-        address = ray.get_runtime_context().gcs_address
-        self._dashboard = DashboardProcess(address) if config is not None and config.dashboard else None
-        writer = cluster_writer((config or AllocatorConfig()).metrics)
-        self._metrics = AllocatorMetrics(writer, scaling.node_types if scaling is not None else ())
-        self._orphans = Orphans((config or AllocatorConfig()).orphan_timeout_s)
+        self._ruling = _kept_settings().over(config or AllocatorConfig())
+        self._watchers = Watchers(self._ruling.notices)
+        self._dashboard: DashboardProcess | None = None
+        self._writer = cluster_writer(self._ruling.metrics)
+        self._open_nodes()
+        self._open_page()
+        self._orphans = Orphans(self._ruling.orphan_timeout_s)
         self._clock = SteadyClock()
         self._core: AllocatorCore | None = None
-        file = LineFile(config.record) if config is not None and config.record is not None else None
+        file = LineFile(self._ruling.record) if self._ruling.record is not None else None
         self._recorder = Recorder(file.append if file is not None else None)
         self._started = asyncio.Lock()
         self._controllers = Controllers(self._mourn)
@@ -189,6 +211,60 @@ class Allocator:
         load_solver: Callable[[], None] = getattr(self._policy, "load_solver", lambda: None)
         self._solver_task = asyncio.get_event_loop().create_task(asyncio.to_thread(load_solver))
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
+
+    def _open_nodes(self) -> None:
+        """Take up what rules about the cluster's size."""
+        scaling, constraints = self._ruling.scaling, self._ruling.constraints
+        self._scaler = ClusterScaler(scaling, self._packed.open(), constraints) if scaling is not None else None
+        self._demand = WaitingDemand() if self._ruling.autoscaling == "auto" else None
+        self._metrics = AllocatorMetrics(self._writer, scaling.node_types if scaling is not None else ())
+
+    def _open_page(self) -> None:
+        """Serve the page or end it, as ruled."""
+        if self._ruling.dashboard and self._dashboard is None:
+            self._dashboard = DashboardProcess(ray.get_runtime_context().gcs_address)
+        elif not self._ruling.dashboard and self._dashboard is not None:
+            self._dashboard.stop()
+            self._dashboard = None
+
+    async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
+        """What an operator may set, as it is in force, or as it would be with the wanted settings.
+
+        Raises:
+            InputError: a quota of a resource that no node has.
+        """
+        core, ruling = await self._start(), self._ruling
+        if wanted is not None:
+            ruling = wanted.over(self._config or AllocatorConfig())
+            known = {name for node in core.cluster.nodes for name in node.total}
+            known |= {name for kind in (ruling.scaling.node_types if ruling.scaling else ()) for name in kind.resources}
+            if ruling.autoscaling == "auto" and await asyncio.to_thread(may_autoscale):
+                known |= {"CPU", "GPU"}  # of nodes that are not there yet
+            check_quotas(ruling.tenants, known)
+        return in_force(ruling).to_plain()
+
+    async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
+        """Let an operator's settings rule from now on, also after this process's end; returns those in force.
+
+        Raises:
+            InputError: a quota of a resource that no node has.
+        """
+        await self.settings(wanted)
+        await asyncio.to_thread(notes.keep_settings, wanted.to_plain())
+        before, self._ruling = self._ruling, wanted.over(self._config or AllocatorConfig())
+        ruling = self._ruling
+        if repr((before.autoscaling, before.tenants)) != repr((ruling.autoscaling, ruling.tenants)):
+            await self._withdraw_nodes()
+            self._open_nodes()
+        self._open_page()
+        self._handle(SettingsChanged(tenants=ruling.tenants, priorities=ruling.priorities))
+        return in_force(ruling).to_plain()
+
+    async def _withdraw_nodes(self) -> None:
+        """Ask Ray for no node any more."""
+        for asks in (self._scaler, self._demand):
+            if asks is not None:
+                await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
         """A controller or a driver says what it speaks, before anything else.
@@ -260,7 +336,7 @@ class Allocator:
             core=core.snapshot(after if life == self._life else 0),
             recorded=core.recorded,
             life=self._life,
-            tenants=self._config.tenants if self._config is not None else (),
+            tenants=self._ruling.tenants,
             scaling=self._scaler.decision if self._scaler is not None else None,
             spot_types=self._scaler.spot_types if self._scaler is not None else frozenset(),
             decision_cpu_s=self._decision_cpu_s,
@@ -303,8 +379,7 @@ class Allocator:
             await asyncio.sleep(_POLL_S)  # made anew beside running jobs, it has yet to hear of them
         if not core.jobs:
             await self._knowledge_sync.save(now=True)
-            if self._scaler is not None:
-                await self._scaler.withdraw()
+            await self._withdraw_nodes()
         return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
     async def _start(self) -> AllocatorCore:
@@ -314,8 +389,8 @@ class Allocator:
                 while (nodes := await self._read()) is None:
                     await asyncio.sleep(_POLL_S)
                 running = any(node.reserved for node in nodes)
-                core = AllocatorCore(self._policy, self._config, settling=running, knowledge=self._knowledge)
-                self._recorder.begun(self._policy, self._config, settling=running)
+                core = AllocatorCore(self._policy, self._ruling, settling=running, knowledge=self._knowledge)
+                self._recorder.begun(self._policy, self._ruling, settling=running)
                 self._core = core
                 self._handle(self._nodes_changed(usable(self._history, ())))
                 self._starts = StartTimes(lambda: core.snapshot(core.recorded))
@@ -365,7 +440,7 @@ class Allocator:
         self._watchers.watch(self._history[-1])
 
     def _nodes_changed(self, cluster: Cluster) -> NodesChanged:
-        scaling = self._config.autoscaling if self._config is not None else None
+        scaling = self._ruling.scaling
         return NodesChanged(cluster=cluster, obtainable=scaling.obtainable if scaling is not None else ())
 
     def _usable(self, *newcomers: str, but: str = "") -> Cluster:
@@ -383,6 +458,10 @@ class Allocator:
         Not before jobs that ran already could be heard: their nodes would be taken for empty.
         """
         assert self._core is not None, "the loop starts after the core"
+        if self._demand is not None and self._core.settled:
+            jobs = [job for job in self._core.snapshot(self._core.recorded).jobs.values() if not job.view.paused]
+            waiting = {job.view.job for job in jobs if not job.target}
+            self._demand.look(demand([job.view for job in jobs], waiting, self._ruling.tenants))
         if self._scaler is not None and self._core.settled:
             now_s, steady_s = self._clock.read()
             if self._scaler.is_due():

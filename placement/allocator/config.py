@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import os
+from collections.abc import Mapping
+from typing import Literal
 
 from placement.autoscaling.config import Autoscaling
 from placement.checks import check_number
@@ -11,7 +14,10 @@ from placement.planning.constraints import Constraints
 from placement.planning.tenants import Tenant, check_tenants
 from placement.ray_cluster.notices import NoticeConfig
 
-_NO_NUMBERS = ("tenants", "one_multi_node_job_per_node", "notices", "autoscaling", "dashboard", "metrics", "record")
+_NO_NUMBERS = (
+    *("tenants", "priorities", "one_multi_node_job_per_node", "notices", "autoscaling", "dashboard", "metrics"),
+    "record",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +38,15 @@ class AllocatorConfig:
         log_length: decision records kept.
         rounds: decide at every ``TimePassed`` and never in between, as the published schedulers do.
         tenants: weights and quotas of tenants (``Constraints``).
+        priorities: priority of jobs by their name, or by a pattern of names (``prod-*``), in place of the one that they
+            ask for; the first that fits counts.
         one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes; None keeps that
             rule while links hold two jobs up (``placement.planning.multi_node.held_up``), unless it would stop a job.
         avoid_slow_nodes: a job leaves a node on which it has seen slow steps where it finds room for all its workers
             elsewhere, and so do all jobs where two have seen that.
         notices: how spot nodes learn that their cloud takes them away.
-        autoscaling: lets the allocator decide about the cluster's size; None leaves that to Ray's autoscaler.
+        autoscaling: lets the allocator decide about the cluster's size, with prices. ``"auto"``: where Ray's autoscaler
+            runs, it is asked for nodes for the jobs that wait. None asks it for nothing.
         dashboard: serve the page that shows the cluster (``elastic-ray dashboard``) from the head node, on loopback and
             without actions; the allocator logs its address.
         metrics: tell Prometheus of the cluster through Ray's metrics, and place the Grafana dashboard where Ray's own
@@ -57,10 +66,11 @@ class AllocatorConfig:
     log_length: int = 10_000
     rounds: bool = False
     tenants: tuple[Tenant, ...] = ()
+    priorities: Mapping[str, int] = dataclasses.field(default_factory=dict)
     one_multi_node_job_per_node: bool | None = None
     avoid_slow_nodes: bool = True
     notices: NoticeConfig = dataclasses.field(default_factory=NoticeConfig)
-    autoscaling: Autoscaling | None = None
+    autoscaling: Autoscaling | Literal["auto"] | None = "auto"
     dashboard: bool = False
     metrics: bool = True
     record: str | None = None
@@ -75,11 +85,25 @@ class AllocatorConfig:
             )
         check_number("log_length", self.log_length, least=1)
         check_tenants(self.tenants)
+        for pattern, priority in self.priorities.items():
+            if isinstance(priority, bool) or not isinstance(priority, int):
+                raise TypeError(f"priorities[{pattern!r}] must be a whole number, but got {priority!r}")
+        if isinstance(self.autoscaling, str) and self.autoscaling != "auto":
+            raise ValueError(f'autoscaling must be "auto", None or Autoscaling(...), but got {self.autoscaling!r}')
         for name in ("dashboard", "metrics"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, but got {getattr(self, name)!r}")
         if self.record is not None and (not isinstance(self.record, str) or not os.path.isabs(self.record)):
             raise ValueError(f"record must be None or the absolute path of a file, but got {self.record!r}")
+
+    @property
+    def scaling(self) -> Autoscaling | None:
+        """Node types and objective by which the allocator decides about the cluster's size; None where it does not."""
+        return None if isinstance(self.autoscaling, str) else self.autoscaling
+
+    def priority_of(self, job: str) -> int | None:
+        """Priority that a job has in place of its own; None for its own."""
+        return next((each for pattern, each in self.priorities.items() if fnmatch.fnmatchcase(job, pattern)), None)
 
     @property
     def constraints(self) -> Constraints:

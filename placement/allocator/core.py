@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import (
+    Event,
+    JobEnded,
+    JobHeartbeat,
+    NodeForgiven,
+    NodesChanged,
+    Recalled,
+    SettingsChanged,
+    TimePassed,
+)
 from placement.allocator.explaining import Explanation, explain
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
 from placement.allocator.known_job import KnownJob
@@ -207,6 +217,10 @@ class AllocatorCore:
         elif isinstance(event, NodeForgiven):
             if self._nodes.forgive(event.node, steady_s):
                 self._pending = self._pending or Trigger.NODES
+        elif isinstance(event, SettingsChanged):
+            self._config = dataclasses.replace(self._config, tenants=event.tenants, priorities=event.priorities)
+            self._constraints = self._config.constraints
+            self._hurry(Trigger.LIMITS)
         elif isinstance(event, Recalled):
             if self._knowledge is not None:
                 self._knowledge.recall(event.measurements, now_s)
@@ -240,6 +254,8 @@ class AllocatorCore:
 
     def _hear(self, view: JobView, now_s: float, steady_s: float) -> None:
         """Take in a heartbeat; a new job calls for a decision at once, and so do new limits unless in rounds."""
+        if (priority := self._config.priority_of(view.job)) is not None:
+            view = dataclasses.replace(view, priority=priority)
         if self._settling and self._settled_s is None:
             # Counted from the first heartbeat: after a restart it takes the jobs a while to find the allocator.
             self._settled_s = steady_s + self._config.settle_s
@@ -272,7 +288,7 @@ class AllocatorCore:
             self._knowledge.machines(cluster)
         try:
             check(self._targets(), {name: job.view.bundle for name, job in self._jobs.items()}, cluster)
-            urgent = any(not job.target for job in self._jobs.values())  # a waiting job may fit now
+            urgent = any(job.waits for job in self._jobs.values())  # a waiting job may fit now
         except AllocationError:
             urgent = True
         if urgent:
@@ -340,11 +356,11 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        """Every job that could run and is not paused, placed as decided, with what others know of its model."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)
-            if job.impossible_since_s is None
+            if job.impossible_since_s is None and not job.view.paused
         ]
         return views if self._knowledge is None else [self._knowledge.complete(view, now_s) for view in views]
 
@@ -356,7 +372,7 @@ class AllocatorCore:
         """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
-            reason = plan.reasons.get(name, job.reason)
+            reason = job.view.paused or plan.reasons.get(name, job.reason)
             if reason != job.reason and not job.target and name not in plan.allocation:
                 instructions.append(Allocate(job=name, nodes={}, reason=reason))  # let it say what it waits for
             job.explain(reason)
@@ -398,7 +414,7 @@ class AllocatorCore:
             kind = worker_kind(view), view.min_workers
             if kind not in reasons:
                 reasons[kind] = unsatisfiable(view, possible)
-            if job.judge(reasons[kind], now_s):
+            if job.judge(None if view.paused else reasons[kind], now_s):
                 self._hurry(Trigger.NODES)
 
     def _tell_impossible(self, now_s: float) -> list[Instruction]:

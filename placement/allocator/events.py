@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import JobView
 from placement.knowledge.records import Measurements
+from placement.planning.tenants import Tenant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,4 +74,17 @@ class NodeForgiven:
     node: str
 
 
-Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | NodeForgiven | TimePassed | Recalled
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsChanged:
+    """An operator has changed the settings of the cluster.
+
+    Attributes:
+        tenants: as ``AllocatorConfig`` has them.
+        priorities: likewise.
+    """
+
+    tenants: tuple[Tenant, ...] = ()
+    priorities: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+Event: TypeAlias = JobHeartbeat | JobEnded | NodesChanged | NodeForgiven | SettingsChanged | TimePassed | Recalled

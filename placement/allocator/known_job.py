@@ -36,6 +36,11 @@ class KnownJob:
         reason = "keeps the workers that it came with" if view.allocation else "has just arrived"
         return cls(view=view, decided_on=view, target=dict(view.allocation), reason=reason, heard_s=now_s)
 
+    @property
+    def waits(self) -> bool:
+        """True if it has no workers and would take some."""
+        return not self.target and not self.view.paused
+
     def hear(self, view: JobView, now_s: float) -> None:
         """A heartbeat."""
         self.view, self.heard_s = view, now_s

@@ -35,7 +35,7 @@ NODES_AVOIDED = gauge(
 INSTRUMENTS = (SLOTS, JOBS, DECISION_SECONDS, DECISIONS, NODES_WANTED, NODES_MISSING, SLOT_PRICE, NODES_AVOIDED)
 
 _SLOT_STATES = ("used", "starting", "idle", "draining", "other")
-_PHASES = ("waiting", "starting", "running")
+_PHASES = ("waiting", "starting", "running", "paused")
 _NO_TYPE = "none"
 _NO_PRICES: Mapping[str, float] = {}
 
@@ -82,6 +82,8 @@ def _phase_samples(jobs: Iterable[JobState]) -> list[Sample]:
 
 def _phase(job: JobState) -> str:
     """A job runs if it holds workers' resources, and starts if it is to."""
+    if job.view.paused and not job.target:
+        return "paused"
     return "running" if job.view.allocation else "starting" if job.target else "waiting"
 
 

@@ -20,7 +20,16 @@ from typing import Any
 
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import (
+    Event,
+    JobEnded,
+    JobHeartbeat,
+    NodeForgiven,
+    NodesChanged,
+    Recalled,
+    SettingsChanged,
+    TimePassed,
+)
 from placement.allocator.snapshot import DecisionRecord
 from placement.errors import InputError
 from placement.goodput.fitting import Observation
@@ -32,7 +41,8 @@ FORMAT = 1
 _ENDLESS = 1_000_000_000
 
 _EVENTS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (JobHeartbeat, JobEnded, NodesChanged, NodeForgiven, TimePassed, Recalled)
+    kind.__name__: kind
+    for kind in (JobHeartbeat, JobEnded, NodesChanged, NodeForgiven, SettingsChanged, TimePassed, Recalled)
 }
 # Of the configuration; no core reads them.
 _SHELLS_OWN = ("notices", "autoscaling", "dashboard", "metrics", "record", "orphan_timeout_s")

@@ -9,7 +9,7 @@ from placement.allocator.snapshot import Trigger
 from placement.cluster.jobs import JobView, speeds
 
 _LIMITS = (
-    *("bundle", "min_workers", "max_workers", "held_at", "wished", "label_selector", "submitted_s"),
+    *("bundle", "min_workers", "max_workers", "held_at", "paused", "wished", "label_selector", "submitted_s"),
     *("priority", "tenant", "preemptible", "deadline_s", "whole_nodes", "tenant_weight", "spot", "budget_usd"),
 )
 

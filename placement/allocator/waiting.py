@@ -36,6 +36,6 @@ class StartTimes:
 
     def _estimate(self) -> dict[str, float]:
         seen = self._look()
-        waiting = [state.view for state in seen.jobs.values() if not state.target]
+        waiting = [state.view for state in seen.jobs.values() if not state.target and not state.view.paused]
         running = [(state.view, state.target) for state in seen.jobs.values() if state.target]
         return start_times(waiting, running, seen.cluster) if waiting else {}

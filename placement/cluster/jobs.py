@@ -62,6 +62,7 @@ class JobView:
         max_workers: with more workers it does not want to run.
         submitted_s: when the job was submitted [s since the epoch]; earlier jobs are admitted first.
         held_at: the user holds the job at exactly this many workers; None leaves it to the policy.
+        paused: why the user has paused the job, which gets no workers until it is resumed; empty where it is not.
         wished: fewest workers that a policy of the job's own asks for; it gets them from slots that are of no use to
             other jobs (``placement.planning.wishes``), and ``held_at`` outranks it. None for no wish.
         allocation: bundles held now by node id: every reservation that is fulfilled, whether or not its
@@ -114,6 +115,7 @@ class JobView:
     max_workers: int = 1
     submitted_s: float = 0.0
     held_at: int | None = None
+    paused: str = ""
     wished: int | None = None
     allocation: Mapping[str, int] = dataclasses.field(default_factory=dict)
     most_workers: int = 0

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import IO
 
 from placement.text import printable
 
@@ -29,12 +30,20 @@ class DashboardProcess:
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
         self._address = ""
+        self._input: IO[str] | None = None
+        self._stopped = False
         threading.Thread(target=self._run, name="dashboard", daemon=True).start()
 
     @property
     def address(self) -> str:
         """Where the page is; empty until it is served, and after it has ended."""
         return self._address
+
+    def stop(self) -> None:
+        """End it: its standard input does."""
+        self._stopped = True
+        if self._input is not None:
+            self._input.close()
 
     def _run(self) -> None:
         """Start it and hear what it says until it ends; a page that fails is told of, and costs nothing else."""
@@ -52,6 +61,9 @@ class DashboardProcess:
             logger.warning("the dashboard cannot be started: %s", error)
             return
         assert process.stdout is not None, "asked for"
+        self._input = process.stdin
+        if self._stopped:
+            self.stop()
         last = ""
         for line in process.stdout:
             last = line.strip() or last
@@ -59,4 +71,6 @@ class DashboardProcess:
                 self._address = line.removeprefix(_SAYS).strip()
                 logger.info("dashboard: %s", self._address)
         self._address = ""
-        logger.warning("the dashboard has ended with code %d: %s", process.wait(), printable(last))
+        code = process.wait()
+        if not self._stopped:
+            logger.warning("the dashboard has ended with code %d: %s", code, printable(last))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
+from typing import Any
 
 from ray.experimental import internal_kv
 
@@ -25,6 +27,12 @@ TRAIN_LOOP = "train_loop"
 """Name of the note that says under which key the train function is kept, where it is kept apart."""
 
 _ACCOUNT = b"allocator/account"
+_ENDED = "ended/"
+ENDED_FOR_S = 3600.0
+"""How long it is remembered how a job ended [s]."""
+
+_ASKS = b"allocator/asks_for_nodes"
+_SETTINGS = b"allocator/settings"
 _FORMAT = 1
 
 
@@ -46,6 +54,62 @@ def account() -> Account:
         logger.warning("what the cluster has cost is counted from now on: %s", error)
         return Account()
     return Account(**{field.name: told[field.name] for field in dataclasses.fields(Account)})
+
+
+def keep_settings(settings: Mapping[str, Any]) -> None:
+    """Note what the operator has set, for the next allocator. Blocks for a moment."""
+    text = json.dumps({"format": _FORMAT, "settings": settings})
+    internal_kv._internal_kv_put(_SETTINGS, text.encode(), overwrite=True, namespace=NAMESPACE)
+
+
+def settings() -> Mapping[str, Any]:
+    """Return what the operator has set; empty where nothing was, or a newer release has noted it."""
+    text: bytes | None = internal_kv._internal_kv_get(_SETTINGS, namespace=NAMESPACE)
+    told = json.loads(text) if text is not None else {}
+    try:
+        check_format(told, _FORMAT)
+    except ValueError as error:
+        logger.warning("the operator's settings are not used, apply them again: %s", error)
+        return {}
+    found: Mapping[str, Any] = told.get("settings", {})
+    return found
+
+
+def keep_asks_for_nodes(asks: bool) -> None:
+    """Note whether Ray's autoscaler is asked for nodes, for the next allocator to withdraw. Blocks for a moment."""
+    internal_kv._internal_kv_put(_ASKS, b"1" if asks else b"", overwrite=True, namespace=NAMESPACE)
+
+
+def asks_for_nodes() -> bool:
+    """True if an allocator has asked Ray's autoscaler for nodes and not withdrawn it. Blocks for a moment."""
+    return bool(internal_kv._internal_kv_get(_ASKS, namespace=NAMESPACE))
+
+
+def keep_ended(job: str, ended_s: float, text: str) -> None:
+    """Note how a job ended, and delete notes of those that ended more than an hour before. Blocks for a moment."""
+    internal_kv._internal_kv_put(_ended_key(job, ended_s), text.encode(), overwrite=True, namespace=NAMESPACE)
+    for key in _ended_keys():
+        if ended_s - _ended_s(key) > ENDED_FOR_S:
+            internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+
+
+def ended(now_s: float) -> tuple[bytes, ...]:
+    """Return the notes of jobs that ended within the last hour. Blocks for a moment."""
+    keys = [key for key in _ended_keys() if now_s - _ended_s(key) <= ENDED_FOR_S]
+    texts = (internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys)
+    return tuple(text for text in texts if text)
+
+
+def _ended_key(job: str, ended_s: float) -> bytes:
+    return f"{_ENDED}{ended_s:.3f}/{job}".encode()
+
+
+def _ended_keys() -> list[bytes]:
+    return list(internal_kv._internal_kv_list(_ENDED.encode(), namespace=NAMESPACE) or ())
+
+
+def _ended_s(key: bytes) -> float:
+    return float(key.decode().removeprefix(_ENDED).partition("/")[0])
 
 
 def key_of(controller: str, name: str) -> bytes:

@@ -80,8 +80,29 @@ def test_a_job_is_listed_explained_resized_and_stopped(ray_cluster: Any, tmp_pat
     assert "-> 1" in then and "seen" in then
     assert "cluster must look like" in run(ray_cluster, "simulate", "--live", "--nodes", "x", code=2).stderr
 
+    assert "it is not paused, it is running" in run(ray_cluster, "resume", "seen", code=1).stderr
+    assert run(ray_cluster, "pause", "seen").stdout.startswith("job seen: paused, workers 0")
+    assert "it is paused already" in run(ray_cluster, "pause", "seen", code=1).stderr
+    (row,) = json.loads(run(ray_cluster, "jobs", "--json").stdout)
+    assert (row["phase"], row["workers"], row["waits_for"]) == ("paused", 0, "")
+    assert "there are slots" in run(ray_cluster, "resume", "seen").stdout
     assert "stopped" in run(ray_cluster, "stop", "seen").stdout
     handle.result(timeout=180)
+
+    failing = start(tmp_path, workers=1, name="bad", raise_at=3)
+    failing.wait(180)
+    deadline = time.monotonic() + 60.0
+    while any(row["ended_s"] is None for row in json.loads(run(ray_cluster, "jobs", "--json").stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    bad, good = json.loads(run(ray_cluster, "jobs", "--json").stdout)
+    assert (bad["job"], bad["phase"], good["job"], good["phase"]) == ("bad", "failed", "seen", "stopped")
+    assert bad["message"] == 'KeyError: "the user\'s own mistake"' and bad["user"]
+    said = run(ray_cluster, "status", "seen").stdout
+    assert said.startswith("job seen: stopped ") and f"results: {good['storage_path']}" in said
+    assert f"checkpoint: {good['checkpoint']}" in said and "since its submission" in said
+    assert "job bad: failed" in run(ray_cluster, "status", "bad", code=1).stdout
+    assert "'bad' has ended: failed, KeyError" in run(ray_cluster, "resize", "bad", "1", code=1).stderr
     assert "forgotten" in run(ray_cluster, "stop", "gone", code=1).stderr
 
 

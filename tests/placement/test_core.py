@@ -56,6 +56,26 @@ class World:
         return {job: sum(state.target.values()) for job, state in self.core.snapshot().jobs.items()}
 
 
+def test_a_paused_job_gets_nothing_and_waits_for_nothing_until_it_is_resumed() -> None:
+    world = World(4)
+    world.arrive(view("a", max_workers=4))
+    world.arrive(view("b", max_workers=4))
+    world.views["a"] = dataclasses.replace(world.views["a"], paused="paused by hand")
+    told = [each for each in world.beat("a") if isinstance(each, Allocate) and each.job == "a"]
+    assert [(each.nodes, each.reason) for each in told] == [({}, "paused by hand")]
+    world.beat("a")
+    assert world.sizes()["a"] == 0 and world.sizes()["b"] > 0
+    assert [each.job for each in world.core.views_to_scale_for(world.now_s)] == ["b"]  # no node is asked for it
+    assert world.core.snapshot().jobs["a"].reason == "paused by hand"
+    world.send(NodesChanged(cluster=cluster(0)))  # nothing could hold it now, which is no matter while it is paused
+    told_all = [each for _ in range(8) for job in "ab" for each in world.beat(job, 1.0)]
+    assert {each.job for each in told_all if isinstance(each, Unsatisfiable)} == {"b"}
+    world.send(NodesChanged(cluster=cluster(4)))
+    world.views["a"] = dataclasses.replace(world.views["a"], paused="")
+    world.beat("a")
+    assert world.sizes()["a"] > 0
+
+
 def test_arrivals_and_ends_are_decided_at_once() -> None:
     world = World(8)
     assert [i.job for i in world.arrive(view("a"))] == ["a"]

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from placement.allocator.config import AllocatorConfig
-from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodeForgiven, NodesChanged, Recalled, TimePassed
+from placement.allocator.events import (
+    Event,
+    JobEnded,
+    JobHeartbeat,
+    NodeForgiven,
+    NodesChanged,
+    Recalled,
+    SettingsChanged,
+    TimePassed,
+)
 from placement.allocator.recording import Life, Recorder, event_line, read_recording, replay, start_line
 from placement.cluster.cluster import Cluster, Node
 from placement.cluster.jobs import Bill, JobView
@@ -46,6 +55,7 @@ FULL = JobView(
     max_workers=8,
     submitted_s=1764000000.123456,
     held_at=4,
+    paused="by hand",
     wished=3,
     allocation={"n0": 2, "n1": 1},
     most_workers=3,
@@ -112,6 +122,7 @@ EVENTS: tuple[Event, ...] = (
     JobEnded(job="b"),
     NodesChanged(cluster=NODES, obtainable=(node("n9", 2),)),
     NodeForgiven(node="n1"),
+    SettingsChanged(tenants=(Tenant(name="a", weight=2.5, quota={"GPU": 3}),), priorities={"prod-*": 7}),
     TimePassed(),
     Recalled(measurements=KNOWN),
 )

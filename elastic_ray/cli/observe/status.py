@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import click
 
 from elastic_ray.cli.jobs import show_events
-from elastic_ray.cli.listings import SHORT_ID, Submission, job_rows
+from elastic_ray.cli.listings import SHORT_ID, JobRow, Submission, ended_row, job_rows
 from elastic_ray.cli.observe.status_lines import outlook_lines
 from elastic_ray.cli.options import job_argument, json_option
-from elastic_ray.cli.output import say, show_json
+from elastic_ray.cli.output import ago, say, show_json
 from elastic_ray.driver.display import status_line
 
 
@@ -26,6 +27,10 @@ def status(job: str, last: int, as_json: bool) -> None:
 
     cluster.connect()
     if not cluster.find_jobs(job):
+        ended = cluster.ended_job(job)
+        if ended is not None:
+            _show_ended(ended_row(ended), as_json)
+            return
         script = ray_jobs.find(job)
         if script is None:
             raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
@@ -48,6 +53,25 @@ def status(job: str, last: int, as_json: bool) -> None:
         say(str(why) if why is not None else "the allocator has not heard of it")
         say(f"results: {row.storage_path}")
         show_events(name, events[len(events) - min(last, len(events)) :])
+    if row.failed:
+        raise click.exceptions.Exit(1)
+
+
+def _show_ended(row: JobRow, as_json: bool) -> None:
+    """A job that has ended within the hour."""
+    if as_json:
+        show_json({"job": row, "workers": (), "events": (), "explanation": None})
+    else:
+        ended_s, begun_s = row.ended_s or 0.0, row.submitted_s or 0.0
+        when = f"{row.phase} {ago(time.time() - ended_s)} ago, after {ago(ended_s - begun_s)}"
+        say(f"job {row.job}: {when}: {row.message}")
+        for name, value in row.metrics.items():
+            say(f"  {name}: {value}")
+        for line in outlook_lines(row):
+            say(f"  {line}")
+        say(f"results: {row.storage_path}")
+        if row.checkpoint:
+            say(f"checkpoint: {row.checkpoint}")
     if row.failed:
         raise click.exceptions.Exit(1)
 

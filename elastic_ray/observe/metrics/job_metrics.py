@@ -29,6 +29,7 @@ _REASONS = {
     EventKind.FAILURE: "failure",
     EventKind.RESTART: "restart",
     EventKind.PREEMPTED: "preempted",
+    EventKind.PAUSED: "paused",
 }
 _OF = ("job", "tenant", "model")
 

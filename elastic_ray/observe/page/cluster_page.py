@@ -184,7 +184,7 @@ class ClusterPage:
         """The use of slots now."""
         present = [row for row in self._nodes.values() if row.gone_s is None]
         states = look.allocator.core.jobs.values() if look.allocator is not None else ()
-        waiting = sum(1 for state in states if not state.target)
+        waiting = sum(1 for state in states if not state.target and not state.view.paused)
         scaling = look.allocator.scaling if look.allocator is not None else None
         self._history.measure(
             look.now_s, sum(row.used for row in present), waiting, scaling.usd_per_h if scaling is not None else None

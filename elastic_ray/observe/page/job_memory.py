@@ -93,6 +93,7 @@ MARKS: Mapping[EventKind, str] = {
     EventKind.FAILURE: "kill",
     EventKind.RESTART: "kill",
     EventKind.PREEMPTED: "preempted",
+    EventKind.PAUSED: "paused",
     EventKind.OUT_OF_MEMORY: "out of memory",
     EventKind.STRAGGLER: "straggler",
     EventKind.NOT_FINITE: "not finite",

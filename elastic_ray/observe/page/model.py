@@ -17,7 +17,7 @@ class PageSource:
     Attributes:
         kind: ``live``, ``files`` or ``simulation``.
         name: the cluster's address, the path, or the trace.
-        actions: whether jobs can be resized, released and stopped from the page, with a token.
+        actions: whether jobs can be resized, released, paused, resumed and stopped from the page, with a token.
         problem: why there are no newer facts; empty while there are.
     """
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from elastic_ray.events import JobPhase
 from elastic_ray.observe.page.model import PageJob, PageNode, SlotCount, Strip, TenantShare, WantedNodes
 from elastic_ray.observe.page.rows import slots_of, slots_per_worker
 from placement.allocator.snapshot import AllocatorLook, JobState
@@ -30,7 +31,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
     return Strip(
         slots=_slots(look.core.cluster, jobs, nodes, states),
         running=sum(1 for each in jobs if each.workers),
-        waiting=sum(1 for each in jobs if not each.workers),
+        waiting=sum(1 for each in jobs if not each.workers and each.phase != JobPhase.PAUSED.value),
         held=sum(1 for each in jobs if each.held_at is not None),
         usd_per_h=look.scaling.usd_per_h if look.scaling is not None else None,
         speed=now,
@@ -136,7 +137,7 @@ def tenant_shares(look: AllocatorLook) -> tuple[TenantShare, ...]:
                 borrowed=max(used[name] - owed, 0.0),
                 quota=dict(known[name].quota) if name in known else {},
                 jobs=len(own),
-                waiting=sum(1 for state in own if not state.target),
+                waiting=sum(1 for state in own if not state.target and not state.view.paused),
                 fairness=_fairness(own, owed, look),
             )
         )

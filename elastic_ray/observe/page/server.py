@@ -23,7 +23,7 @@ from elastic_ray.observe.page.source import ActionRefusedError, Source
 from placement.errors import InputError
 
 logger = logging.getLogger("elastic_ray.observe")
-_ACTIONS = ("resize", "release", "stop")
+_ACTIONS = ("resize", "release", "pause", "resume", "stop")
 _MOST_BODY = 4096
 _BEAT_S = 15.0  # an empty line, by which a browser that is gone is noticed
 _IDLE = 4  # a page that nobody has open looks so many times more rarely
@@ -259,7 +259,7 @@ class PageServer:
             return await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
 
     async def _act(self, request: web.Request) -> web.StreamResponse:
-        """Resize, release or stop a job."""
+        """Resize, release, pause, resume or stop a job."""
         job, action = request.match_info["job"], request.match_info["action"]
         if action not in _ACTIONS:
             return _error(404, f"there is no action {action[:40]!r}: it must be one of {', '.join(_ACTIONS)}")

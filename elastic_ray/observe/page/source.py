@@ -117,7 +117,7 @@ class Source(Protocol):
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """``resize`` (to so many workers), ``release`` or ``stop`` a job; returns what has been done.
+        """``resize`` (to so many workers), ``release``, ``pause``, ``resume`` or ``stop`` a job; returns what was done.
 
         Raises:
             ActionRefusedError: it cannot be done.

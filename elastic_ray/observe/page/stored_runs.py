@@ -130,7 +130,7 @@ def _row(run: StoredRun, ink: str) -> PageJob:
 def _phase(end: JobEvent | None) -> str:
     """How a run has ended, by what its controller wrote."""
     reason = end.reason if end is not None else ""
-    return next((word for word in ("finished", "stopped") if reason == f"the job has {word}"), "failed")
+    return next((word for word in ("finished", "stopped") if reason.endswith(f"the job has {word}")), "failed")
 
 
 def _loss(report: Report) -> float | None:

@@ -22,6 +22,7 @@ _MARKS = frozenset(
         EventKind.FAILURE,
         EventKind.RESTART,
         EventKind.PREEMPTED,
+        EventKind.PAUSED,
         EventKind.RESUMED,
         EventKind.BATCH,
         EventKind.BATCH_KEPT,
@@ -34,7 +35,7 @@ _MARKS = frozenset(
     }
 )
 _STARTS = frozenset({EventKind.STARTED, EventKind.RECOVERED})
-_SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED})
+_SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, EventKind.PAUSED})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

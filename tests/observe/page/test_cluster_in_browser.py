@@ -73,6 +73,12 @@ def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, 
         page.wait_for_selector("#what-answer td:has-text('seen')")
         page.get_by_role("button", name="Release").click()
         until(page, f"!{workers}.includes('held')")
+        phase = "document.querySelector('[data-job=seen] [data-column=phase]').textContent"
+        page.get_by_role("button", name="Pause", exact=True).click()
+        until(page, f"{phase} === 'paused'")
+        assert read(f"{url}api/snapshot")["strip"]["waiting"] == 0
+        page.get_by_role("button", name="Resume", exact=True).click()
+        until(page, f"{phase} === 'running'", 120)
         page.get_by_role("button", name="Stop", exact=True).click()
         until(
             page,

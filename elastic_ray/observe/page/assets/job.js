@@ -131,6 +131,7 @@ export class JobView {
     return h("div", { class: "tools", id: "actions" }, input,
       button("Hold at this size", () => this.act("resize", { workers: Number(input.value) })),
       button("Release", () => this.act("release", {})),
+      row.phase === "paused" ? button("Resume", () => this.act("resume", {})) : button("Pause", () => this.act("pause", {})),
       button("Stop", () => { if (window.confirm(`Stop job ${row.job}?`)) this.act("stop", {}); }));
   }
 

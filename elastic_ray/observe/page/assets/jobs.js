@@ -5,7 +5,7 @@ import { $, bar, h, number, percent, span } from "./dom.js";
 const ROW = 26;
 const COLUMNS = [
   ["job", "Job", "minmax(140px, 1.3fr)", (j) => [h("i", { class: "swatch", style: { background: j.colour } }), j.job], (j) => j.job],
-  ["phase", "Phase", "80px", (j) => h("span", { class: { failed: "bad", waiting: "warn", silent: "warn" }[j.phase] }, j.phase), (j) => j.phase],
+  ["phase", "Phase", "80px", (j) => h("span", { class: { failed: "bad", waiting: "warn", paused: "warn", silent: "warn" }[j.phase] }, j.phase), (j) => j.phase],
   ["workers", "Workers", "108px", workers, (j) => j.workers],
   ["batch", "Batch", "68px", (j) => (j.batch ? number(j.batch) : ""), (j) => j.batch],
   ["rate", "Samples/s", "80px", (j) => (j.samples_per_s ? number(j.samples_per_s) : ""), (j) => j.samples_per_s],

@@ -7,7 +7,7 @@ const LEFT = 130;
 const RIGHT = 44;
 const AXIS = 20;
 export const MARKS = {
-  resize: ["▲", "ink"], kill: ["✕", "bad"], preempted: ["■", "warn"], "out of memory": ["!", "bad"], checkpoint: ["•", "soft"],
+  resize: ["▲", "ink"], kill: ["✕", "bad"], preempted: ["■", "warn"], paused: ["‖", "ink"], "out of memory": ["!", "bad"], checkpoint: ["•", "soft"],
   drain: ["▼", "warn"], "spot notice": ["$", "warn"], gone: ["✕", "bad"], straggler: ["~", "warn"], "not finite": ["?", "bad"],
 };
 

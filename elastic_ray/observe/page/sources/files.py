@@ -34,7 +34,8 @@ class RunFiles(StoredPage):
     def __init__(self, path: str) -> None:
         try:
             filesystem, root = resolve(path, None)
-            newest, left_out = _directories(filesystem, root, _DEPTH)
+            found = run_folders(filesystem, root)
+            newest, left_out = sorted(folder for _, folder in found[:MOST_RUNS]), max(0, len(found) - MOST_RUNS)
             runs, unread = _read_all(filesystem, newest, root)
         except (OSError, ValueError) as error:
             raise InputError(f"storage path {path!r} cannot be read: {error}") from error
@@ -47,11 +48,11 @@ class RunFiles(StoredPage):
         super().__init__(*stored_page(path, runs, problem=problem))
 
 
-def _directories(filesystem: pyarrow.fs.FileSystem, root: str, depth: int) -> tuple[list[str], int]:
-    """Directories of runs from here on, at most so deep; of very many the newest, and how many others there are."""
+def run_folders(filesystem: pyarrow.fs.FileSystem, root: str) -> list[tuple[int, str]]:
+    """Return directories of runs from here on, with the time of their last event [ns], the newest first."""
     found: list[tuple[int, str]] = []
     level = [root]
-    for _ in range(depth + 1):
+    for _ in range(_DEPTH + 1):
         below: list[str] = []
         for folder in level:
             try:
@@ -66,8 +67,7 @@ def _directories(filesystem: pyarrow.fs.FileSystem, root: str, depth: int) -> tu
                 continue
             below += _subfolders(entries)
         level = below
-    kept = sorted(found, reverse=True)[:MOST_RUNS]
-    return sorted(folder for _, folder in kept), len(found) - len(kept)
+    return sorted(found, reverse=True)
 
 
 def _subfolders(entries: Sequence[pyarrow.fs.FileInfo]) -> Iterator[str]:

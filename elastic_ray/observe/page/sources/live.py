@@ -176,7 +176,7 @@ class LiveCluster:
         return compare(self._page.allocator, nodes, policy, now_s)
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """Resize, release or stop a job; see ``Source``."""
+        """Resize, release, pause, resume or stop a job; see ``Source``."""
         controller = self._controller(job)
         if controller is None:
             raise ActionRefusedError(f"there is no job {job!r}; one that has ended is forgotten")
@@ -187,6 +187,12 @@ class LiveCluster:
             if action == "release":
                 ray.get(controller.release.remote(), timeout=_ACTION_S)
                 return "its size is the allocator's again"
+            if action == "pause":
+                ray.get(controller.pause.remote("paused from the page"), timeout=_ACTION_S)
+                return "it is saved after the step in progress and gives its slots back"
+            if action == "resume":
+                ray.get(controller.resume.remote(), timeout=_ACTION_S)
+                return "it continues as soon as there are slots for it"
             ray.get(controller.stop.remote(), timeout=_ACTION_S)
             return "it stops after the step in progress"
         except GetTimeoutError:

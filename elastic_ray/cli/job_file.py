@@ -1,0 +1,91 @@
+"""A job in a file, ``job.yaml``, for ``elastic-ray submit`` (pure but for reading that file)."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from elastic_ray.driver.overrides import parse_workers
+from placement.errors import InputError
+
+SUFFIXES = (".yaml", ".yml")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """What the options of ``elastic-ray submit`` say, in a file; paths are relative to the file.
+
+    Attributes:
+        script: that makes an ``ElasticTrainer``.
+        arguments: of the script.
+        workers: (min, max); None leaves it to the script.
+        gpus: train on GPUs; False leaves it to the script.
+        name: of the job; None for the script's, with the time.
+        working_dir: folder that is sent to the cluster; None for the script's own.
+        runtime_env: Ray's runtime environment.
+        python: interpreter on the head node.
+    """
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    workers: tuple[int, int] | None = None
+    gpus: bool = False
+    name: str | None = None
+    working_dir: Path | None = None
+    runtime_env: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    python: str = "python"
+
+
+def read_job_file(path: Path) -> JobFile:
+    """Read a job's file.
+
+    Raises:
+        InputError: it cannot be read, or says something that is not understood; names the field and what is right.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        plain, as_written = yaml.safe_load(text), yaml.load(text, yaml.BaseLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    known = [field.name for field in dataclasses.fields(JobFile)]
+    if not isinstance(plain, dict) or "script" not in plain:
+        raise InputError(f"{path} must be a mapping with script, such as {{script: train.py, workers: 1:8}}")
+    for key in plain:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            meant = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            raise InputError(f"{path}: there is no field {key!r}; {meant}")
+    said = {key: value for key, value in plain.items() if value is not None}
+    for key, kind, what in (
+        ("script", str, "a path"),
+        ("name", str, "text"),
+        ("working_dir", str, "a path"),
+        ("python", str, "a path"),
+        ("gpus", bool, "true or false"),
+        ("runtime_env", dict, "a mapping"),
+        ("arguments", list | str, "a list, or one line as a shell takes it"),
+        ("workers", int | str, "a number such as 4, or min:max such as 1:8"),
+    ):
+        if key in said and (not isinstance(said[key], kind) or (isinstance(said[key], bool) and kind is not bool)):
+            raise InputError(f"{path}: {key} must be {what}, but got {said[key]!r}")
+    if "workers" in said:
+        try:
+            said["workers"] = parse_workers(as_written["workers"])  # YAML takes 1:8 for 68 seconds
+        except ValueError as error:
+            raise InputError(f"{path}: {error}") from None
+    if "arguments" in said:
+        given = said["arguments"]
+        said["arguments"] = tuple(shlex.split(given) if isinstance(given, str) else map(str, given))
+    for key in ("script", "working_dir"):
+        if key in said:
+            said[key] = path.parent / said[key]
+    found = JobFile(**said)
+    if not found.script.is_file():
+        raise InputError(f"{path}: script must be a file, but there is no {found.script}")
+    return found

@@ -1,0 +1,95 @@
+"""A job that has ended, as the cluster remembers it for an hour (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.job_spec import JobSpec
+from elastic_ray.json_numbers import dump, load
+from elastic_ray.sealed import Raised
+from placement.versions import check_format
+
+FORMAT = 1
+_LEFT_OUT = ("last_pause", "metrics")  # of a status: read apart
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EndedJobNote:
+    """How a job stood at its end.
+
+    Attributes:
+        status: its last.
+        ended_s: when [s since the epoch].
+        cause: last line of the traceback that ended it, or else the status' message.
+        user: its owner.
+        tenant: of the job.
+        storage_path: where its results are.
+        submission: Ray's submission that it came from; empty if it was started otherwise.
+    """
+
+    status: JobStatus
+    ended_s: float
+    cause: str
+    user: str
+    tenant: str
+    storage_path: str
+    submission: str
+
+    @classmethod
+    def of(
+        cls, spec: JobSpec, status: JobStatus, ended_s: float, error: BaseException | Raised | None, metrics: Any
+    ) -> EndedJobNote:
+        """Gather it."""
+        lines = str(getattr(error, "traceback_text", "")).strip().splitlines()
+        return cls(
+            status=dataclasses.replace(status, metrics=dict(metrics)),
+            ended_s=ended_s,
+            cause=lines[-1].strip() if lines else status.message,
+            user=spec.user,
+            tenant=spec.scheduling.tenant,
+            storage_path=spec.storage_path,
+            submission=spec.submission,
+        )
+
+    @property
+    def duration_s(self) -> float:
+        """Time from submission to end [s]."""
+        status = self.status
+        parts = (status.waiting_s, status.starting_s, status.pausing_s, status.catching_up_s, status.training_s)
+        return sum(parts)
+
+    def to_json(self) -> str:
+        """Return it as text; of metrics that JSON cannot hold the ``repr``."""
+        names = [field.name for field in dataclasses.fields(JobStatus) if field.name not in _LEFT_OUT]
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "status"}
+        status = {name: getattr(self.status, name) for name in names} | {"phase": self.status.phase.value}
+        metrics = {str(name): value for name, value in self.status.metrics.items()}
+        try:
+            return dump({"format": FORMAT, **said, "status": {**status, "metrics": metrics}})
+        except (TypeError, ValueError, RecursionError):
+            metrics = {name: repr(value) for name, value in metrics.items()}
+            return dump({"format": FORMAT, **said, "status": {**status, "metrics": metrics}})
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> EndedJobNote:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: it is something else, or of a newer release.
+        """
+        told = load(text)
+        if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
+            raise ValueError("a note of an ended job must be an object with an object 'status'")
+        check_format(told, FORMAT)
+        try:
+            status = JobStatus(**{**_known(JobStatus, told["status"]), "phase": JobPhase(told["status"].get("phase"))})
+            return cls(**{**_known(cls, told), "status": status})
+        except TypeError as error:
+            raise ValueError(f"a note of an ended job lacks fields: {error}") from None
+
+
+def _known(kind: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: told[field.name] for field in dataclasses.fields(kind) if field.name in told}

@@ -1,0 +1,57 @@
+"""A job in a file for ``elastic-ray submit``: what it may say, and what is told of mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ray.cli.job_file import JobFile, read_job_file
+from placement.errors import InputError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def read(folder: Path, text: str) -> JobFile:
+    (file := folder / "job.yaml").write_text(text)
+    return read_job_file(file)
+
+
+def test_a_file_says_what_the_options_would(folder: Path) -> None:
+    found = read(
+        folder,
+        "script: train.py\narguments: --lr 0.1 --name 'a b'\nworkers: 1:8\ngpus: true\nname: bert\n"
+        "working_dir: .\nruntime_env: {pip: [einops]}\n",
+    )
+    assert found == JobFile(
+        script=folder / "train.py",
+        arguments=("--lr", "0.1", "--name", "a b"),
+        workers=(1, 8),
+        gpus=True,
+        name="bert",
+        working_dir=folder / ".",
+        runtime_env={"pip": ["einops"]},
+    )
+    assert read(folder, "{script: train.py, workers: 4, arguments: [--epochs, 3]}").arguments == ("--epochs", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("workers: 4", "must be a mapping with script"),
+        ("{script: train.py, worker: 4}", "there is no field 'worker'; did you mean 'workers'?"),
+        ("{script: train.py, workers: 8:1}", "1 <= min <= max"),
+        ("{script: train.py, workers: true}", "workers must be a number such as 4"),
+        ("{script: train.py, gpus: 2}", "gpus must be true or false, but got 2"),
+        ("{script: other.py}", "script must be a file, but there is no"),
+        ("script: [", "cannot be read"),
+    ],
+)
+def test_mistakes_are_told(folder: Path, text: str, told: str) -> None:
+    with pytest.raises(InputError) as error:
+        read(folder, text)
+    assert told in str(error.value)

@@ -1,0 +1,80 @@
+"""What runs have used, by user, tenant, job and week, and the command that tells it from their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.cli.app import cli
+from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.record.usage import total, usage, week_of
+
+SUNDAY_S = 1_795_996_800.0 - 3600.0  # an hour before the week 2026-W49 begins (Monday, 2026-11-30, UTC)
+HOUR_S = 3600.0
+OWNER = {"user": "ann", "tenant": "vision", "bundle": {"GPU": 2.0, "CPU": 4.0}}
+
+
+def event(kind: EventKind, hour: float, before: int, after: int, **detail: Any) -> JobEvent:
+    at_s = SUNDAY_S + hour * HOUR_S
+    return JobEvent(kind=kind, time_s=at_s, from_workers=before, to_workers=after, reason="r", detail=detail)
+
+
+RUN = (
+    event(EventKind.STARTED, 0.0, 0, 1, owner=OWNER),
+    event(EventKind.RESIZE, 0.5, 1, 3, cost_usd=1.0),
+    event(EventKind.PAUSED, 2.0, 3, 0, cost_usd=4.0),
+    event(EventKind.STARTED, 5.0, 0, 1, owner=OWNER),
+    event(EventKind.FINISHED, 6.0, 1, 0, cost_usd=12.0),
+)
+
+
+def test_weeks() -> None:
+    assert [week_of(SUNDAY_S), week_of(SUNDAY_S + HOUR_S)] == ["2026-W48", "2026-W49"]
+
+
+def test_hours_and_cost_are_those_of_the_weeks_in_which_there_were_workers() -> None:
+    first, second = usage("bert", RUN, 0.0)
+    assert (first.user, first.tenant, first.job, first.week) == ("ann", "vision", "bert", "2026-W48")
+    assert (first.worker_hours, second.worker_hours) == (0.5 + 1.5, 3.0 + 1.0)  # a pause costs none
+    assert (first.gpu_hours, second.gpu_hours, second.cpu_hours) == (4.0, 8.0, 16.0)
+    assert first.cost_usd == pytest.approx(4.0) and second.cost_usd == pytest.approx(8.0)
+
+
+def test_a_run_that_goes_on_is_counted_until_it_was_seen_last() -> None:
+    (row,) = usage("bert", RUN[:1], SUNDAY_S + HOUR_S)
+    assert row.worker_hours == 1.0 and row.cost_usd is None
+    (row,) = usage("bert", (*RUN[:1], event(EventKind.FINISHED, 0.5, 1, 0)), SUNDAY_S + 9 * HOUR_S)
+    assert row.worker_hours == 0.5
+
+
+def test_a_second_run_under_the_same_name_has_its_own_cost_and_owner() -> None:
+    again = event(EventKind.STARTED, 7.0, 0, 1, owner={**OWNER, "user": "bob"})
+    rows = usage("bert", (*RUN, again, event(EventKind.FINISHED, 8.0, 1, 0, cost_usd=3.0)), 0.0)
+    assert {row.user: row.cost_usd for row in total(rows, ("user",))} == pytest.approx({"ann": 12.0, "bob": 3.0})
+
+
+def test_the_command_reads_files_and_sums(tmp_path: Path) -> None:
+    for job, events in (("a", RUN), ("sweep/trial", RUN[:2])):
+        storage = RunStorage(str(tmp_path / job))
+        storage.create()
+        storage.append_events([each.to_json() for each in events])
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(cli, ["usage", str(tmp_path), *arguments], env={"NO_COLOR": "1"})
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    rows = json.loads(run("--json"))
+    assert {row["job"] for row in rows} == {"a", "sweep/trial"}
+    assert {row["week"] for row in rows} >= {"2026-W48"} and rows[0]["user"] == "ann"
+    head, line = run("--by", "tenant").splitlines()
+    assert head.split() == ["TENANT", "GPU-HOURS", "CPU-HOURS", "WORKER-HOURS", "USD"] and line.split()[0] == "vision"
+    assert [row["week"] for row in json.loads(run("--json", "--by", "tenant"))] == [None]
+    (tmp_path / "a" / "events.jsonl").write_text("no json\n" * 3)
+    assert CliRunner().invoke(cli, ["usage", str(tmp_path)]).exit_code == 0
+    assert "no run has had workers" in CliRunner().invoke(cli, ["usage", str(tmp_path / "none")]).stdout
