@@ -77,6 +77,9 @@ class ElasticConfig:
             directory; None does so for jobs, and not for the trials of a sweep (Ray Tune writes its own).
         metrics: tell Prometheus of the job through Ray's metrics, from the job's controller (docs/metrics.md).
         tracker_timeout_s: time that TensorBoard and the run's callbacks have to end when the job has ended.
+        webhook: address (``http://``, ``https://``) that is sent a JSON object when the job has ended, and when it
+            waits for too long (docs/trackers.md); None for none. Nothing shows it.
+        webhook_waits_s: how long the job waits for resources before the webhook is told.
         faults: a script of faults to try a set-up out with; None for real work.
     """
 
@@ -103,6 +106,8 @@ class ElasticConfig:
     tensorboard: bool | None = None
     metrics: bool = True
     tracker_timeout_s: float = 30.0
+    webhook: str | None = dataclasses.field(default=None, repr=False)
+    webhook_waits_s: float = 1800.0
     faults: Faults | None = None
 
     def __post_init__(self) -> None:
@@ -125,6 +130,10 @@ class ElasticConfig:
         if name == "faults":
             if value is not None and not isinstance(value, Faults):
                 raise TypeError(f"{name} must be a Faults script or None, but got {value!r}")
+        elif name == "webhook":
+            if value is not None and not (isinstance(value, str) and value.startswith(("http://", "https://"))):
+                kind = "an address of another kind" if isinstance(value, str) else type(value).__name__
+                raise ValueError(f"{name} must be an address that begins with http:// or https://, but got {kind}")
         elif name == "stragglers":
             if value not in RESPONSES:
                 raise ValueError(f"{name} must be one of {', '.join(RESPONSES)}, but got {value!r}")

@@ -26,6 +26,9 @@ class TrialSpec:
             only.
         most_reports: the trial is over with this report, if it is not cut before; None where that is not known.
         rungs: reports after which its sweep may cut it, ascending; empty where that is not known.
+        parameters: of the trial, numbers and short texts by name, for people.
+        metric: what its sweep compares trials by; empty where that is not known.
+        mode: "max" if a larger metric is better, "min" otherwise.
         sweep: actor that has what trials share, worker processes above all; None shares nothing.
     """
 
@@ -38,6 +41,9 @@ class TrialSpec:
     sweep: Any = None
     most_reports: int | None = None
     rungs: tuple[int, ...] = ()
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metric: str = ""
+    mode: str = "min"
 
     def __post_init__(self) -> None:
         if isinstance(self.reports_ahead, bool) or not isinstance(self.reports_ahead, int) or self.reports_ahead < 0:

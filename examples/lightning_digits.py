@@ -75,7 +75,6 @@ def train(config: dict[str, Any]) -> None:
     trainer = lightning.Trainer(
         max_epochs=config["epochs"],
         strategy=ElasticRayStrategy(),  # changed
-        use_distributed_sampler=False,  # changed
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -395,7 +395,7 @@ class Sweep:
             weight, before = weighed.get(each.trial), self._announced_weights.get(each.trial, 1.0)
             if weight is not None and abs(weight.value - before) > _NEWS * before:
                 self._announced_weights[each.trial] = weight.value
-                logger.info("sweep %s: trial %s weighs %.2f: %s", self._name, each.trial, weight.value, weight.reason)
+                logger.debug("sweep %s: trial %s weighs %.2f: %s", self._name, each.trial, weight.value, weight.reason)
                 each.controller.weigh.remote(weight.value)
 
     async def _watch(self) -> None:
@@ -446,5 +446,7 @@ def _kind(spec: JobSpec) -> JobSpec:
     """What trials must have in common to use each other's processes."""
     trial = spec.trial
     if trial is not None:
-        trial = dataclasses.replace(trial, controller="", start_from=None, checkpoint_ref=None, sweep=None)
+        trial = dataclasses.replace(
+            trial, controller="", start_from=None, checkpoint_ref=None, sweep=None, parameters={}
+        )
     return dataclasses.replace(spec, job="", train_loop=b"", storage_path="", trial=trial, secret="")

@@ -39,7 +39,7 @@ from elastic_ray.worker.train_loop import with_config
 from placement.ray_cluster.named_actors import find_actor
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.storage.storage_calls import call_storage
-from placement.text import printable
+from placement.text import clipped, printable
 from tuning.sweep import find_sweep, open_controller
 from tuning.trials import Promise, lacks_metric, score_of
 
@@ -52,6 +52,7 @@ _PAUSED = "paused"
 _RUN_NAME = "run"
 _RUN = re.compile(r"run_(\d{2,9})")
 _STOP_TIMEOUT_S = 5.0
+_MOST_SHOWN, _MOST_LETTERS = 50, 40
 # Trials come and go: a process that waits for its job to grow would cost each of them a start.
 _ELASTIC = ElasticConfig(warm_workers_per_node=0)
 
@@ -151,6 +152,19 @@ def make_template(
         tenant_weight=weight,
         sweep=sweep,
     )
+
+
+def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A trial's parameters for people: numbers and the beginning of texts, those of nested ones as ``"net/width"``."""
+    shown: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            shown |= shown_parameters(value, f"{prefix}{name}/")
+        elif isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+            shown[f"{prefix}{name}"] = value
+        elif isinstance(value, str):
+            shown[f"{prefix}{name}"] = clipped(value)[:_MOST_LETTERS]
+    return dict(list(shown.items())[:_MOST_SHOWN])
 
 
 class TrialJob:
@@ -300,6 +314,9 @@ class TrialJob:
                 keep_s=template.keep_s,
                 most_reports=template.promise.max_t if template.promise is not None else None,
                 rungs=template.promise.rungs if template.promise is not None else (),
+                parameters=shown_parameters(config),
+                metric=template.promise.metric if template.promise is not None else "",
+                mode=template.promise.mode if template.promise is not None else "min",
             ),
         )
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import secrets
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import click
 from elastic_ray.cli.job_file import SUFFIXES, JobFile, read_job_file
 from elastic_ray.cli.options import json_option, read_workers
 from elastic_ray.cli.output import say, show_json
-from elastic_ray.driver.overrides import Overrides, login_name
+from elastic_ray.driver.overrides import Overrides, fresh_name, login_name
 from placement.errors import InputError
 
-_FORMAT = "%m%d-%H%M%S"
 _TRIES = 20
 
 
@@ -116,12 +114,6 @@ def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: s
     """The shell command that Ray runs; the variables reach the script's process only, not what it starts on Ray."""
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
-
-
-def fresh_name(stem: str, now: datetime.datetime) -> str:
-    """Such as ``train-0715-093012-1f3a``."""
-    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem).strip("-")
-    return f"{letters or 'job'}-{now:{_FORMAT}}-{secrets.token_hex(2)}"
 
 
 def check_name(name: str) -> str:

@@ -166,6 +166,10 @@ class JobDisplay:
             self._shown = now, line
             self._write(line)
 
+    def results(self, job: str, folder: str) -> None:
+        """Show where the results of a job that has ended are."""
+        self._write(f"{_line(job, [])} results in {printable(folder)}")
+
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back."""
         if self._live is not None:

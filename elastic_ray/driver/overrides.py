@@ -12,12 +12,16 @@ They may be set by hand as well. What they replace is logged.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import difflib
 import getpass
 import logging
 import os
 import re
+import secrets
+import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 WORKERS = "ELASTIC_RAY_WORKERS"
@@ -30,6 +34,8 @@ _PREFIX = "ELASTIC_RAY_"
 _OTHERS = ("POOL", "TRACKER_DIR", "NNI", "NNI_HOST", "NNI_PARAMETER", "TEST_DEVICE")
 _KNOWN = (WORKERS, USE_GPU, NAME, SUBMISSION, USER, *(_PREFIX + name for name in _OTHERS))
 
+_FORMAT = "%m%d-%H%M%S"
+_MOST_LETTERS = 60  # of a name of at most 128
 _RANGE = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 
 logger = logging.getLogger(__name__)
@@ -136,6 +142,18 @@ def login_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return str(os.getuid())
+
+
+def script_stem() -> str:
+    """Name of the program that runs, without its folder and ending; empty in a notebook and after ``python -c``."""
+    path = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "")
+    return path.parent.name if path.name == "__main__.py" else path.stem
+
+
+def fresh_name(stem: str, now: datetime.datetime) -> str:
+    """Such as ``train-0715-093012-1f3a``."""
+    letters = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem[:_MOST_LETTERS])
+    return f"{letters.strip('-') or 'job'}-{now:{_FORMAT}}-{secrets.token_hex(2)}"
 
 
 def take_name(environment: MutableMapping[str, str]) -> str | None:

@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +25,9 @@ from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
 from elastic_ray.driver.interrupts import Interrupts
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
-from elastic_ray.driver.overrides import login_name, read_overrides, take_name
+from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides, script_stem, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
+from elastic_ray.driver.raylet_output import without_raylet_dumps
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
 from elastic_ray.integrations.ray_data.packing import (
     check_datasets,
@@ -181,7 +181,7 @@ class ElasticTrainer:
             TrainFunctionError: and whatever else ``submit()`` and ``JobHandle.result()`` raise.
         """
         handle = self._submit(dataclasses.replace(self.spec(), shown=True))
-        with JobDisplay() as progress:
+        with without_raylet_dumps(), JobDisplay() as progress:
             try:
                 with Interrupts() as interrupts:
                     _watch(handle, progress, interrupts)
@@ -189,11 +189,12 @@ class ElasticTrainer:
                 print(f"job {handle.job}: saving and stopping (Ctrl-C once more leaves it to its lease)", flush=True)
                 _stop(handle)
                 raise
+            progress.results(handle.job, handle.storage_path)
         return handle.result()
 
     def spec(self) -> JobSpec:
         """The job as it would be submitted, with a fresh name if the user gave none."""
-        job = self._name or _fresh_name()
+        job = self._name or fresh_name(script_stem(), datetime.datetime.now())
         train_loop, reader = self._train_loop, ""
         if self._datasets:
             reader = name_coordinator(job)
@@ -269,11 +270,6 @@ def _check_fingerprint(name: Any) -> str | None:
     if name is not None and not name.strip():
         raise ValueError(f"model_fingerprint must be a non-empty name, such as 'resnet18-224', but got {name!r}")
     return name
-
-
-def _fresh_name() -> str:
-    now = datetime.datetime.now()
-    return f"elastic-{now:%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
 
 
 def _picklable(filesystem: Any) -> Any:

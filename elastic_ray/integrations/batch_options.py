@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
+
+from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from elastic_ray.data.arguments import LoaderArguments, taken_over
 from elastic_ray.loop.api import get_context
 
 logger = logging.getLogger(__name__)
@@ -19,6 +23,8 @@ class BatchOptions:
         max_batch_size: largest global batch [samples]; the batch stays where it is None.
         local_bsz_bounds: least and largest samples that one worker takes at once.
         gradient_accumulation: allow several micro-batches a step.
+        accumulated: micro-batches a step as the framework's own argument says it: the loader's batch is so many times
+            the user's, and no worker takes more than the user's at once. The job may cut it in another way.
 
     Raises:
         ValueError: limits of a batch that has none.
@@ -27,10 +33,28 @@ class BatchOptions:
     max_batch_size: int | None = None
     local_bsz_bounds: tuple[int | None, int | None] | None = None
     gradient_accumulation: bool = False
+    accumulated: int = 1
 
     def __post_init__(self) -> None:
         if self.max_batch_size is None and (self.local_bsz_bounds is not None or self.gradient_accumulation):
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
+
+    def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader) -> er.AdaptiveDataLoader:
+        """The loader that a user has made, as one whose batches all workers share.
+
+        Raises:
+            ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.
+        """
+        if isinstance(given, er.AdaptiveDataLoader):
+            if self.accumulated > 1:
+                raise ValueError(
+                    f"{self.accumulated} accumulated batches a step belong to a torch DataLoader, but this is an "
+                    f"AdaptiveDataLoader, whose batch_size={given.batch_size} is that of all workers: "
+                    "leave the accumulation out, and multiply batch_size"
+                )
+            return given
+        size = given.batch_size * self.accumulated if given.batch_size else None
+        return er.AdaptiveDataLoader(**taken_over(LoaderArguments(dataset=given), batch_size=size).keywords())
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
         """Have a loader adapt its batch, if it is to be.
@@ -39,19 +63,22 @@ class BatchOptions:
             RuntimeError, ValueError: as ``autoscale_batch_size``; ValueError if the loader was given another largest
                 batch by itself.
         """
-        if self.max_batch_size is None:
+        most, bounds, size = self.max_batch_size, self.local_bsz_bounds, loader.batch_size
+        if self.accumulated > 1 and size is not None:
+            most, bounds = most or size, bounds or (None, max(1, size // self.accumulated))
+        if most is None:
             return
-        if loader.max_batch_size not in (None, self.max_batch_size):
+        if loader.max_batch_size not in (None, most):
             raise ValueError(
-                f"max_batch_size={self.max_batch_size}, but the loader was told autoscale_batch_size"
+                f"max_batch_size={most}, but the loader was told autoscale_batch_size"
                 f"({loader.max_batch_size}): say it in one place"
             )
-        loader.autoscale_batch_size(self.max_batch_size, self.local_bsz_bounds, self.gradient_accumulation)
+        loader.autoscale_batch_size(most, bounds, self.gradient_accumulation or self.accumulated > 1)
         if get_context().get_world_rank() == 0:
             logger.info(
                 "max_batch_size=%d is that of the loader over a %s, with batches of %s samples: other loaders keep "
                 "their batch",
-                self.max_batch_size,
+                most,
                 type(loader.dataset).__name__,
                 loader.batch_size,
             )

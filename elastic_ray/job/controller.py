@@ -320,6 +320,7 @@ class JobController:
             logger.exception("job %s: its controller ends", self._spec.job)
         await asyncio.sleep(0.2)  # let the last answers out
         await self._job.group.withdrawn()
+        await self._job.group.refilled()
         await asyncio.to_thread(self._forget)
         # exit_actor() raises an exception that only a task of Ray's own understands
         ray.kill(self._handle)

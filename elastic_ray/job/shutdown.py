@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.job.context import JobContext
+from elastic_ray.job.notifier import Notifier
 from elastic_ray.membership.messages import Cancel, StopJob
 from elastic_ray.record.ended import EndedJobNote
 from elastic_ray.sealed import Raised, Sealed
@@ -25,14 +26,15 @@ class JobShutdown:
     Args:
         parts: of the job; the allocator is told of the end.
         status: the job as others see it.
+        notifier: tells people of the end.
 
     Attributes:
         return_value: what rank 0's train function has returned.
         vacated: the task that makes processes ready for another trial; None for a job whose processes end with it.
     """
 
-    def __init__(self, parts: JobContext, status: Callable[[], JobStatus]) -> None:
-        self._status = status
+    def __init__(self, parts: JobContext, status: Callable[[], JobStatus], notifier: Notifier) -> None:
+        self._status, self._notifier = status, notifier
         self._spec, self._record, self._writer = parts.spec, parts.record, parts.writer
         self._group, self._background, self._allocator = parts.group, parts.background, parts.allocator
         self._trackers, self._metrics = parts.trackers, parts.metrics
@@ -70,8 +72,9 @@ class JobShutdown:
             self._written = self._background.start(self._finish())
 
     async def _finish(self) -> None:
-        """Trackers read what is written, and may take long: they come after it."""
+        """Trackers read what is written, and may take long: they come after it; a failed notice is written as well."""
         await self._remember()
+        await self._notifier.tell(self._record.phase.value, self._record.message)
         await self._writer.finish()
         await self._trackers.finish(self._record.phase, self._error)
 

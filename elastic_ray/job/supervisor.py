@@ -17,6 +17,7 @@ from elastic_ray.job.allocator_client import AllocatorClient
 from elastic_ray.job.batch_changes import BatchChanges
 from elastic_ray.job.context import JobContext
 from elastic_ray.job.journal import Journal
+from elastic_ray.job.notifier import Notifier
 from elastic_ray.job.preemption import Preemption
 from elastic_ray.job.report_intake import ReportIntake
 from elastic_ray.job.shutdown import JobShutdown
@@ -99,7 +100,8 @@ class JobSupervisor:
             metrics=self._metrics,
             allocator=self._allocator,
         )
-        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self.status)
+        self._notifier = Notifier(spec, self.events.warn)
+        self._starter, self._shutdown = JobStarter(self, parts), JobShutdown(parts, self.status, self._notifier)
         self._messages, self._batches = WorkerMessages(self, parts, self._errors), BatchChanges(parts)
         self._submitted_s, self._begin_s = time.time(), time.monotonic()
         self._held_at: int | None = None
@@ -483,6 +485,7 @@ class JobSupervisor:
         if why := self._preemption.failed(now_s, self.group.training()):
             self.suspend(why)
         self._batches.tick(now_s)
+        self._notifier.tick(self.record.phase, self.record.message, now_s)
         self._allocator.tick(now_s)
         self.journal_state()
 

@@ -11,7 +11,13 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 class ControllerClient(Protocol):
-    """The way out of a training session. All calls return at once unless they say otherwise."""
+    """The way out of a training session. All calls return at once unless they say otherwise.
+
+    Attributes:
+        paced: whether ``report`` waits until a sweep's scheduler has decided.
+    """
+
+    paced: bool
 
     def ready(self, loader: LoaderInfo | None, *, has_state: bool, loaded: int = 0) -> None:
         """This worker has built its model and waits for its first generation.

@@ -119,6 +119,8 @@ class StandaloneController:
         post: delivers a message to this process's membership.
     """
 
+    paced = False
+
     def __init__(self, replicas: int, post: Callable[[ControllerMessage], None]) -> None:
         self._replicas = replicas
         self._post = post

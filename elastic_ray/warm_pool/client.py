@@ -42,6 +42,7 @@ class PoolClient:
         self._owner = owner
         self._start = start
         self._environment = environment_key(environment) if self.on else ""
+        self._asked = False
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
@@ -89,7 +90,8 @@ class PoolClient:
             pool = await asyncio.to_thread(find_pool if over else get_or_create_pool)
             if pool is None:
                 return
-            asked = pool.order.remote(self._owner.holder, self._environment, dict(nodes), over=over)
+            first, self._asked = not self._asked, True
+            asked = pool.order.remote(self._owner.holder, self._environment, dict(nodes), first=first, over=over)
             starts, self._witnesses = await asyncio.wait_for(asked, _ORDER_S)
             for name, node in starts:
                 pool.started.remote(name, self._start(node, name))

@@ -108,7 +108,6 @@ class WarmPool:
 
     def __init__(self) -> None:
         log_plainly(logging.WARNING)
-        logger.setLevel(logging.INFO)
         self._config: PoolConfig = read_config(os.environ)
         self._entries: dict[str, _PoolEntry] = {}
         self._requests: dict[str, ProcessRequest] = {}
@@ -131,7 +130,8 @@ class WarmPool:
             starting: whether one that is only starting will do.
         """
         await self._found
-        self._busy[node, job] = time.monotonic() + self._config.quiet_s
+        if job not in self._requests:
+            self._busy[node, job] = time.monotonic() + self._config.quiet_s
         for ready in (True, False) if starting else (True,):
             for name, entry in self._entries.items():
                 process = entry.process
@@ -142,7 +142,7 @@ class WarmPool:
         return None
 
     async def order(
-        self, job: str, environment: str, nodes: Mapping[str, int], *, over: bool = False
+        self, job: str, environment: str, nodes: Mapping[str, int], *, first: bool = False, over: bool = False
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
         """A job that trains says how many processes it would use, by node.
 
@@ -150,6 +150,7 @@ class WarmPool:
             job: whose controller asks.
             environment: key of its runtime environment.
             nodes: how many processes it has and may want again, by node.
+            first: it has just begun to train.
             over: it has ended, and asks for the last time.
 
         Returns:
@@ -163,7 +164,10 @@ class WarmPool:
         self._requests[job] = ProcessRequest(
             job=job, environment=environment, nodes=dict(nodes), since_s=since_s, asked_s=now_s, over=over
         )
-        self._busy = {(node, whose): until for (node, whose), until in self._busy.items() if whose != job}
+        if over:  # the node idles, until the next job begins
+            self._busy = {(node, whose): until for (node, whose), until in self._busy.items() if whose != job}
+        elif first:  # its first epochs have begun, which imports beside them would slow
+            self._busy |= {(node, job): now_s + self._config.quiet_s for node in nodes}
         if not self._nodes:
             await self._look()
         starts = self._decide(environment)
@@ -219,14 +223,14 @@ class WarmPool:
                     name = process_name(environment, node)
                     process = PooledProcess(name=name, node=node, environment=environment, ready=False)
                     self._entries[name] = _PoolEntry(process=process, until_s=now_s + _ORDER_S)
-                    logger.info("warm pool: one more on node %s: %s", node[:8], reason)
+                    logger.debug("warm pool: one more on node %s: %s", node[:8], reason)
                     starts.append((name, node))
         return starts
 
     def _end(self, name: str, reason: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
-            logger.info("warm pool: one less on node %s: %s", entry.process.node[:8], reason)
+            logger.debug("warm pool: one less on node %s: %s", entry.process.node[:8], reason)
             if entry.actor is not None:
                 ray.kill(entry.actor)
 
@@ -249,7 +253,7 @@ class WarmPool:
             self._requests = {each.job: each for each in remember(self._config, self._requests.values(), now_s)}
             self._busy = {key: until_s for key, until_s in self._busy.items() if until_s > now_s}
             if not self._requests and not self._entries and now_s > self._since_s + _FIRST_S:
-                logger.info("warm pool: no job for %g s, so it ends", self._config.idle_s)
+                logger.debug("warm pool: no job for %g s, so it ends", self._config.idle_s)
                 ray.kill(self._handle)
 
     async def _look(self) -> None:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _THREADS = 6
 _ANSWER_S = 5.0  # of a process that is warm, or of the sweep
 _ORDER_EVERY_S = 1.0
+_FAREWELL_S = 10.0  # nobody waits for it
 _COLD_S = 30.0  # no other warm process on a node for so long after one could not be had, as on one that drains
 
 
@@ -314,6 +315,10 @@ class Processes:
             logger.info("job %s: no warm worker on node %s: %s", self._spec.job, node[:8], error)
         finally:
             self._warming.discard(node)
+
+    async def refilled(self) -> None:
+        """Wait until the pool has been told that the job is over: this process starts what the next job takes."""
+        await self._farewell.finish(_FAREWELL_S)
 
     def close(self, *, fit: bool) -> None:
         """End warm processes and give back what is still borrowed; ``fit``: for others, but for what may hang."""

@@ -25,7 +25,7 @@ class PoolConfig:
         memory_share: most of a node's memory, as Ray counts it, that they may use together.
         environments: most runtime environments that there are warm processes for; the last ones asked for stay.
         idle_s: time without any job after which all of them, and the pool itself, end [s].
-        quiet_s: time after a job has begun on a node before a process is started there, unless the job trains [s].
+        quiet_s: time after a job has begun on a node, and after its first step, before a process is started there [s].
     """
 
     per_node: int = 4
@@ -33,7 +33,7 @@ class PoolConfig:
     memory_share: float = 0.1
     environments: int = 4
     idle_s: float = 300.0
-    quiet_s: float = 15.0
+    quiet_s: float = 20.0
 
     def __post_init__(self) -> None:
         for name, least in (("per_node", 0), ("total", 0), ("environments", 1)):
@@ -186,7 +186,7 @@ def plan(
         nodes: living nodes.
         processes: those that no job has, also those that are only starting.
         demands: what jobs would use.
-        busy: until when jobs in their first steps need a node's processors [s].
+        busy: until when jobs in their first epochs need a node's processors [s].
         now_s: the time [s].
 
     Returns:

@@ -73,7 +73,7 @@ class ActorControllerClient:
         self._checkpoints = ReportedCheckpoints(self.storage, self.calls, timeout_s=timeout_s)
         self._is_stopping: Callable[[], bool] = lambda: False
         self._patience_s = setup.elastic.controller_timeout_s
-        self._paced = setup.paced
+        self.paced = setup.paced
         self._unheard: dict[int, tuple[WorkerMessage, Any]] = {}
         self._sent = 0
         self._reported: collections.deque[tuple[float, WorkerReport]] = collections.deque(maxlen=_MOST_REPORTED)
@@ -224,7 +224,7 @@ class ActorControllerClient:
         if checkpoint is not None:
             note = CheckpointNote(resume_point=resume_point, metrics=metrics)
             path, problem = self._checkpoints.store(checkpoint, index, note, self._is_stopping)
-            if path and self._paced and not self.storage.local:  # only a trial's is wanted by others while it lives
+            if path and self.paced and not self.storage.local:  # only a trial's is wanted by others while it lives
                 reference = put_checkpoint(checkpoint)
         self.stored = path
         message = WorkerReport(
@@ -239,7 +239,7 @@ class ActorControllerClient:
         self._reported.append((time.monotonic(), message))
         if self.gone:
             return
-        if self._paced:  # answered after as long as the sweep's scheduler takes to decide
+        if self.paced:  # answered after as long as the sweep's scheduler takes to decide
             if not insist(lambda: self.push(message), timeout_s=None, patience_s=self._patience_s):
                 raise WorkerDismissed(stopped=True)
             return

@@ -275,6 +275,10 @@ class WorkerActors:
         """Nothing that was asked for, and not had, is left: a group would count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
+    async def refilled(self) -> None:
+        """The pool has been told that the job is over, and has what the next one takes."""
+        await self._processes.refilled()
+
     def _may_come_out(self, worker: str) -> bool:
         process_info = self.process_infos.get(worker)
         return worker not in self._results and process_info is not None and not process_info.cuda

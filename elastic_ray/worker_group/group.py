@@ -242,6 +242,10 @@ class WorkerGroup:
         """Nothing that was asked for, and not had, is left."""
         await self._actors.withdrawn()
 
+    async def refilled(self) -> None:
+        """The cluster's pool has what the next job takes."""
+        await self._actors.refilled()
+
     def heard(self, worker: str) -> bool:
         """A worker has said something; whether it matters.
 

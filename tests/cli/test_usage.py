@@ -20,8 +20,8 @@ from elastic_ray.cli import submission as ray_jobs
 from elastic_ray.cli.app import _HOMES, Commands, cli
 from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, job_cells
 from elastic_ray.cli.output import rich_table, say, show_json, show_table
-from elastic_ray.cli.submit import command, fresh_name
-from elastic_ray.driver.overrides import Overrides
+from elastic_ray.cli.submit import command
+from elastic_ray.driver.overrides import Overrides, fresh_name
 
 
 def run(*arguments: str) -> Result:

@@ -56,6 +56,12 @@ _RAY = (
     ),
     PrivateNames(
         home="ray._private.worker",
+        names=("print_to_stdstream",),
+        why="raylets' accounts of lost workers stay out of the driver's output",
+        instead="they are printed",
+    ),
+    PrivateNames(
+        home="ray._private.worker",
         names=("_global_node",),
         why="this node's session folder: locks between its processes, Grafana's folder",
         instead="RAY_TMPDIR, which is not set on every cluster",

@@ -109,7 +109,6 @@ def weights(trainer: Any) -> torch.Tensor:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "gradient_accumulation_steps": {"gradient_accumulation_steps": 2},
     "average_tokens_across_devices": {"average_tokens_across_devices": False},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "enable_jit_checkpoint": {"enable_jit_checkpoint": True},

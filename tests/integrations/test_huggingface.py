@@ -280,6 +280,31 @@ def test_micro_batches_are_accumulated_and_clipped_whole(tmp_path: Path) -> None
     assert max(len(batch) for _, batch in USED) == 4
 
 
+@pytest.mark.parametrize(("script", "first"), [((), (1,)), (GROWS, (1,))])
+def test_accumulated_batches_are_cut_by_the_job(script: Any, first: Any, tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": BATCH // 2, "gradient_accumulation_steps": 2}
+    alone = Result(fit(tmp_path, elastic=False, **options))
+    results, _ = job(tmp_path, script, first, **options)
+    check_alike(results, alone)
+    assert max(len(batch) for _, batch in USED) == BATCH // 2
+    made = fit(tmp_path, num_train_epochs=1, **options)
+    assert pickle.loads(pickle.dumps(made.args)).gradient_accumulation_steps == 2, "as the user has set it"
+
+
+def test_what_is_logged_is_the_job_s_and_bars_are_not(tmp_path: Path) -> None:
+    def train() -> Any:
+        return fit(tmp_path, disable_tqdm=False, num_train_epochs=2, eval_strategy="epoch", logging_steps=4)
+
+    outcome = run_job(train, (), first=(1, 2))
+    trainers, reports = outcome.results.values(), list(outcome.reports.values())
+    history = next(iter(trainers)).state.log_history
+    assert [each["loss"] for each in reports] == [
+        next(row["loss"] for row in reversed(history[: i + 1]) if "loss" in row) for i in range(len(history))
+    ]
+    assert {"loss", "eval_loss", "train_loss", "learning_rate"} <= set(reports[-1])
+    assert all(made.args.disable_tqdm for made in trainers)
+
+
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(("script", "first"), [((), (1, 2)), (LOSES, (1, 2, 3))])
 def test_beside_a_gradient_scaler_steps_are_ours(script: Any, first: Any, new_scaler: Any, tmp_path: Path) -> None:
@@ -399,7 +424,6 @@ def test_a_classifier_is_weighted_by_samples(tmp_path: Path) -> None:
     [
         ({"dataloader_in_order": False}, "dataloader_in_order=False cannot be kept"),
         ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config=.*cannot be kept"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 cannot be kept"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"train_sampling_strategy": "batch_rebalance"}, "group_by_length"),
         ({"ddp_find_unused_parameters": True}, "no DistributedDataParallel here"),

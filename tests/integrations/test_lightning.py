@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
+    ProgressBar,
     StochasticWeightAveraging,
 )
 
@@ -118,7 +119,7 @@ def fit(elastic: bool, make: Callable[[], Module] = Module, loader: Any = None, 
     MODULES.append(module)
     wanted = options.pop("strategy", {})
     if elastic:
-        options = {"use_distributed_sampler": False, "devices": 1, **options, "strategy": ElasticRayStrategy(**wanted)}
+        options = {"devices": 1, **options, "strategy": ElasticRayStrategy(**wanted)}
     options = {"max_epochs": EPOCHS, "enable_checkpointing": False, **QUIET, **options}
     callbacks = options.pop("callbacks", list)()
     trainer = L.Trainer(**options, callbacks=callbacks)
@@ -337,6 +338,30 @@ def test_clipping_and_accumulation() -> None:
         torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("script", "first"), [((), (1,)), (GROWS, (1,))])
+def test_accumulated_batches_are_cut_by_the_job(script: Any, first: Any) -> None:
+    options = {"accumulate_grad_batches": 2, "loader": lambda: DataLoader(dataset(), BATCH // 2)}
+    alone = fit(False, **options)
+    results, _ = job(script, first, **options)
+    for result in results.values():
+        assert result.steps == alone.steps == STEPS * EPOCHS
+        for name, value in alone.weights.items():
+            torch.testing.assert_close(result.weights[name], value, rtol=1e-4, atol=1e-5)
+    assert max(len(batch) for module in MODULES for _, batch in module.used) == BATCH // 2
+    with pytest.raises(ValueError, match="multiply batch_size"):
+        fit(True, accumulate_grad_batches=2, loader=lambda: er.AdaptiveDataLoader(dataset(), BATCH))
+
+
+def test_what_is_logged_is_the_job_s_and_bars_are_not() -> None:
+    results, outcome = job((), (1, 2), log_every_n_steps=3, max_epochs=2, enable_progress_bar=True)
+    reports = list(outcome.reports.values())
+    assert len(reports) == 2 * (STEPS // 3 + 1), "each third step, and each epoch's end"
+    assert reports[-1] == pytest.approx(results[1].metrics)
+    assert {"loss", "loss_step", "loss_epoch", "val"} <= set(reports[-1])
+    bars = [each for each in results[1].callbacks if isinstance(each, ProgressBar)]
+    assert bars and all(bar.is_disabled for bar in bars)
+
+
 def test_an_adaptive_loader_of_the_user_s_own_has_the_strategy_s_limits() -> None:
     wanted = {"max_batch_size": 2 * BATCH, "policy": er.adaptation.BatchSchedule({0: 2 * BATCH})}
     results, _ = job((), (1,), loader=lambda: er.AdaptiveDataLoader(dataset(), BATCH), strategy=wanted)
@@ -420,8 +445,6 @@ class Two(Manual):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"use_distributed_sampler": True}, "use_distributed_sampler=False"),
-        ({"accumulate_grad_batches": 2}, "gradient_accumulation=True"),
         ({"callbacks": lambda: [GradientAccumulationScheduler({0: 2})]}, "gradient_accumulation=True"),
         ({"reload_dataloaders_every_n_epochs": 1}, "on_epoch="),
         ({"sync_batchnorm": True}, "use GroupNorm or LayerNorm"),

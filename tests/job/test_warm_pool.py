@@ -178,10 +178,13 @@ def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the
 def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_that_no_job_has(
     pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(VARIABLE, "quiet_s=1")
     close_pool()  # of what the test before has left
     node = ray.get_runtime_context().get_node_id()
     client = pool_client(spec(), calling_owner("job:mine"))
+    asyncio.run(client.order({node: 2}))
+    assert not ready() and not ray.get(find_pool().processes.remote(), timeout=60), "beside a job's first epochs"
+    time.sleep(1.5)
     asyncio.run(client.order({node: 2}))
     before = wait_for(ready)
     first = actors()[NAME]

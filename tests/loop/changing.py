@@ -73,15 +73,19 @@ class Outcome:
         results: what the train function returned, by worker.
         told: what the job's user was told: kind, text and numbers.
         groups: the workers of each group, in order.
+        reports: metrics that rank 0 has reported, by number.
     """
 
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     told: list[tuple[str, str, dict[str, Any]]] = dataclasses.field(default_factory=list)
     groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    reports: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 class _Link:
     """One worker's way to the job."""
+
+    paced = False
 
     def __init__(self, job: _Job, worker: int) -> None:
         self._job, self._worker = job, worker
@@ -96,7 +100,8 @@ class _Link:
 
     def report_soon(self) -> None: ...
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None: ...
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
+        self._job.outcome.reports[index] = dict(metrics)
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         notice = (kind, text, dict(detail))

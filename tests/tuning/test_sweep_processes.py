@@ -14,7 +14,9 @@ from elastic_ray.job_spec import TrialSpec
 from elastic_ray.warm_pool.processes import setup_of
 from tests.job.specs import spec
 from tests.local_cluster import LocalCluster
+from tuning.sweep import _kind
 from tuning.sweep_processes import SweepProcesses
+from tuning.trial_job import shown_parameters
 
 
 @pytest.mark.thorough
@@ -44,3 +46,11 @@ def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shar
 
     with pytest.raises(RayActorError):
         ask_for_10_s()
+
+
+def test_trials_that_differ_in_parameters_share_processes_and_people_see_them() -> None:
+    config = {"lr": 3e-4, "net": {"width": 128, "kind": "x" * 99}, "data": object(), "bad": float("nan"), "bias": True}
+    shown = shown_parameters(config)
+    assert shown == {"lr": 3e-4, "net/width": 128, "net/kind": "x" * 40, "bias": True}
+    kinds = [_kind(spec(job=j, trial=TrialSpec(controller=j, parameters=p))) for j, p in (("a", shown), ("b", {}))]
+    assert kinds[0] == kinds[1]

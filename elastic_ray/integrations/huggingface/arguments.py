@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from elastic_ray.loop.api import get_context
+from elastic_ray.loop.api import current_session, get_context
 
 
 class _ElasticArguments:
@@ -24,22 +24,36 @@ class _ElasticArguments:
         """Its rank among those on its node."""
         return get_context().get_local_rank()
 
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """1: the job cuts a step's batch, which has as many micro-batches as :func:`accumulated` says."""
+        return 1
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        vars(self)["gradient_accumulation_steps"] = steps
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), vars(self)  # type: ignore[attr-defined]
 
 
 def elastic(theirs: TrainingArguments) -> TrainingArguments:
-    """Make arguments those of a worker, in place."""
+    """Make arguments those of a worker, in place; bars of a worker would only fill the job's output."""
     kind = type(theirs)
+    theirs.disable_tqdm = theirs.disable_tqdm or current_session().elastic
     if not issubclass(kind, _ElasticArguments):
         theirs.__class__ = type(kind.__name__, (_ElasticArguments, kind), {"__module__": kind.__module__})
     return theirs
 
 
+def accumulated(theirs: TrainingArguments) -> int:
+    """Micro-batches a step, as the user's arguments say."""
+    return int(vars(theirs)["gradient_accumulation_steps"])
+
+
 def check_arguments(args: Any) -> None:
     """Raise ValueError for what cannot be kept when workers come and go."""
     found = {
-        "gradient_accumulation_steps": args.gradient_accumulation_steps != 1,
         "deepspeed": getattr(args, "deepspeed", None),
         "fsdp": getattr(args, "fsdp", None),
         "auto_find_batch_size": args.auto_find_batch_size,
@@ -73,10 +87,6 @@ _OF_DDP = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buf
 
 _REFUSED = {
     **dict.fromkeys(_OF_DDP, "there is no DistributedDataParallel here, and it is not needed: leave it out"),
-    "gradient_accumulation_steps": (
-        "the job cuts micro-batches by itself: pass a larger per_device_train_batch_size, and "
-        "Trainer(max_batch_size=, gradient_accumulation=True)"
-    ),
     "deepspeed": "its state cannot follow the group: leave it out",
     "fsdp": "its shards cannot follow the group: leave it out",
     "parallelism_config": "its groups of processes cannot follow the job's: leave it out",

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
+from elastic_ray.integrations.huggingface.arguments import accumulated
 from elastic_ray.loop.api import current_session, get_context
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
         )
     loader = er.AdaptiveDataLoader(
         dataset,
-        batch_size=trainer._train_batch_size,
+        batch_size=trainer._train_batch_size * accumulated(args),
         seed=args.data_seed if args.data_seed is not None else args.seed,
         drop_last=args.dataloader_drop_last,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -56,8 +57,9 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
     )
     if get_context().get_world_rank() == 0:
         logger.info(
-            "batches of %d samples (per_device_train_batch_size) are shared by all workers, however many there are",
-            trainer._train_batch_size,
+            "batches of %d samples (per_device_train_batch_size x gradient_accumulation_steps) are shared by all "
+            "workers, however many there are",
+            loader.batch_size,
         )
     return loader
 
@@ -68,7 +70,8 @@ def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLo
     Raises:
         TypeError: it is neither torch's nor ours.
     """
-    shared = loader if isinstance(loader, er.AdaptiveDataLoader) else er.AdaptiveDataLoader(_of_torch(loader))
+    ours = isinstance(loader, er.AdaptiveDataLoader)
+    shared: er.AdaptiveDataLoader = loader if ours else batch_options.shared(_of_torch(loader))
     shared.join(current_session())
     batch_options.apply(shared)
     return shared

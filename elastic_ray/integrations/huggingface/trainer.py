@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import types
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.buffers import share_buffers
-from elastic_ray.integrations.huggingface.arguments import check_arguments, elastic
+from elastic_ray.integrations.huggingface.arguments import accumulated, check_arguments, elastic
 from elastic_ray.integrations.huggingface.collectives import Collectives, SavesAlone
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
 from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import step_through_ours
 from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
 from elastic_ray.integrations.late_wrapping import plain_model
+from elastic_ray.integrations.logged import LoggedValues
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context, session_of_new_model
 from elastic_ray.parallel.refusals import refuse_wrapped
@@ -93,10 +95,13 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if isinstance(given, transformers.TrainingArguments):
             check_arguments(given)  # before theirs does, which knows of no way out
+            elastic(given)
         super().__init__(*args, **kwargs)
         check_arguments(self.args)
         refuse_wrapped(self.model, er.AdaptiveDataParallel)
         elastic(self.args)
+        self._batch_options = dataclasses.replace(self._batch_options, accumulated=accumulated(self.args))
+        self._logged = LoggedValues()
         self._set_log_level()
         self._elastic_options = elastic_options or {}
         self.tr_weight = 0.0
@@ -390,6 +395,11 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         """As theirs, on all of the data on every worker; what follows from the numbers follows from rank 0's."""
         metrics: dict[str, float] = super().evaluate(*args, **kwargs)
         return er.broadcast(metrics) if self.is_in_train else metrics
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As theirs; the job's metrics have it as well."""
+        super().log(logs, *args, **kwargs)
+        self._logged.report(logs)
 
     def store_flos(self) -> None:
         """As theirs, of all workers."""

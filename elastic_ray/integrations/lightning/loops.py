@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from typing import Any
@@ -20,6 +21,7 @@ from elastic_ray.integrations.buffers import share_buffers
 from elastic_ray.integrations.lightning.fetcher import ElasticFetcher, UnreadStream
 from elastic_ray.integrations.lightning.shared import accumulating, set_rank
 from elastic_ray.integrations.lightning.state import StepState, TrainerState
+from elastic_ray.integrations.logged import LoggedValues
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.worker_side import LostGroupError
@@ -60,6 +62,11 @@ class ElasticFitLoop(_FitLoop):
     _came_later = False  # within an epoch, whose end it takes part in though training may be done then
     _place: dict[str, Any] | None = None  # in the data, of the checkpoint that was read
     _data_fetcher: Any
+
+    @functools.cached_property
+    def logged(self) -> LoggedValues:
+        """What ``self.log`` was told, for the job."""
+        return LoggedValues()
 
     def setup_data(self) -> None:
         """As Lightning's; batches then come from our loader alone."""
@@ -224,6 +231,7 @@ class ElasticFitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         """End it on all workers."""
         super().on_advance_end()
+        self.logged.report(self.trainer.callback_metrics)
         assert self._epochs is not None
         self._epochs.end_epoch()
 
@@ -334,6 +342,9 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         if session.ledger.step is not None and self._should_check_val_fx(data_fetcher):
             share_buffers(self.trainer.lightning_module)
         super().on_advance_end(data_fetcher)
+        theirs = self.trainer
+        if not session.ledger.accumulating and self.global_step % max(1, theirs.log_every_n_steps) == 0:
+            theirs.fit_loop.logged.report(theirs.callback_metrics)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """As Lightning's; where ``val_check_interval`` is a time, by the clock of rank 0."""

@@ -65,7 +65,7 @@ def decided(decision: bool, every: bool) -> bool:
 
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
     """The loader that a user has made, as one whose batches all workers share."""
-    loader = given if isinstance(given, er.AdaptiveDataLoader) else er.AdaptiveDataLoader(given)
+    loader = options.shared(given)
     options.apply(loader)
     if loader is not given and get_context().get_world_rank() == 0:
         logger.info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -45,7 +46,7 @@ check_overridden(
 
 
 class ElasticRayStrategy(OneDevice, ParallelStrategy):
-    """``Trainer(strategy=ElasticRayStrategy(), use_distributed_sampler=False)``, within a train function.
+    """``Trainer(strategy=ElasticRayStrategy())``, within a train function.
 
     Training is the job's: it grows, shrinks and survives lost workers within ``fit``, each sample is used once an
     epoch, and callbacks, loop counters and what was logged go along. The ``train_dataloader``'s ``batch_size`` is that
@@ -128,6 +129,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
             super().setup(trainer)
             return
         _check(trainer)
+        self._take_over(trainer)
         self._gone = self._writes = False  # alone, a fit that failed may be followed by another
         session_of_new_model()  # alone, a second fit is a run of its own, whose loader begins anew
         become_elastic(trainer)
@@ -153,6 +155,17 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         for module in self.lightning_module.modules() if self.lightning_module is not None else ():
             if isinstance(module, torchmetrics.Metric):
                 self._synchronise(module)
+
+    def _take_over(self, trainer: Any) -> None:
+        """Have the job share out samples, cut micro-batches and show the progress, in place of Lightning."""
+        theirs = trainer._accelerator_connector
+        theirs.use_distributed_sampler = False
+        theirs = trainer
+        if trainer.accumulate_grad_batches != 1:  # of a second fit it is 1
+            self._batch = dataclasses.replace(self._batch, accumulated=trainer.accumulate_grad_batches)
+            theirs.accumulate_grad_batches = 1
+        if trainer.progress_bar_callback is not None and current_session().elastic:
+            trainer.progress_bar_callback.disable()
 
     def _synchronise(self, theirs: Any) -> None:
         """Have a metric be that of all workers' samples in training, where each has seen its share."""
@@ -267,8 +280,7 @@ def _check(trainer: Any) -> None:
         return any(isinstance(each, kind) for each in trainer.callbacks)
 
     asked = {
-        "use_distributed_sampler": trainer._accelerator_connector.use_distributed_sampler,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches != 1 or has(GradientAccumulationScheduler),
+        "GradientAccumulationScheduler": has(GradientAccumulationScheduler),
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs,
         "sync_batchnorm": trainer._accelerator_connector._layer_sync is not None,
         "StochasticWeightAveraging": has(StochasticWeightAveraging),
@@ -294,12 +306,8 @@ _REFUSED = {
         "lightning.pytorch.callbacks.EMAWeightAveraging works"
     ),
     "LearningRateFinder": "it trains by itself before the job does: look for the rate in a script of its own",
-    "use_distributed_sampler": (
-        "samples are shared by the loader, in an order that holds for any number of workers: pass "
-        "Trainer(use_distributed_sampler=False)"
-    ),
-    "accumulate_grad_batches": (
-        "the job cuts micro-batches by itself: pass a larger batch_size, and "
+    "GradientAccumulationScheduler": (
+        "the job cuts micro-batches by itself: pass Trainer(accumulate_grad_batches=), or let the batch grow by "
         "ElasticRayStrategy(max_batch_size=, gradient_accumulation=True)"
     ),
     "reload_dataloaders_every_n_epochs": (

@@ -101,6 +101,8 @@ class ClusterPage:
         failed = {each.node: each for each in told}
         for each in look.nodes:
             self._totals[each.node] = each.total
+            if not slots_of(each.total) and each.node not in self._nodes:  # a head that only decides has no lane
+                continue
             row = node_row(each, seen.get(each.node), used.get(each.node, 0.0), failed.get(each.node))
             before = self._nodes.get(each.node)
             if row.draining and before is not None and not before.draining:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause
-from elastic_ray.observe.page.rows import loss_of
+from elastic_ray.observe.page.rows import number_of
 from elastic_ray.observe.page.source import JobFacts, JobLook
 from elastic_ray.record.outlook import time_spent
 from placement.allocator.snapshot import JobState
@@ -80,7 +80,16 @@ class JobMemory:
         factor = status.learning_rate_factor
         noise = noise_scale(self.state)
         rate = status.throughput or None
-        values = (now_s, self._samples, status.batch_size or None, rate, status.workers, noise, factor, loss_of(status))
+        values = (
+            now_s,
+            self._samples,
+            status.batch_size or None,
+            rate,
+            status.workers,
+            noise,
+            factor,
+            number_of(status, "loss"),
+        )
         self._series.append(values)
         if len(self._series) > MOST_POINTS:
             self._series = self._series[::2]

@@ -96,6 +96,8 @@ class PageJob:
         reports: that its train function has made.
         sweep: of a trial, the sweep; else empty.
         rungs: of a trial, reports after which its sweep may cut it, ascending; empty where that is not known.
+        parameters: of a trial, by name; ``score``: the ``metric`` that its sweep compares trials by, and ``mode`` "max"
+            where a larger one is better.
         colour: ``#rrggbb``, the same wherever the job is drawn.
     """
 
@@ -131,6 +133,10 @@ class PageJob:
     reports: int = 0
     sweep: str = ""
     rungs: tuple[int, ...] = ()
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metric: str = ""
+    mode: str = "min"
+    score: float | None = None
     storage: str = ""
     colour: str = "#808080"
 

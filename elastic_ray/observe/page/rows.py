@@ -64,11 +64,11 @@ def job_row(
         batch=status.batch_size if status is not None else 0,
         samples_per_s=rate,
         goodput=goodput,
-        efficiency=goodput / rate if goodput is not None and rate > 0 else None,
+        efficiency=min(1.0, goodput / rate) if goodput is not None and rate > 0 else None,
         epoch=status.epoch if status is not None else 0,
         epochs=status.epochs if status is not None else None,
         step=status.step if status is not None else 0,
-        loss=loss_of(status),
+        loss=number_of(status, "loss"),
         progress=1.0 if _phase(status, None) == JobPhase.FINISHED.value else progress,
         eta_s=None if ended_s is not None else eta_s,
         productive=told(status, "productive_share"),
@@ -85,6 +85,10 @@ def job_row(
         nodes=dict(state.target) if state is not None and ended_s is None else {},
         reports=status.reports if status is not None else 0,
         rungs=facts.rungs if facts is not None else (),
+        parameters=facts.parameters if facts is not None else {},
+        metric=facts.metric if facts is not None else "",
+        mode=facts.mode if facts is not None else "min",
+        score=number_of(status, facts.metric) if facts is not None and facts.metric else None,
         sweep=facts.sweep if facts is not None else "",
         storage=facts.storage if facts is not None else "",
         colour=colour,
@@ -126,12 +130,17 @@ def _progress(
     return progress, eta_s
 
 
-def loss_of(status: JobStatus | None) -> float | None:
-    """The reported metric ``loss``; None where there is none, or it is no number."""
-    if status is None or "loss" not in status.metrics:
-        return None
-    with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
-        return float(status.metrics["loss"])
+def number_of(status: JobStatus | None, name: str) -> float | None:
+    """A reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
+    value: Any = status.metrics if status is not None else {}
+    with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
+        if name in value:
+            found = float(value[name])
+        else:
+            for part in name.split("/"):
+                value = value[part]
+            found = float(value)
+        return found if math.isfinite(found) else None
     return None
 
 

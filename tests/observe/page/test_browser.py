@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,40 @@ def test_hostile_names_are_shown_as_such_everywhere(started: Any) -> None:
         page.wait_for_selector("#what-answer .bad")
         assert "asks about jobs that run now" in page.locator("#what-answer").inner_text()
         wrong.clear()  # the browser's own line about the answer 400
+
+
+def test_a_sweep_ranks_its_trials_and_calls_them_by_what_differs(started: Any) -> None:
+    def trial(number: int, rate: float, width: int, score: float | None, **more: Any) -> PageJob:
+        parameters = {"net/width": width, "lr": rate, "folder": "/data"}
+        given: dict[str, Any] = {"phase": "running", "parameters": parameters, "score": score, "colour": colour(number)}
+        given |= {"metric": "accuracy", "mode": "max", "sweep": "digits"}
+        return PageJob(job=f"digits-{number:05d}", **{**given, **more})
+
+    jobs = (
+        trial(0, 3e-4, 128, 0.7, eta_s=61.0, why="held at 2", note="held at 2"),
+        trial(1, 0.1, 128, 0.91, phase="finished", ended_s=5.0),
+        trial(2, 0.1, 64, None, phase="stopped", ended_s=5.0),
+        trial(3, 0.1, 32, 0.2, eta_s=86_400.0 * 12 + 3600.0),
+    )
+    snapshot = dataclasses.replace(page_of(1), jobs=jobs, marks=(), tenants=(), wanted=())
+    with served(StoredPage(snapshot, {})) as port, tab(started) as (page, _):
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("[data-sweep] table")
+        said = page.locator("[data-sweep] h3").inner_text()
+        assert said.startswith("digits: 4 trials, 2 running, 1 done, 1 cut, best accuracy 0.91 at width=128 lr=0.1"), (
+            said
+        )
+        assert said.endswith("those that run end in 12d01h")
+        names = page.locator("[data-sweep] tbody td:first-child").all_inner_texts()
+        assert names == ["width=128 lr=0.1", "width=128 lr=3e-4", "width=32 lr=0.1", "width=64 lr=0.1"]
+        assert page.locator("#tenants").is_hidden() and page.locator("#wanted").is_hidden()
+        reasons = page.locator(".body [data-column=why]").all_inner_texts()
+        assert "held at 2" in reasons and "held at 2; held at 2" not in reasons
+        cut = "[...document.querySelectorAll('.grid .body [data-column]:not([data-column=why])')]"
+        assert page.evaluate(f"{cut}.filter((each) => each.scrollWidth > each.clientWidth).length") == 0
+        edges = "(row) => [...row.children].map((each) => Math.round(each.getBoundingClientRect().left)).join()"
+        head = page.locator(".grid .head").evaluate(edges)
+        assert head == page.locator(".grid .body [role=row]").first.evaluate(edges), "columns stand under their heads"
 
 
 @pytest.mark.thorough

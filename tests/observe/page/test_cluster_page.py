@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -280,3 +281,18 @@ def test_a_node_says_which_workers_failed_there() -> None:
     (history,) = record.rows(1.0)
     row = node_row(NodeLook(node="n0", address="10.0.0.1", total={"CPU": 4.0}, labels={}), None, 0.0, history)
     assert row.failures == "1 worker of a failed, avoided by a for 10 min; the last: OSError: no disk"
+
+
+def test_a_node_without_slots_has_no_lane_and_an_efficiency_is_at_most_all_of_it() -> None:
+    page = ClusterPage("here")
+    nodes = tuple(
+        NodeLook(node=name, address=name, total={"CPU": cpus}, labels={}) for name, cpus in (("head", 0.0), ("n0", 4.0))
+    )
+    facts = JobFacts(min_workers=1, max_workers=2, parameters={"lr": 0.1}, metric="eval/accuracy", mode="max")
+    status = answer("a", throughput=100.0, goodput=130.0, metrics={"eval": {"accuracy": 0.9}, "loss": math.nan}).status
+    look = JobLook(job="a", status=status, facts=facts)
+    page.take(ClusterLook(now_s=1.0, allocator=None, jobs=(look,), alive=frozenset({"a"}), nodes=nodes))
+    seen = page.snapshot(1.0)
+    assert [each.node for each in seen.nodes] == ["n0"]
+    (row,) = seen.jobs
+    assert (row.efficiency, row.score, row.loss, row.parameters) == (1.0, 0.9, None, {"lr": 0.1})

@@ -4,22 +4,18 @@ import { $, bar, h, number, percent, plural, span, svg, table } from "./dom.js";
 
 export function drawTenants(store) {
   const rows = store.rows("tenants");
-  $("tenants").hidden = !rows.length && store.source.kind !== "live";
+  $("tenants").hidden = !rows.length;
   const quota = (row) => Object.entries(row.quota).map(([name, amount]) => `${number(amount)} ${name}`).join(", ");
-  $("tenant-rows").replaceChildren(rows.length
-    ? table(["Tenant", "Weight", "Owed", "Used", "Lent to others", "Borrowed", "Quota", "Jobs", "Waiting", "Fairness"], rows.map((row) => [
+  $("tenant-rows").replaceChildren(table(["Tenant", "Weight", "Owed", "Used", "Lent to others", "Borrowed", "Quota", "Jobs", "Waiting", "Fairness"], rows.map((row) => [
       row.tenant || "(none)", number(row.weight), bar(row.owed, percent(row.owed)), bar(row.used, percent(row.used)), percent(row.lent),
-      percent(row.borrowed), quota(row), String(row.jobs), String(row.waiting), row.fairness === null ? "–" : number(row.fairness)]))
-    : h("p", { class: "soft" }, "All jobs are one tenant's: SchedulingConfig(tenant=...) names others."));
+      percent(row.borrowed), quota(row), String(row.jobs), String(row.waiting), row.fairness === null ? "–" : number(row.fairness)])));
 }
 
 export function drawWanted(store) {
   const rows = store.rows("wanted");
-  $("wanted").hidden = store.source.kind !== "live";
-  $("wanted-rows").replaceChildren(rows.length
-    ? table(["Type", "Market", "Wanted", "Missing", "For", "Jobs", "Why, or what was refused"], rows.map((row) => [row.type, row.market, String(row.wanted),
-      row.missing ? h("span", { class: "warn" }, String(row.missing)) : "0", row.since_s === null ? "" : span(store.now_s - row.since_s), row.jobs.join(", "), row.reason]))
-    : h("p", { class: "soft" }, "The allocator decides nothing about nodes: AllocatorConfig(autoscaling=...) lets it."));
+  $("wanted").hidden = !rows.length;
+  $("wanted-rows").replaceChildren(table(["Type", "Market", "Wanted", "Missing", "For", "Jobs", "Why, or what was refused"], rows.map((row) => [row.type, row.market, String(row.wanted),
+      row.missing ? h("span", { class: "warn" }, String(row.missing)) : "0", row.since_s === null ? "" : span(store.now_s - row.since_s), row.jobs.join(", "), row.reason])));
 }
 
 export class WhatIf {
@@ -79,6 +75,7 @@ function sweep(store, name, trials) {
   const first = Math.min(now, ...times.map((b) => b[3]));
   const last = Math.max(first + 1, ...times.map((b) => b[4] ?? now));
   const x = (time) => 230 + ((time - first) / (last - first)) * (WIDTH - 370);
+  const called = names(trials);
   const lines = [];
   let y = 0;
   let rung = null;
@@ -88,14 +85,52 @@ function sweep(store, name, trials) {
       lines.push(...rungLine(rung, trials, y + HIGH / 2));
       y += HIGH;
     }
-    lines.push(...trialLine(trial, byJob.get(trial.job), y + HIGH / 2, { x, now, most }));
+    lines.push(...trialLine(trial, byJob.get(trial.job), y + HIGH / 2, { x, now, most, called }));
     y += HIGH;
   }
-  const running = trials.filter((t) => t.ended_s === null).length;
   const left = trials.length - shown.length;
-  return h("div", { class: "chart", "data-sweep": name }, h("h3", {}, `${name}: ${plural(trials.length, "trial")}, ${running} running; the width of a line is its workers`),
+  return h("div", { class: "chart", "data-sweep": name }, h("h3", {}, summary(name, trials, called)),
+    ranking(trials, called), h("p", { class: "soft" }, "Each trial over time; the width of a line is its workers."),
     h("div", { class: "scroll" }, svg("svg", { viewBox: `0 0 ${WIDTH} ${y + 8}`, role: "img", "aria-label": `Trials of ${name} over time`, style: { minWidth: "640px" } }, lines)),
     left ? h("p", { class: "soft" }, `and ${plural(left, "more trial")} that have come less far`) : null);
+}
+
+// Trials are called by the parameters in which they differ.
+function names(trials) {
+  const all = [...new Set(trials.flatMap((t) => Object.keys(t.parameters)))];
+  const differ = all.filter((name) => new Set(trials.map((t) => JSON.stringify(t.parameters[name]))).size > 1);
+  return new Map(trials.map((t) => [t.job, differ.map((name) => `${name.split("/").at(-1)}=${value(t.parameters[name])}`).join(" ")]));
+}
+
+function value(given) {
+  if (typeof given !== "number") return String(given ?? "–");
+  return given !== 0 && Math.abs(given) < 0.01 ? given.toExponential().replace(/(\.\d\d)\d+/, "$1") : number(given);
+}
+
+function best(trials) {
+  const sign = (t) => (t.mode === "max" ? -t.score : t.score);
+  return trials.filter((t) => t.score !== null).sort((a, b) => sign(a) - sign(b));
+}
+
+// One line: how many trials are done, run and were cut, the best and its parameters, and the time left.
+function summary(name, trials, called) {
+  const running = trials.filter((t) => t.ended_s === null);
+  const count = (phase) => trials.filter((t) => t.ended_s !== null && t.phase === phase).length;
+  const parts = [`${running.length} running`, `${count("finished")} done`, `${count("stopped")} cut`, count("failed") ? `${count("failed")} failed` : ""];
+  const [first] = best(trials);
+  if (first) parts.push(`best ${first.metric} ${number(first.score)}${called.get(first.job) ? ` at ${called.get(first.job)}` : ""}`);
+  const ends = running.map((t) => t.eta_s).filter((eta) => eta !== null);
+  if (ends.length) parts.push(`those that run end in ${span(Math.max(...ends))}`);
+  return `${name}: ${plural(trials.length, "trial")}, ${parts.filter(Boolean).join(", ")}`;
+}
+
+// Trials with their parameters and the metric, best first.
+function ranking(trials, called) {
+  const ranked = best(trials);
+  const rows = [...ranked, ...trials.filter((t) => t.score === null)].slice(0, MOST_TRIALS);
+  return table(["Trial", rows[0].metric || "Loss", "Reports", "Phase", "ETA"], rows.map((t) => [
+    h("span", { title: t.job }, h("i", { class: "swatch", style: { background: t.colour } }), called.get(t.job) || t.job),
+    t.score === null ? (t.metric || t.loss === null ? "–" : number(t.loss)) : number(t.score), String(t.reports), t.phase, t.eta_s === null ? "" : span(t.eta_s)]));
 }
 
 // The last rung that a trial has come to; 0 before the first.
@@ -110,8 +145,9 @@ function rungLine(rung, trials, y) {
   return [svg("line", { x1: 0, x2: WIDTH, y1: y + 7, y2: y + 7, class: "grid" }), svg("text", { x: 4, y: y + 4, class: "soft", "data-rung": String(rung) }, text)];
 }
 
-function trialLine(trial, bars, y, { x, now, most }) {
-  const short = trial.job.length > 34 ? `…${trial.job.slice(-33)}` : trial.job;
+function trialLine(trial, bars, y, { x, now, most, called }) {
+  const name = called.get(trial.job) || trial.job;
+  const short = name.length > 34 ? `…${name.slice(-33)}` : name;
   const far = trial.rungs.length ? `${trial.reports} of ${trial.rungs.at(-1)} reports` : `epoch ${trial.epoch}`;
   const loss = trial.loss === null ? "" : `, loss ${number(trial.loss)}`;
   // One trial may have workers on several nodes at a time: their lines lie beneath each other.

@@ -16,10 +16,16 @@ const COLUMNS = [
   ["tenant", "Tenant", "80px", (j) => j.tenant, (j) => j.tenant],
   ["priority", "Prio", "46px", (j) => (j.priority ? String(j.priority) : ""), (j) => j.priority],
   ["cost", "USD", "60px", (j) => (j.cost_usd === null ? "" : number(j.cost_usd)), (j) => j.cost_usd],
-  ["why", "Why", "minmax(220px, 3fr)", (j) => [j.note, j.why].filter(Boolean).join("; "), (j) => j.why],
+  ["why", "Why", "minmax(220px, 3fr)", why, (j) => j.why],
 ];
 const NUMBERS = new Set(["batch", "rate", "efficiency", "eta", "slack", "priority", "cost"]);
-const GRID = COLUMNS.map((column) => column[2]).join(" ");
+const MEASURED = 200; // rows that the columns' widths are of
+
+// The reason once, also where the allocator's note is the same as the job's.
+function why(j) {
+  if (!j.note || j.why.includes(j.note)) return j.why;
+  return j.note.includes(j.why) ? j.note : `${j.note}; ${j.why}`;
+}
 
 function workers(j) {
   const limits = j.min_workers === null ? "" : ` (${j.min_workers}:${j.max_workers})`;
@@ -45,11 +51,12 @@ export class Jobs {
     this.sort = ["", 1]; // as they came: those that run before those that have ended
     this.chosen = "";
     this.shown = [];
+    this.widths = COLUMNS.map(([, title]) => title.length);
     const head = COLUMNS.map(([name, title], place) => h("span", { role: "columnheader" },
       h("button", { type: "button", onclick: () => this.order(place) }, title)));
     this.body = h("div", { class: "body", role: "rowgroup" });
-    this.grid = h("div", { class: "grid", role: "grid", tabindex: "0", "aria-label": "Jobs" },
-      h("div", { class: "head", role: "row", style: { gridTemplateColumns: GRID, minWidth: "1250px" } }, head), this.body);
+    this.head = h("div", { class: "head", role: "row" }, head);
+    this.grid = h("div", { class: "grid", role: "grid", tabindex: "0", "aria-label": "Jobs" }, this.head, this.body);
     $("table").replaceChildren(this.grid);
     this.grid.addEventListener("scroll", () => this.draw());
     this.grid.addEventListener("keydown", (event) => this.key(event));
@@ -75,8 +82,26 @@ export class Jobs {
     const text = this.shown.length === all.length ? `${all.length}` : `${this.shown.length} of ${all.length}`;
     $("count").textContent = `${text} ${all.length === 1 ? "job" : "jobs"}`;
     this.body.style.height = `${Math.max(1, this.shown.length) * ROW}px`;
-    this.body.style.minWidth = "1250px";
+    this.measure();
     this.draw();
+  }
+
+  // Columns are as wide as the longest text that they have had: none is cut, and none jumps.
+  measure() {
+    const now_s = this.store.now_s;
+    for (const j of this.shown.slice(0, MEASURED)) {
+      COLUMNS.forEach(([, , , cell], place) => {
+        const inside = cell(j, now_s);
+        const length = typeof inside === "string" ? inside.length : h("span", {}, inside).textContent.length + (place === 0 ? 2 : 0);
+        this.widths[place] = Math.max(this.widths[place], length);
+      });
+    }
+    const bars = COLUMNS.findIndex(([name]) => name === "progress");
+    const wide = this.widths.map((letters, place) => `calc(${Math.min(letters, 44) + 1}ch + ${place === bars ? 72 : 14}px)`);
+    this.columns = [...wide.slice(0, -1), "minmax(220px, 1fr)"].join(" ");
+    this.head.style.gridTemplateColumns = this.columns;
+    const least = `calc(${wide.slice(0, -1).map((each) => each.slice(5, -1)).join(" + ")} + 220px)`;
+    this.head.style.minWidth = this.body.style.minWidth = least;
   }
 
   draw() {
@@ -91,7 +116,7 @@ export class Jobs {
   row(j, place, now_s) {
     return h("div", {
       role: "row", "data-job": j.job, "aria-selected": String(j.job === this.chosen), "aria-rowindex": place + 2,
-      style: { top: `${place * ROW}px`, height: `${ROW}px`, gridTemplateColumns: GRID, opacity: j.ended_s === null ? "" : ".65" },
+      style: { top: `${place * ROW}px`, height: `${ROW}px`, gridTemplateColumns: this.columns, opacity: j.ended_s === null ? "" : ".65" },
     }, COLUMNS.map(([name, , , cell]) => {
       const inside = cell(j, now_s);
       const title = name === "why" || name === "job" ? (name === "job" ? j.job : inside) : null;

@@ -35,6 +35,7 @@ _REST = 3.0  # times the allocator's answer took
 _LONGEST_S = 5.0
 _EXPLAINED_S = 3.0
 _MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
+_OF_TRIALS = ("rungs", "parameters", "metric", "mode")
 _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
@@ -229,7 +230,7 @@ def _facts(spec: JobSpec) -> JobFacts:
         max_workers=spec.max_workers,
         sweep=sweep or (posixpath.basename(posixpath.dirname(spec.storage_path)) if spec.trial is not None else ""),
         storage=spec.storage_path,
-        rungs=spec.trial.rungs if spec.trial is not None else (),
+        **({name: getattr(spec.trial, name) for name in _OF_TRIALS} if spec.trial is not None else {}),
     )
 
 
