@@ -19,6 +19,7 @@ _HOMES = {
     "stop": "jobs",
     "resize": "jobs",
     "nodes": "overview",
+    "drain": "drain",
     "allocator": "overview",
     "top": "observe.top",
     "dashboard": "observe.dashboard",
