@@ -50,11 +50,9 @@ def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: flo
     for node_id in meant:
         if refusal := ask_to_drain(node_id, reason, end_s):
             raise click.ClickException(f"node {node_id[:SHORT_ID]} cannot be drained: {refusal}")
-    while left := [
-        (node.node_id, sorted(node.reserved)) for node in read_nodes() if node.node_id in meant and node.reserved
-    ]:
+    while left := [node for node in read_nodes() if node.node_id in meant and node.reserved]:
         if time.time() > end_s:
-            told = "; ".join(f"node {node_id[:SHORT_ID]}: {', '.join(jobs)}" for node_id, jobs in left)
+            told = "; ".join(f"node {node.node_id[:SHORT_ID]}: {', '.join(sorted(node.reserved))}" for node in left)
             raise click.ClickException(f"after {deadline_s:g} s some jobs still have workers there: {told}")
         time.sleep(_LOOK_S)
     say(f"no elastic job has workers on {', '.join(node_id[:SHORT_ID] for node_id in meant)}")
