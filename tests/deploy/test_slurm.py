@@ -50,7 +50,8 @@ def test_a_node_that_slurm_takes_is_drained(ray_cluster: Any, tmp_path: Path) ->
         "PATH": f"{bin_folder}:{os.environ['PATH']}",
         "ELASTIC_RAY_HEAD": str(tmp_path / "head"),
         "SLURM_JOB_ID": "4711",
-        "RAY_START_OPTIONS": '--num-cpus=0 --resources={"slot":1}',
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # Ray's own name for 'not on the loopback alone'
+        "RAY_START_OPTIONS": '--node-ip-address=127.0.0.1 --num-cpus=0 --resources={"slot":1}',
     }
     with (tmp_path / "log").open("wb") as log:
         script = subprocess.Popen(
