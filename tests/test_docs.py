@@ -137,3 +137,19 @@ def test_a_word_of_the_glossary_has_one_meaning() -> None:
 def test_the_architecture_names_each_room_once() -> None:
     rooms = re.findall(r"^\| \[`([\w/]+)`\]", (DOCS / "architecture.md").read_text(), re.MULTILINE)
     assert len(rooms) == len(set(rooms))
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("save model", "checkpoints.md"),
+        ("drain node", "operations.md"),
+        ("TRL", "huggingface.md"),
+        ("quota", "operations.md"),
+        ("resize", "operations.md"),
+    ],
+)
+def test_what_people_search_for_is_a_heading_of_the_guide(words: str, page: str) -> None:
+    """The site's search weighs headings ten times as much as text."""
+    headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.MULTILINE)
+    assert any(all(word.lower() in heading.lower() for word in words.split()) for heading in headings)

@@ -23,14 +23,14 @@ def write_demo(folder: Path) -> tuple[Path, Path]:
     """
     profiles = folder / "profiles"
     for name, (sample_s, samples, variance) in _APPLICATIONS.items():
-        rows = [(p, m, *_step_s(len(p), sum(map(int, p)), m, sample_s)) for p in _PLACES for m in _BATCHES]
-        _write(profiles / name / "placements-t4.csv", "placement,local_bsz,step_time,sync_time", rows)
+        placed = [(p, m, *_step_s(len(p), sum(map(int, p)), m, sample_s)) for p in _PLACES for m in _BATCHES]
+        _write(profiles / name / "placements-t4.csv", "placement,local_bsz,step_time,sync_time", placed)
         sizes = [(n, r) for n in (3, 4) for r in (n, 4 * n)]
-        rows = [(n, r, m, *_step_s(n, r, m, sample_s)) for n, r in sizes for m in _BATCHES]
-        _write(profiles / name / "scalability-t4.csv", "num_nodes,num_replicas,local_bsz,step_time,sync_time", rows)
+        larger = [(n, r, m, *_step_s(n, r, m, sample_s)) for n, r in sizes for m in _BATCHES]
+        _write(profiles / name / "scalability-t4.csv", "num_nodes,num_replicas,local_bsz,step_time,sync_time", larger)
         for batch in (32, 128, 512):
-            rows = [(1000.0 * e, samples // batch * e, 0.1 * e, 1.0 / e, variance) for e in range(1, _EPOCHS + 1)]
-            _write(profiles / name / f"validation-{batch}.csv", "progress,iteration,metric,grad_sqr,grad_var", rows)
+            epochs = [(1000.0 * e, samples // batch * e, 0.1 * e, 1.0 / e, variance) for e in range(1, _EPOCHS + 1)]
+            _write(profiles / name / f"validation-{batch}.csv", "progress,iteration,metric,grad_sqr,grad_var", epochs)
     kinds = [("image", "text")[i % 3 == 2] for i in range(16)]
     jobs = [(f"{kind}-{i}", 180 * i, kind, 1 + i % 2, 128) for i, kind in enumerate(kinds)]
     _write(folder / "demo.csv", "name,time,application,num_replicas,batch_size", jobs)

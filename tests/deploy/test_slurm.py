@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic_ray.events import EventKind
-from tests.job.jobs import kinds, start, wait_until
+import tests.local_cluster  # noqa: F401  # Ray's settings for tests, and a folder of their own
 
-SCRIPTS = Path(__file__).parents[2] / "deploy" / "slurm"
-SRUN = """#!/usr/bin/env bash
-while [[ "$1" == --* ]]; do shift; done
-exec "$@"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "deploy" / "slurm"
+PROGRAMS = {
+    "srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
+    "ray": f'exec {sys.executable} -m ray.scripts.scripts "$@"',
+    "elastic-ray": f'exec {sys.executable} -m elastic_ray.cli "$@"',
+}
+# A job on both nodes; Slurm takes the one whose script has the given process id.
+DRIVER = """
+import os, signal, sys, time
+import ray, ray.train
+import elastic_ray as er
+from tests.job import traced
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+ray.init(log_to_driver=False)
+wait_until(lambda: ray.cluster_resources().get("slot") == 2, "two nodes")
+handle = er.ElasticTrainer(
+    traced.train,
+    train_loop_config={"trace": sys.argv[1] + "/trace", "epochs": 10_000, "pause_s": 0.03},
+    scaling_config=ray.train.ScalingConfig(num_workers=(1, 2), resources_per_worker={"slot": 1}),
+    run_config=ray.train.RunConfig(name="moved", storage_path=sys.argv[1] + "/runs"),
+).submit()
+handle.resize(2)
+wait_until(lambda: handle.status().workers == 2, "two workers")
+os.kill(int(sys.argv[2]), signal.SIGTERM)
+wait_until(lambda: handle.status().workers == 1, "one worker")
+step = handle.status().step
+wait_until(lambda: handle.status().step > step + 10, "training goes on")
+handle.stop()
+handle.result()
+print("kinds:", *(event.kind.value for event in handle.events()))
 """
 
-pytestmark = [pytest.mark.ray_cluster(num_cpus=2), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.name)
@@ -32,43 +66,66 @@ def test_a_script_is_one_that_bash_reads_and_asks_slurm_first(script: Path) -> N
     assert asked and max(asked) < min(commands), "Slurm reads no option after the first command"
 
 
-@pytest.mark.thorough
-def test_a_node_that_slurm_takes_is_drained(ray_cluster: Any, tmp_path: Path) -> None:
-    """The job moves off it without a failure, and the script ends before Slurm would kill it."""
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    for name, text in {
-        "srun": SRUN,
-        "ray": f'#!/usr/bin/env bash\nexec {sys.executable} -m ray.scripts.scripts "$@"\n',
-        "elastic-ray": f'#!/usr/bin/env bash\nexec {sys.executable} -m elastic_ray.cli "$@"\n',
-    }.items():
-        (bin_folder / name).write_text(text)
-        (bin_folder / name).chmod(0o755)
-    (tmp_path / "head").write_text(ray_cluster.address)
-    environment = {
-        **os.environ,
-        "PATH": f"{bin_folder}:{os.environ['PATH']}",
-        "ELASTIC_RAY_HEAD": str(tmp_path / "head"),
-        "SLURM_JOB_ID": "4711",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # Ray's own name for 'not on the loopback alone'
-        "RAY_START_OPTIONS": '--node-ip-address=127.0.0.1 --num-cpus=0 --resources={"slot":1}',
-    }
-    with (tmp_path / "log").open("wb") as log:
-        script = subprocess.Popen(
-            ["bash", str(SCRIPTS / "node.sbatch")], env=environment, stdout=log, stderr=log, start_new_session=True
+def started(script: str, folder: Path, **settings: str) -> subprocess.Popen[bytes]:
+    """One of the scripts as Slurm starts it, with a log of its own."""
+    with (folder / f"{script}-{settings.get('SLURM_JOB_ID', '')}.log").open("wb") as log:
+        return subprocess.Popen(
+            ["bash", str(SCRIPTS / script)],
+            env={**os.environ, **settings},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
+
+
+def told(folder: Path) -> str:
+    return "\n".join(f"{path.name}:\n{path.read_text()}" for path in folder.glob("*.log"))
+
+
+@pytest.mark.thorough
+def test_a_node_that_slurm_takes_is_drained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The job moves off it without a failure, and the script ends before Slurm would kill it."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "trace").mkdir()
+    for name, text in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    address_file = tmp_path / "head"
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "ELASTIC_RAY_HEAD": str(address_file),
+        "RAY_PORT": port,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    running = [started("head.sbatch", tmp_path, RAY_START_OPTIONS="--include-dashboard=false")]
     try:
-        other = ray_cluster.add_node(num_cpus=0, resources={"slot": 1})
-        handle = start(tmp_path, workers=(1, 2), epochs=10_000, pause_s=0.03, bundle={"slot": 1.0})
-        handle.resize(2)
-        wait_until(lambda: handle.status().workers == 2, handle, 120)
-        script.send_signal(signal.SIGTERM)
-        assert script.wait(timeout=120) == 0, (tmp_path / "log").read_text()
-        assert {worker.node for worker in handle.workers()} == {other.node_id}
-        assert "no elastic job has workers on" in (tmp_path / "log").read_text()
-        handle.stop()
-        handle.result(timeout=180)
-        assert EventKind.FAILURE not in kinds(handle)
+        deadline = time.monotonic() + 60
+        while not address_file.exists():
+            assert time.monotonic() < deadline, told(tmp_path)
+            time.sleep(0.1)
+        for number in ("1", "2"):
+            options = '--num-cpus=0 --resources={"slot":1}'
+            running.append(started("node.sbatch", tmp_path, SLURM_JOB_ID=number, RAY_START_OPTIONS=options))
+        monkeypatch.setenv("RAY_ADDRESS", address_file.read_text().strip())
+        taken = running[-1]
+        driver = subprocess.run(
+            [sys.executable, "-c", DRIVER, str(tmp_path), str(taken.pid)], capture_output=True, text=True, timeout=600
+        )
+        assert driver.returncode == 0, driver.stdout + driver.stderr + told(tmp_path)
+        kinds = driver.stdout.rpartition("kinds: ")[2].split()
+        assert "resize" in kinds and "failure" not in kinds, driver.stdout
+        assert taken.wait(timeout=60) == 0, told(tmp_path)
+        assert "no elastic job has workers on" in told(tmp_path)
     finally:
-        if script.poll() is None:
-            os.killpg(script.pid, signal.SIGKILL)
+        for script in reversed(running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                script.wait(timeout=30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, signal.SIGKILL)
