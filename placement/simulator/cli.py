@@ -73,9 +73,8 @@ def _run_demo(options: argparse.Namespace) -> int:
         raise InputError("--demo makes its own trace and profiles: leave --trace and --profiles out, or --demo")
     with tempfile.TemporaryDirectory() as folder:
         trace, profiles = write_demo(Path(folder) / "demo")
-        options.trace, options.profiles = [str(trace)], str(profiles)
-        options.cluster = options.cluster or CLUSTER
-        return _run(options)
+        made = {"trace": [str(trace)], "profiles": str(profiles), "cluster": options.cluster or CLUSTER}
+        return _run(argparse.Namespace(**{**vars(options), **made}))
 
 
 def _run(options: argparse.Namespace) -> int:
