@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from pygments.formatters import HtmlFormatter
 
@@ -20,6 +21,7 @@ ROOT = DOCS.parent
 LINK = re.compile(r"\]\(\.\./([^)#\s]+)(?:#L\d+)?\)")  # a line of it is for the repository alone
 LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".md": "markdown"}
 FENCE = "``````"  # longer than any fence within a file
+ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):(<code>)~?")  # of docstrings, as Markdown leaves them
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -39,6 +41,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if "/" in page.file.src_uri:
         return markdown
     return LINK.sub(lambda link: f"]({page_of(link[1].rstrip('/'))})", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Show names in docstrings as code, without the role that Sphinx would read."""
+    return ROLE.sub(r"\1", html)
+
+
+@event_priority(100)  # before the search plugin writes its index
+def on_post_build(config: Any) -> None:
+    """Have the search find pages that explain, not listings of files: these have each word, and would come first."""
+    index = config.plugins["search"].search_index
+    index._entries = [entry for entry in index._entries if not entry["location"].startswith("source/")]
 
 
 def page_of(path: str) -> str:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from placement.lazy_names import lazy_names
+try:
+    from placement.lazy_names import lazy_names
+    from placement.versions import RELEASE
+except ImportError as error:  # whose placement is it? A script's folder comes before ours
+    import placement
+
+    raise ImportError(
+        f"elastic-ray's package placement is hidden by {placement.__file__ or list(placement.__path__)}: rename that "
+        "file or folder, or run Python in another directory"
+    ) from error
 
 if TYPE_CHECKING:
     from elastic_ray.access import AccessRefusedError
@@ -155,4 +164,5 @@ __all__ = [
     "sharded_memory",
 ]
 
+__version__ = RELEASE
 __getattr__, __dir__ = lazy_names("elastic_ray", _HOMES)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
+
+RELEASE = "0.1.0"
+"""The release of this source tree; pyproject.toml reads it here, and `elastic_ray.__version__` is it."""
 
 PROTOCOL = 1
 """Number of the messages of drivers, controllers, workers and the allocator; it rises with every change of them."""
@@ -24,14 +25,9 @@ class Spoken:
     release: str
 
 
-@functools.cache
 def spoken() -> Spoken:
     """Return what this process speaks."""
-    try:
-        release = importlib.metadata.version("elastic-ray")
-    except importlib.metadata.PackageNotFoundError:
-        release = "of a source tree"
-    return Spoken(protocol=PROTOCOL, release=release)
+    return Spoken(protocol=PROTOCOL, release=RELEASE)
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:

@@ -2,7 +2,7 @@
 
 A page's blocks share their names, as in one script. A block that cannot run here says why in a comment above it,
 ``<!-- not run: reason -->``; a block that needs a package that may be missing says ``<!-- needs: package -->``. Recipes
-have a test of their own, which runs them on two ranks as well.
+have a test of their own, which runs them on two ranks as well, and so has the tutorial, with its commands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = re.compile(r"(?:<!-- (not run|needs): ([^\n]+) -->\n)?^```python\n(.*?)^
 PAGES = {
     page.name: BLOCK.findall(page.read_text())
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if page.name != "recipes.md"
+    if page.name not in ("recipes.md", "tutorial.md")
 }
 
 

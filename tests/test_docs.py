@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -87,4 +88,68 @@ def test_ci_builds_the_site_strictly() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def test_the_readme_shows_what_the_measurements_say() -> None:
+    """Each of its rows is the beginning of a row there, and each of its figures stands in that row."""
+    measured = (DOCS / "measurements.md").read_text().splitlines()
+    table = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w[^|]*) \| [^|]* \| ([^|]*) \|$", table, re.MULTILINE)
+    assert len(rows) == 3
+    for claim, told in rows:
+        (row,) = [line for line in measured if line.startswith(f"| {claim}")]
+        figures = re.findall(r"\d[\d.]* x", told)
+        assert figures and [each for each in figures if f" {each}" not in row] == [], claim
+    assert "missed" not in (ROOT / "README.md").read_text() and "bar" not in table
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_files_and_modules_that_a_page_names_exist(page: Path) -> None:
+    """``tests/gpu`` and ``elastic_ray.sync`` in code, and ``name`` in ``[file](../file.py), name``."""
+    text = page.read_text()
+    named = re.findall(r"`((?:elastic_ray|placement|tuning|tests|examples|docs|deploy)[./][\w./-]*\w)/?`", text)
+    assert [each for each in named if not exists(each)] == []
+    inside = re.findall(r"\]\(\.\./([\w/]+\.py)\), `(\w+)`", text)
+    assert [each for file, each in inside if f"def {each}(" not in (ROOT / file).read_text()] == []
+
+
+def exists(named: str) -> bool:
+    """True if it is a file or folder of the repository, a module, or a name in one."""
+    if (ROOT / named).exists():
+        return True
+    if "/" in named:
+        return False
+    parts = named.split(".")
+    for n in range(len(parts), 0, -1):
+        if (path := ROOT.joinpath(*parts[:n])).is_dir() or path.with_suffix(".py").is_file():
+            value = importlib.import_module(".".join(parts[:n]))
+            return all((value := getattr(value, part, None)) is not None for part in parts[n:])
+    return False
+
+
+def test_a_word_of_the_glossary_has_one_meaning() -> None:
+    words = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    each = [word for row in words for word in re.split(r", (?![^(]*\))", row) if word not in ("Word", "---")]
+    assert len(each) > 200 and sorted({word for word in each if each.count(word) > 1}) == []
+
+
+def test_the_architecture_names_each_room_once() -> None:
+    rooms = re.findall(r"^\| \[`([\w/]+)`\]", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+    assert len(rooms) == len(set(rooms))
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("save model", "checkpoints.md"),
+        ("drain node", "operations.md"),
+        ("TRL", "huggingface.md"),
+        ("quota", "operations.md"),
+        ("resize", "operations.md"),
+    ],
+)
+def test_what_people_search_for_is_a_heading_of_the_guide(words: str, page: str) -> None:
+    """The site's search weighs headings ten times as much as text."""
+    headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.MULTILINE)
+    assert any(all(word.lower() in heading.lower() for word in words.split()) for heading in headings)

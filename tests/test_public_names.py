@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -53,3 +56,34 @@ def test_importing_the_packages_loads_neither_ray_nor_torch() -> None:
         "sys.exit(' '.join(m for m in ('ray', 'torch') if m in sys.modules) or 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+
+
+def test_the_version_is_the_changelogs_newest_and_stands_once() -> None:
+    root = Path(__file__).parents[1]
+    newest = re.search(r"^## \[(\d[\w.]*)\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and elastic_ray.__version__ == newest[1]
+    assert 'dynamic = ["version"]' in (root / "pyproject.toml").read_text()
+    shown = subprocess.run(
+        [sys.executable, "-m", "elastic_ray.cli", "--version"], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert shown.stdout.rstrip().endswith(elastic_ray.__version__)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "line"),
+    [
+        ("placement.py", "import elastic_ray"),
+        ("placement/__init__.py", "from elastic_ray import ElasticTrainer"),
+        ("tuning.py", "from tuning import elastic"),
+    ],
+)
+def test_a_file_that_hides_our_package_is_named(hidden: str, line: str, tmp_path: Path) -> None:
+    file = tmp_path / hidden
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    answer = subprocess.run(
+        [sys.executable, "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    last = answer.stderr.rstrip().splitlines()[-1]
+    assert answer.returncode == 1 and last.startswith("ImportError: ") and str(file) in last

@@ -20,7 +20,7 @@ FOREIGN_ATTRIBUTES = (
     *(".grad", "optimizer.step", "optimizer.zero_grad", "layer.sparse", "ctx.param", ".bit_generator.state"),
     "Queue._on_queue_feeder_error",
     *("optimizer.state_dict", "optimizer.load_state_dict", "optimizer.state", "optimizer.param_groups", "view.data"),
-    *("ray.get_actor", "actor_class._remote"),
+    *("ray.get_actor", "actor_class._remote", "sys.excepthook"),
 )
 
 # Classes that share their name with another of their package, and why.

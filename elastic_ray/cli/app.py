@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from placement.text import printable
+from placement.versions import RELEASE
 
 _HOMES = {
     "submit": "submit",
@@ -21,6 +22,7 @@ _HOMES = {
     "resize": "jobs",
     "usage": "usage",
     "nodes": "overview",
+    "drain": "drain",
     "allocator": "overview",
     "top": "observe.top",
     "dashboard": "observe.dashboard",
@@ -63,7 +65,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="elastic-ray")
+@click.version_option(version=RELEASE)
 def cli() -> None:
     """Elastic PyTorch jobs on Ray: submit and watch them, change their size, ask why they have it.
 

@@ -380,15 +380,25 @@ def forgive(name: str) -> str:
     Raises:
         ClickException: no or several living nodes are meant, or nothing failed there.
     """
+    node = living_node(name, "--forgive")
+    if not _ask_allocator("forgive", node):
+        raise click.ClickException(f"no worker has failed on node {name}, as far as the allocator knows")
+    return node
+
+
+def living_node(name: str, option: str) -> str:
+    """The id of the node with this address or beginning of its id.
+
+    Raises:
+        ClickException: no or several living nodes are meant.
+    """
     living = [node for node in ray_nodes() if node["Alive"]]
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]
     if len(meant) != 1:
         raise click.ClickException(
-            f"--forgive must name one living node by its id, the beginning of that, or its address, but {name!r} "
+            f"{option} must name one living node by its id, the beginning of that, or its address, but {name!r} "
             f"means {len(meant)}; `elastic-ray nodes` lists them"
         )
-    if not _ask_allocator("forgive", meant[0]):
-        raise click.ClickException(f"no worker has failed on node {name}, as far as the allocator knows")
     return str(meant[0])
 
 

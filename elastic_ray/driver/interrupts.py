@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from types import FrameType
+from types import FrameType, TracebackType
 
 
 class Interrupts:
@@ -36,3 +37,14 @@ class Interrupts:
         """Raise KeyboardInterrupt if there was a Ctrl-C."""
         if self._seen:
             raise KeyboardInterrupt
+
+
+def without_traceback(error: BaseException) -> None:
+    """Have Python end without a traceback if nobody catches this exception: what it means has been printed."""
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
+        if raised is not error:
+            show(kind, raised, trace)
+
+    sys.excepthook = hook

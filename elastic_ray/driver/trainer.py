@@ -23,7 +23,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.display import JobDisplay
 from elastic_ray.driver.feasibility import impossible
 from elastic_ray.driver.handle import JobHandle, find_controller
-from elastic_ray.driver.interrupts import Interrupts
+from elastic_ray.driver.interrupts import Interrupts, without_traceback
 from elastic_ray.driver.lease import CALL_TIMEOUT_S, START_TIMEOUT_S
 from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides, script_stem, take_name
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
@@ -185,9 +185,12 @@ class ElasticTrainer:
             try:
                 with Interrupts() as interrupts:
                     _watch(handle, progress, interrupts)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as interrupt:
                 print(f"job {handle.job}: saving and stopping (Ctrl-C once more leaves it to its lease)", flush=True)
                 _stop(handle)
+                named = "" if self._name else f" with RunConfig(name={handle.job!r})"
+                print(f"job {handle.job}: run the script again{named} to continue it", flush=True)
+                without_traceback(interrupt)
                 raise
             progress.results(handle.job, handle.storage_path)
         return handle.result()

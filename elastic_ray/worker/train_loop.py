@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 import io
 import os
+import socket
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -120,9 +121,25 @@ def call(packed: bytes) -> Any:
         with in_ray_train():
             train_loop, config = load(packed)
             return train_loop() if config is None else train_loop(config)
+    except ModuleNotFoundError as error:
+        raise _with_place(error).with_traceback(error.__traceback__) from None
     finally:
         os.fchdir(folder)
         os.close(folder)
+
+
+def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
+    """The error, with the node and Python that lack the package and how it gets there; as it is where they have it."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package in sys.modules or importlib.util.find_spec(package) is not None:
+        return error
+    return ModuleNotFoundError(
+        f"{error.msg}: {sys.executable} on node {socket.gethostname()} has no {package}. Install it there, or send it "
+        f'with RunConfig(worker_runtime_env={{"pip": ["{package}"]}}), a module of your own with {{"py_modules": [its '
+        "folder]} or elastic-ray submit --working-dir",
+        name=error.name,
+        path=error.path,
+    )
 
 
 def _takes_config(train_loop: Any, has_config: bool) -> bool:

@@ -166,15 +166,29 @@ class Metadata:
 
 
 def drain(node_id: str, notice: Notice) -> None:
-    """Let Ray drain a node that is preempted; what ``ray drain-node`` does, for which there is no public call."""
+    """Let Ray drain a node whose cloud has given notice."""
+    if refusal := ask_to_drain(node_id, notice.reason, notice.deadline_s):
+        logger.warning("node %s cannot be drained: %s", node_id[:8], refusal)
+    else:
+        logger.info("node %s drains: %s, in %.0f s", node_id[:8], notice.reason, notice.deadline_s - time.time())
+
+
+def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
+    """Ask Ray to drain a node, as ``ray drain-node`` does, for which there is no public call.
+
+    Args:
+        node_id: hex id.
+        reason: for the logs.
+        deadline_s: when it goes [s, time of day].
+
+    Returns:
+        Why Ray refuses, or "".
+    """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2
 
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
-    deadline_ms = int(max(notice.deadline_s, time.time() + 1.0) * 1000)
-    accepted, message = client.drain_node(node_id, reason, notice.reason, deadline_ms)
-    if accepted:
-        logger.info("node %s drains: %s, in %.0f s", node_id[:8], notice.reason, notice.deadline_s - time.time())
-    else:
-        logger.warning("node %s cannot be drained: %s", node_id[:8], message)
+    why = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
+    deadline_ms = int(max(deadline_s, time.time() + 1.0) * 1000)
+    accepted, message = client.drain_node(node_id, why, reason, deadline_ms)
+    return "" if accepted else message or "Ray gives no reason"

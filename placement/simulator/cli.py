@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from placement.cluster.price_table import PriceTable, read_prices
 from placement.errors import InputError
 from placement.policies import POLICIES
 from placement.simulator.batch import Task, mean_records, run_all, write_json
+from placement.simulator.demo import CLUSTER, write_demo
 from placement.simulator.nodes.disturbances import Disturbances
 from placement.simulator.nodes.provider import AutoscaledCluster
 from placement.simulator.nodes.spot import SpotTrace, read_spot
@@ -45,9 +47,10 @@ APART = {"never": False, "measured": None, "always": True}
 def parser(prog: str = _PROG) -> argparse.ArgumentParser:
     """The arguments of ``python -m placement.simulator``."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__)
-    made.add_argument("--trace", nargs="+", required=True, metavar="FILE", help="CSV files of jobs")
-    made.add_argument("--profiles", required=True, metavar="DIR", help="folder with one folder per application")
-    made.add_argument("--cluster", required=True, help="such as aws:16x4 or aws:6x4,rtx:3x8,dgx-ext:2x8")
+    made.add_argument("--trace", nargs="+", metavar="FILE", help="CSV files of jobs")
+    made.add_argument("--profiles", metavar="DIR", help="folder with one folder per application")
+    made.add_argument("--cluster", help="such as aws:16x4 or aws:6x4,rtx:3x8,dgx-ext:2x8")
+    made.add_argument("--demo", action="store_true", help="a small made-up trace, with profiles and a cluster")
     made.add_argument("--rules", default="pollux", choices=sorted(RULES), help="whose rules of time and cost")
     made.add_argument("--policy", default="goodput", help=_POLICY_HELP)
     made.add_argument("--seed", type=int, default=0, help="of everything random")
@@ -65,12 +68,26 @@ def parser(prog: str = _PROG) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, prog: str = _PROG) -> int:
     """Run; returns the exit status: 0, or 2 for bad input, with one line that says what is wrong."""
-    options = parser(prog).parse_args(arguments)
+    made = parser(prog)
+    options = made.parse_args(arguments)
     try:
+        if options.demo:
+            return _run_demo(options)
+        if missing := [f"--{name}" for name in ("trace", "profiles", "cluster") if not vars(options)[name]]:
+            made.error(f"the following arguments are required: {', '.join(missing)}; or --demo")
         return _run(options)
     except (InputError, ValueError, TypeError) as error:
         print(f"placement.simulator: {error}", file=sys.stderr)
         return 2
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    if options.trace or options.profiles:
+        raise InputError("--demo makes its own trace and profiles: leave --trace and --profiles out, or --demo")
+    with tempfile.TemporaryDirectory() as folder:
+        trace, profiles = write_demo(Path(folder) / "demo")
+        made = {"trace": [str(trace)], "profiles": str(profiles), "cluster": options.cluster or CLUSTER}
+        return _run(argparse.Namespace(**{**vars(options), **made}))
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -56,6 +56,10 @@ def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
         (["completion", "tcsh"], "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
         (["top", "--interval", "0"], "x>=0.2"),
         (["allocator", "set"], "Missing argument 'POLICY'"),
+        (["drain"], "name the nodes, or give --label"),
+        (["drain", "10.0.0.7", "--label", "rack=a"], "and not both"),
+        (["drain", "--label", "rack"], "must be KEY=VALUE, but got 'rack'"),
+        (["drain", "a", "--deadline", "0"], "x>=1"),
         (["allocator", "set", "frob"], "policy must be one of fair_share, fifo"),
     ],
 )

@@ -16,7 +16,7 @@ from placement.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY_UP = [ROOT / "cluster.yaml", ROOT / "examples" / "clusters" / "gcp.yaml"]
-RAY_CLUSTER = ROOT / "examples" / "clusters" / "raycluster.yaml"
+RAY_CLUSTER = ROOT / "deploy" / "kubernetes" / "base" / "raycluster.yaml"
 
 
 @pytest.mark.parametrize("path", RAY_UP, ids=lambda path: path.name)

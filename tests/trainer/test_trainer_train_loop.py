@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
+import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -100,3 +103,23 @@ def test_the_working_directory_is_as_before_for_the_process_s_next_run(
         with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
             call(pack(train, None))
         assert Path.cwd() == tmp_path
+
+
+def test_a_package_that_a_worker_lacks_is_named_with_node_interpreter_and_the_way_out() -> None:
+    def train() -> None:
+        import no_such_package.part  # noqa: F401
+
+    with pytest.raises(ModuleNotFoundError) as raised:
+        call(pack(train, None))
+    told = str(pickle.loads(pickle.dumps(raised.value)))
+    assert told.startswith("No module named 'no_such_package'")
+    for part in (socket.gethostname(), sys.executable, 'worker_runtime_env={"pip": ["no_such_package"]}'):
+        assert part in told
+
+
+def test_a_part_that_an_installed_package_lacks_is_told_as_python_tells_it() -> None:
+    def train() -> None:
+        import json.no_such_part  # type: ignore[import-not-found]  # noqa: F401
+
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'json.no_such_part'$"):
+        call(pack(train, None))

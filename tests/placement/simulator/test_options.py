@@ -304,3 +304,16 @@ def test_the_picture_shows_every_stay_once_and_nothing_twice(folder: Path, tmp_p
     assert held_s == pytest.approx(3600 * report.gpu_hours, rel=1e-3)  # an end may be heard of a moment later
     plot.plot([report], tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_needs_no_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    assert main(["--demo", "--policy", "tiresias,goodput", "--rules", "live", "--quiet", "--json", str(written)]) == 0
+    assert "demo/demo.csv  goodput" in capsys.readouterr().out
+    tiresias, goodput = json.loads(written.read_text())
+    assert goodput["jobs"] == 16 and goodput["avg_jct_s"] < 0.7 * tiresias["avg_jct_s"]
+    assert main(["--demo", "--trace", "jobs.csv"]) == 2
+    assert "leave --trace and --profiles out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--cluster", "t4:1x4"])
+    assert "required: --trace, --profiles; or --demo" in capsys.readouterr().err
