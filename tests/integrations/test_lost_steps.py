@@ -22,7 +22,7 @@ STEPS = regression.STEPS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class StopsAfter(Callback):  # type: ignore[misc]
+class StopsAfter(Callback):
     """Ends the training after a step."""
 
     def __init__(self, step: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.fs
 
 
-class ShakyStorage(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
+class ShakyStorage(pyarrow.fs.FileSystemHandler):
     """The local file system, as an object store may be.
 
     Args:

@@ -80,7 +80,7 @@ def test_a_run_resized_at_random_ends_with_the_loss_of_one_that_is_not(ray_clust
         size = dice.choice([n for n in (1, 2, 3, 4) if n != size])
         set_pause(pause, 0.3)  # a worker that is started now joins within few steps
         handle.resize(size)
-        wait_until(lambda size=size: handle.status().workers == size, handle, 90)  # type: ignore[misc]
+        wait_until(lambda size=size: handle.status().workers == size, handle, 90)
         set_pause(pause, 0.01)
         time.sleep(dice.uniform(0.1, 0.4))
     set_pause(pause, 0.0)

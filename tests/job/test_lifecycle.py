@@ -227,7 +227,7 @@ def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_p
     known: set[str] = set()
     while handle.job not in known and time.monotonic() < deadline:
         try:
-            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs)
+            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs)  # type: ignore[attr-defined]
         except ray.exceptions.RayError:
             time.sleep(0.2)
     assert handle.job in known

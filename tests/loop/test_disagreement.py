@@ -143,7 +143,7 @@ def run(
             if case is returns and it.rank == 1 and epoch == 1:
                 break
         if case is returns and it.rank == 1:
-            current_session().ledger._abandoned = 0  # as when the train function returns from within the loop
+            current_session().ledger.abandoned = 0  # as when the train function returns from within the loop
         current_session().finish()
     except RanksDisagreeError as error:
         if told is not None:
@@ -264,7 +264,7 @@ def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
                     session.group.communicator.timeout_s = 15.0
                     begin_s = time.monotonic()
                     if it.rank == 2:
-                        session.ledger._abandoned = 0
+                        session.ledger.abandoned = 0
                         session.finish()
                         time.sleep(8.0)
                         return "has returned", 0.0

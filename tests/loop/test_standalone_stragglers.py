@@ -28,7 +28,7 @@ def loop(response: str | None, epochs: int, worker_rank: int) -> Seen:
     torch.manual_seed(0)
     logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger = logging.getLogger("elastic_ray")
     logger.addHandler(handler)
     generator = torch.Generator().manual_seed(2)

@@ -127,11 +127,11 @@ def slow_last() -> list[Seen]:
             time.sleep(0.05)
         return original(self, x)
 
-    nn.Sequential.forward = slow  # type: ignore[method-assign]
+    nn.Sequential.forward = slow
     try:
         return loop()
     finally:
-        nn.Sequential.forward = original  # type: ignore[method-assign]
+        nn.Sequential.forward = original
 
 
 def bytes_by_hand() -> tuple[list[float], int, dict[str, int]]:
@@ -160,7 +160,7 @@ def bytes_by_hand() -> tuple[list[float], int, dict[str, int]]:
         ):
             communicator.wait(work)
         added = {name: count - before[name] for name, count in communicator.traffic.bytes.items()}
-    return found, sum(bucket.flat.nbytes for bucket in wrapped._sync._reducer._buckets), added
+    return found, sum(bucket.flat.nbytes for bucket in wrapped._sync._reducer._buckets), added  # type: ignore[attr-defined]
 
 
 def test_bytes_are_those_that_collectives_are_given(ranks: Ranks) -> None:

@@ -64,7 +64,7 @@ FIRST = Strategy(default=Owner(placement="first"), name="ps")
 BALANCED = Strategy(default=Owner(), name="ps_balanced")
 
 # Model, world, compute [ms], and measured steps [ms] by strategy.
-CELLS = [
+CELLS: list[tuple[tuple[ParamInfo, ...], int, float, dict[str, tuple[Strategy, float]]]] = [
     (emb(sparse=True), 2, 2.8, {"sparse": (rows("sparse"), 18.7), "dense": (rows("dense"), 36)}),
     (emb(sparse=True), 4, 5.5, {"sparse": (rows("sparse"), 59), "dense": (rows("dense"), 94)}),
     *(

@@ -138,7 +138,7 @@ class Pause(FIFOScheduler):
     """Pauses the second trial after its third report, until the first one goes on."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.watch = watch
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
