@@ -237,6 +237,7 @@ def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int, tmp_pa
         assert result.evaluations == pytest.approx(alone.evaluations, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_max_steps_and_schedules_end_where_they_should(tmp_path: Path) -> None:
     alone = Result(fit(tmp_path, elastic=False, max_steps=STEPS + 2))
     results, _ = job(tmp_path, [Change(2, (1, 2))], (1,), max_steps=STEPS + 2)
@@ -422,6 +423,7 @@ def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
     assert made.args.process_index == 0
 
 
+@pytest.mark.thorough
 def test_a_train_dataloader_of_the_user_s_own_is_shared_too(tmp_path: Path) -> None:
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:

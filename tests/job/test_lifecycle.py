@@ -202,6 +202,7 @@ def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_c
     traced.check_identical(traced.read(tmp_path / "trace"))
 
 
+@pytest.mark.thorough
 def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000)
     wait_until(lambda: handle.status().step > 5, handle)

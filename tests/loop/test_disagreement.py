@@ -242,6 +242,7 @@ def test_slow_ranks_are_no_disagreement(ranks: Ranks, naps: list[tuple[int, int]
     assert ranks.run(slow, naps, None, world=3) == [("", float(sum(range(48))))] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("naps", NAPS)
 def test_a_disagreement_is_told_after_ranks_were_slow(ranks: Ranks, naps: list[tuple[int, int]]) -> None:

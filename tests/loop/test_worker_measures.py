@@ -109,6 +109,7 @@ def test_every_rank_knows_what_each_worker_has_measured(ranks: Ranks, loop: Loop
             assert (worker.wire_mib > 0) == (world is not None)
 
 
+@pytest.mark.thorough
 def test_times_of_a_slow_worker_are_told_as_its_own(ranks: Ranks) -> None:
     for measures in check(ranks.run(slow_last, world=2))[3:]:
         first, last = measures.workers

@@ -193,6 +193,7 @@ def test_a_policy_loads_its_solver_when_the_allocator_starts_and_the_usual_one_n
     assert loaded() == []
 
 
+@pytest.mark.thorough
 def test_asking_for_the_allocator_again_and_again_makes_nothing(jobs: Jobs) -> None:
     """A controller asks for head actors every few seconds; each time Ray kept classes."""
     first = get_or_create_allocator()
@@ -365,6 +366,7 @@ def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixtur
     get_or_create_allocator("goodput", config=AllocatorConfig())
 
 
+@pytest.mark.thorough
 def test_what_it_was_told_is_recorded_and_decided_anew_to_the_letter(jobs: Jobs, tmp_path: Path) -> None:
     """Over two lives: the second is made beside jobs that it has yet to hear of."""
     path = tmp_path / "events.jsonl"

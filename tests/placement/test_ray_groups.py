@@ -42,6 +42,7 @@ async def becomes_free(room: Room, node: str) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_what_is_not_fulfilled_is_given_back_once_it_is() -> None:
     async def give_back() -> None:
         node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)

@@ -106,6 +106,7 @@ def test_hostile_names_arrive_and_hostile_values_do_not(ray_cluster: Any) -> Non
     assert value(job, "elastic_test_seen_count") == 2.0
 
 
+@pytest.mark.thorough
 def test_a_gauge_that_is_not_written_any_more_goes_and_may_come_back(ray_cluster: Any) -> None:
     writer = Writing.remote()  # type: ignore[attr-defined]
     for samples, seen in ((numbers("back", 2.0), 2.0), ((), None), (numbers("back", 3.0), 3.0)):
