@@ -136,6 +136,6 @@ def test_a_policy_that_changes_its_mind_in_every_step_does_not_flood_the_control
     run = SimpleNamespace(group=group, rank=0, synced=True, step_report=account, progress=None)
     link.wanted.set()
     beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)
-    time.sleep(1.0)
+    time.sleep(1.0)  # were it to send at once, it would by then
     beats.stop()
     assert 2 <= len(link.reports) <= 12

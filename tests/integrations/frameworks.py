@@ -26,6 +26,7 @@ class Notes:
         with self._file.open("a") as file:
             file.write(json.dumps([epoch, step, generation, samples]) + "\n")
         if self._pause.exists():
+            # as long as the test asks, so that a change falls into the training
             time.sleep(float(self._pause.read_text() or 0))
 
 

@@ -42,7 +42,7 @@ class ShakyStorage(pyarrow.fs.FileSystemHandler):
             if said == "fail":
                 raise OSError("the storage fails, as the test wants")
             if said == "slow":
-                time.sleep(self.SLOW_S)
+                time.sleep(self.SLOW_S)  # what it is to show: a slow storage
         return self._files
 
     def get_type_name(self) -> str:

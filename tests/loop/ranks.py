@@ -94,7 +94,7 @@ class Ranks:
         for process, _ in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # signal handlers write
         found = [(process.pid, _stack_file(process.pid)) for process, _ in self._processes]
         return [f"process {pid}:\n{path.read_text()}" for pid, path in found if path.exists()]
 

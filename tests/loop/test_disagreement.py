@@ -214,7 +214,7 @@ def slow(naps: Sequence[tuple[int, int]], then: Callable[..., bool] | None) -> t
         for epoch in er.remaining_epochs_until(3):
             for number, (x,) in enumerate(it.loader):
                 if (it.rank, 4 * epoch + number) in naps:
-                    time.sleep(0.6)
+                    time.sleep(0.6)  # slower than the patience of the others
                 if epoch == 2 and then is not None:
                     then(it, number, x)
                 else:
@@ -260,14 +260,14 @@ def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
         for epoch in er.remaining_epochs_until(3):
             for number, (x,) in enumerate(it.loader):
                 if (it.rank, 4 * epoch + number) in naps:
-                    time.sleep(0.8)
+                    time.sleep(0.8)  # slower than the patience of the others
                 if (epoch, number) == (0, 3):
                     session.group.communicator.timeout_s = 15.0
                     begin_s = time.monotonic()
                     if it.rank == 2:
                         session.ledger.abandoned = 0
                         session.finish()
-                        time.sleep(8.0)
+                        time.sleep(8.0)  # its process lives on
                         return "has returned", 0.0
                 it.train(x)
     except RanksDisagreeError as error:
@@ -337,7 +337,7 @@ def late(pause_s: float) -> tuple[float, int]:
         for (x,) in it.loader:
             it.train(x)
     if it.rank == 0:
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # it comes late
     session = current_session()
     begin_s = time.monotonic()
     session.finish()

@@ -77,7 +77,7 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
             optimizer.zero_grad()
 
             def other(rank: int = rank) -> None:
-                time.sleep(0.2)
+                time.sleep(0.2)  # while the backward of the first runs
                 try:
                     (model[second] * (1.0 + rank)).sum().backward()
                 except Exception as error:
@@ -86,7 +86,7 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
             thread = threading.Thread(target=other)
             x = Joined.apply(x.requires_grad_(), thread).mean(0)
             loss = Another.apply((x * model[first] * (1.0 + rank)).sum(), thread)
-            time.sleep(0.6 * rank)
+            time.sleep(0.6 * rank)  # ranks come apart
             seen.clear()
             loss.backward()
             steps.append(list(seen))

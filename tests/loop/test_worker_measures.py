@@ -125,7 +125,7 @@ def slow_last() -> list[Seen]:
 
     def slow(self: Any, x: Any) -> Any:
         if session.rank == session.world_size - 1:
-            time.sleep(0.05)
+            time.sleep(0.05)  # the last rank is slow
         return original(self, x)
 
     nn.Sequential.forward = slow

@@ -150,7 +150,7 @@ class Hanging(Odd):
     def parse_request(self) -> bool:
         if b"/latest/" in self.raw_requestline:  # type: ignore[attr-defined]
             return super().parse_request()
-        time.sleep(5.0)
+        time.sleep(5.0)  # a service that hangs
         return False
 
 
