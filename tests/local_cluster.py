@@ -90,7 +90,7 @@ class LocalCluster:
         except BaseException:
             self.cluster.shutdown()
             raise
-        self.head_id: str = self.cluster.head_node.node_id
+        self.head_id: str = self.cluster.head_node.node_id  # type: ignore[attr-defined]
         self.added: list[Any] = []
 
     @property
@@ -115,10 +115,10 @@ class LocalCluster:
         """Tell Ray that a node will go away, as an autoscaler or a spot notice does."""
         import time
 
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
         from ray.core.generated import autoscaler_pb2
 
-        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
         deadline_ms = int((time.time() + deadline_s) * 1000)
         client = GcsClient(address=self.address)
         accepted, message = client.drain_node(node.node_id, reason, "a test drains", deadline_ms)
@@ -149,8 +149,8 @@ class LocalCluster:
         ]
         accessor = ray._private.state.state._connect_and_get_accessor()
         for row in accessor.get_actor_table(None, None):
-            actor = gcs_pb2.ActorTableData.FromString(row)
-            state = gcs_pb2.ActorTableData.ActorState.Name(actor.state)
+            actor = gcs_pb2.ActorTableData.FromString(row)  # type: ignore[attr-defined]
+            state = gcs_pb2.ActorTableData.ActorState.Name(actor.state)  # type: ignore[attr-defined]
             if state != "DEAD" and actor.ray_namespace == NAMESPACE and actor.name != ALLOCATOR:
                 found.append(f"actor {actor.name!r} of {actor.class_name} ({state}, pid {actor.pid})")
         return found

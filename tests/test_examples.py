@@ -141,7 +141,7 @@ def test_a_sweep_of_elastic_trials_beside_another_job() -> None:
     best = re.search(r"best configuration: \{'lr'.*accuracy (0\.\d+)", output)
     assert best is not None and float(best[1]) >= 0.9, output
     assert re.search(r"^neighbour: accuracy 0\.9", output, re.MULTILINE), output
-    assert int(re.search(r"changed size (\d+) times", output)[1]) >= 1, "sizes have moved"  # type: ignore[index]
+    assert int(re.search(r"changed size (\d+) times", output)[1]) >= 1, "sizes have moved"
 
 
 @pytest.mark.slow

@@ -109,4 +109,4 @@ def listed(answer: Answer) -> list[Request]:
     """What a hook returns, as a list."""
     if answer is None:
         return []
-    return list(answer) if isinstance(answer, (list, tuple)) else [answer]  # type: ignore[list-item]
+    return list(answer) if isinstance(answer, (list, tuple)) else [answer]

@@ -102,7 +102,7 @@ ATTACKS: dict[str, tuple[Callable[[Bad, PolicyView], Any], str]] = {
     "generator that raises": (lambda p, v: (_raise(KeyError("k")) for _ in range(1)), "KeyError: 'k'"),
     "not plain": (lambda p, v: _set(p, "lock", threading.Lock()), "Bad.lock"),
     "own hook": (lambda p, v: _set(p, "after_step", lambda view: None), "Bad.after_step"),
-    "circular": (lambda p, v: p.seen.append(p.seen), "RecursionError"),  # type: ignore[arg-type]
+    "circular": (lambda p, v: p.seen.append(p.seen), "RecursionError"),
     "mixed keys": (lambda p, v: [_set(p, "keys", {1: 2, "a": 3}), 5][1:], "but returned 5"),
     "changes the view": (lambda p, v: setattr(v, "step", 9), "FrozenInstanceError"),
 }

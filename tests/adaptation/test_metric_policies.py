@@ -132,7 +132,7 @@ def test_a_run_that_is_small_already_is_not_resized() -> None:
         (lambda: CostCap(0, price_per_worker_hour=1), ValueError, r"CostCap\(usd\) must be above 0, but got 0"),
         (lambda: CostCap(1, price_per_worker_hour=0), ValueError, r"\(price_per_worker_hour\) must be above 0"),
         (lambda: CostCap(1, price_per_worker_hour=1, shrink_at=1.0), ValueError, r"\(shrink_at\).*below 1"),
-        (lambda: CostCap("1", price_per_worker_hour=1), TypeError, r"\(usd\) must be a number, but got '1'"),  # type: ignore[arg-type]
+        (lambda: CostCap("1", price_per_worker_hour=1), TypeError, r"\(usd\) must be a number, but got '1'"),
     ],
 )
 def test_arguments_are_checked_by_name(make: Any, error: type[Exception], said: str) -> None:

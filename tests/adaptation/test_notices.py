@@ -45,7 +45,7 @@ class Parts:
 
 
 def hear(parts: Parts, *messages: Any) -> None:
-    intake = WorkerMessages(None, parts, None)  # type: ignore[arg-type]
+    intake = WorkerMessages(None, parts, None)
     for message in messages:
         asyncio.run(intake.hear(message))
 
@@ -116,7 +116,7 @@ def test_a_controller_hears_at_once_what_is_not_to_wait() -> None:
     link = Link()
     group = SimpleNamespace(generation_spec=None)
     run = SimpleNamespace(group=group, rank=0, synced=True, step_report=lambda: "the account", progress=None)
-    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)  # type: ignore[arg-type]
+    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)
     try:
         link.wanted.set()
         assert link.came.wait(10.0) and link.reports == ["the account"]
@@ -135,7 +135,7 @@ def test_a_policy_that_changes_its_mind_in_every_step_does_not_flood_the_control
 
     run = SimpleNamespace(group=group, rank=0, synced=True, step_report=account, progress=None)
     link.wanted.set()
-    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)  # type: ignore[arg-type]
-    time.sleep(1.0)
+    beats = HeartbeatThread(link, run, interval_s=600.0, report_s=600.0)
+    time.sleep(1.0)  # were it to send at once, it would by then
     beats.stop()
     assert 2 <= len(link.reports) <= 12

@@ -56,13 +56,13 @@ def test_values_out_of_range_are_refused_by_name(make: Any, text: str) -> None:
     "make",
     [
         lambda: Resize(True),
-        lambda: Resize(2.0),  # type: ignore[arg-type]
-        lambda: SetBatch("64"),  # type: ignore[arg-type]
-        lambda: ScaleRate("2"),  # type: ignore[arg-type]
+        lambda: Resize(2.0),
+        lambda: SetBatch("64"),
+        lambda: ScaleRate("2"),
         lambda: ScaleRate(True),
-        lambda: SetStrategy(3),  # type: ignore[arg-type]
-        lambda: Stop(None),  # type: ignore[arg-type]
-        lambda: Report([1]),  # type: ignore[arg-type]
+        lambda: SetStrategy(3),
+        lambda: Stop(None),
+        lambda: Report([1]),
         lambda: Report({"loss": object()}),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_strict_policy_ends_the_run_on_every_rank(how: str) -> None:
 
 
 def test_a_policy_that_differs_between_ranks_is_left_out_by_name_and_the_others_go_on() -> None:
-    ranks = [Rank(Asks(1, lambda at=at: SetBatch(8 + at)), Asks(1, lambda: Stop("done"))) for at in range(2)]  # type: ignore[misc]
+    ranks = [Rank(Asks(1, lambda at=at: SetBatch(8 + at)), Asks(1, lambda: Stop("done"))) for at in range(2)]
     for number in (1, 2, 3):
         step(ranks, number)
     assert all(rank.applied == [Stop("done")] for rank in ranks)
@@ -171,7 +171,7 @@ def test_a_policy_that_fails_on_one_rank_alone_is_told_there() -> None:
 
 def test_a_refusal_is_told_once_and_raises_where_the_policy_is_strict() -> None:
     always = Asks(1, lambda: None)
-    always.after_step = lambda view: SetBatch(8)  # type: ignore[method-assign]
+    always.after_step = lambda view: SetBatch(8)
     rank = Rank(always)
     rank.refuses = "the batch is fixed"
     for number in (1, 2, 3):

@@ -41,7 +41,7 @@ def test_the_published_example_of_scaling_efficiency() -> None:
 def search(measured: dict[int, int], good: int, **options: int) -> int:
     """The next size where it pays to grow up to ``good``."""
     chosen = {"fewest": 4, "most": 32, "stride": 4, "passes_to_stay": 3, "steps_to_stay": 100, **options}
-    return SizeSearch(**chosen).next_size(measured, lambda old, new: new <= good)  # type: ignore[arg-type]
+    return SizeSearch(**chosen).next_size(measured, lambda old, new: new <= good)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_growth_pays_exactly_when_utility_gains_more_than_it_costs() -> None:
     [
         (lambda: ThroughputScaling(every=0), ValueError, r"ThroughputScaling\(every\) must be at least 1, but got 0"),
         (lambda: ThroughputScaling(stride=True), TypeError, r"\(stride\) must be a whole number, but got True"),
-        (lambda: ThroughputScaling(threshold="0.1"), TypeError, r"\(threshold\) must be a number"),  # type: ignore[arg-type]
-        (lambda: UtilityCost(10), TypeError, r"UtilityCost\(utility\) must be a text"),  # type: ignore[arg-type]
+        (lambda: ThroughputScaling(threshold="0.1"), TypeError, r"\(threshold\) must be a number"),
+        (lambda: UtilityCost(10), TypeError, r"UtilityCost\(utility\) must be a text"),
         (lambda: UtilityCost("1,2", price_per_worker_hour=-1), ValueError, r"\(price_per_worker_hour\).*at least 0"),
     ],
 )

@@ -80,7 +80,7 @@ def test_groups_are_left_out_together_when_one_overflowed() -> None:
     both = estimate_groups(mean_sq_norms=[1.0, 2.0], sq_norms_of_mean=[0.5, 2.0], samples=2, scale=1.0)
     assert both == (NoiseScale(sqr=0, var=0.5), NoiseScale(sqr=2, var=0))
     norms = {"sq_norms_of_mean": [0.5, 2.0], "samples": 2, "scale": 1.0}
-    assert estimate_groups(mean_sq_norms=[1.0, math.inf], **norms) is None  # type: ignore[arg-type]
+    assert estimate_groups(mean_sq_norms=[1.0, math.inf], **norms) is None
     assert SmoothedNoise().add(None, 1.0) == SmoothedNoise()
 
 
@@ -210,7 +210,7 @@ def test_a_clear_signal_is_present_after_a_few_estimates() -> None:
     noise = averages(found, 64)
     signal = noise.signal
     assert signal.present and signal.updates == 60
-    assert signal.size == pytest.approx(noise.whole().sqr + noise.whole().var, rel=0.5)  # type: ignore[union-attr]
+    assert signal.size == pytest.approx(noise.whole().sqr + noise.whole().var, rel=0.5)
     assert signal.size > sqr
 
 

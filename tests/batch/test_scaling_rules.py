@@ -112,7 +112,7 @@ def test_names_and_objects_resolve() -> None:
         by_name("adam")
     for wrong in (7, AdaScale):
         with pytest.raises(TypeError, match="must be a name or an object with factors"):
-            resolve(wrong, adam_like=False)  # type: ignore[arg-type]
+            resolve(wrong, adam_like=False)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])

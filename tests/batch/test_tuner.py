@@ -484,7 +484,7 @@ def test_bad_limits_are_named(arguments: dict[str, Any], error: type[Exception],
 
 
 def test_good_limits() -> None:
-    assert BatchLimits(init_batch_size=64, local_bsz_bounds=[16, None]).upper is None  # type: ignore[arg-type]
+    assert BatchLimits(init_batch_size=64, local_bsz_bounds=[16, None]).upper is None
     assert BatchLimits(init_batch_size=64, local_bsz_bounds=(None, 64)).lower == 1
     assert BatchLimits(init_batch_size=64).fixed
     with pytest.raises(ValueError, match="accum_steps must be 0 or more"):

@@ -216,14 +216,14 @@ def _rank(role: str, folder: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     if role == "restart":
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.load(states, checkpoint_id=folder)
+        dcp.load(states, checkpoint_id=folder)  # type: ignore[attr-defined]
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     x = torch.randn(common.GLOBAL_BATCH // dist.get_world_size(), common.FEATURES)
     model(x).square().mean().backward()
     optimizer.step()
     if role == "save":
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(states, checkpoint_id=folder)
+        dcp.save(states, checkpoint_id=folder)  # type: ignore[attr-defined]
     dist.destroy_process_group()
 
 

@@ -67,7 +67,7 @@ def _restore(model: Any, optimizer: Any) -> None:
         return
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     with checkpoint.as_directory() as folder:
-        dcp.load(states, checkpoint_id=folder)
+        dcp.load(states, checkpoint_id=folder)  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
@@ -78,7 +78,7 @@ def _report(model: Any, optimizer: Any) -> None:
 
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     with tempfile.TemporaryDirectory() as folder:
-        dcp.save(states, checkpoint_id=folder)
+        dcp.save(states, checkpoint_id=folder)  # type: ignore[attr-defined]
         ray.train.report({"steps": int(model.steps)}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 

@@ -135,7 +135,7 @@ def ray_train_loop(config: dict[str, Any]) -> None:
     local = BATCH // ray.train.get_context().get_world_size()
     loader = ray.train.torch.prepare_data_loader(torch.utils.data.DataLoader(data, batch_size=local, shuffle=True))
     for epoch in range(config["epochs"]):
-        loader.sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         for x, y in loader:
             optimizer.zero_grad()
             time.sleep(len(x) * SAMPLE_S)
@@ -175,10 +175,10 @@ def run_ray_train(jobs: Sequence[JobPlan], system: str, workers: int | tuple[int
         head = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
         driver = ray.remote(num_cpus=0)(_Driver).options(scheduling_strategy=head)
         drivers = {plan.name: driver.remote() for plan in jobs}
-        ray.get([d.prepare.remote() for d in drivers.values()])
+        ray.get([d.prepare.remote() for d in drivers.values()])  # type: ignore[attr-defined]
 
         def complete(plan: JobPlan) -> tuple[int, ...]:
-            ray.get(drivers[plan.name].fit.remote(plan, folder, workers), timeout=TIMEOUT_S)
+            ray.get(drivers[plan.name].fit.remote(plan, folder, workers), timeout=TIMEOUT_S)  # type: ignore[attr-defined]
             return (workers,) if isinstance(workers, int) else workers
 
         return _on_arrival(system, jobs, complete)

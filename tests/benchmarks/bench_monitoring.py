@@ -163,7 +163,7 @@ class Cost:
 
 def measure(case_name: str, *, world: int, rounds: int) -> dict[str, Cost]:
     """Start the ranks as torchrun would, and compare round by round."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it
     shared = os.environ | {

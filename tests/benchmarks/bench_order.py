@@ -44,13 +44,13 @@ def measure(samples: int, repeats: int) -> dict[str, Any]:
     joins = []
     for epoch in range(repeats):
         source = make_source(samples)
-        joins.append(seconds(lambda source=source, epoch=epoch: join(source, epoch)))  # type: ignore[misc]
+        joins.append(seconds(lambda source=source, epoch=epoch: join(source, epoch)))
     tracemalloc.start()
     join(make_source(samples), 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     timed = Timed(source.indices(0))
-    source.indices = lambda epoch: timed  # type: ignore[method-assign]
+    source.indices = lambda epoch: timed
     join(source, 0)
     for _ in range(STEPS):
         source.fetch()

@@ -359,7 +359,8 @@ def compare(runs: Sequence[Reality]) -> None:
     unlike = sum(row["replayed otherwise"] for row in rows)
     worst = max(abs(row["simulated / real"] - 1.0) for row in rows)
     orders = [
-        [row["policy"] for row in sorted(rows, key=lambda row: row[key])] for key in ("completion [s]", "simulated [s]")
+        [row["policy"] for row in sorted(rows, key=lambda row: row[key])]  # type: ignore[return-value]
+        for key in ("completion [s]", "simulated [s]")
     ]
     median_error = max((row["median error"] for row in rows if row["median error"] is not None), default=None)
     finish(

@@ -117,7 +117,7 @@ def go_on(folder: str, kind: str, how: str) -> tuple[float, float]:
     import elastic_ray as er
     from elastic_ray.checkpoints.automatic import state_files
     from elastic_ray.checkpoints.run_directory import RunStorage
-    from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint
+    from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint  # type: ignore[attr-defined]
     from elastic_ray.loop.api import current_session
 
     made = _make(kind, "meta")

@@ -127,7 +127,7 @@ def _sharded(shard: Any) -> Any:
 
     torch.manual_seed(0)
     model = dense_mlp()
-    for each in model:  # type: ignore[attr-defined]
+    for each in model:
         if isinstance(each, torch.nn.Linear):
             shard(each)
     shard(model)

@@ -219,9 +219,9 @@ def _pauses(rows: list[dict[str, Any]], bars: list[dict[str, Any]], *, repeats: 
             rows.append({"what": f"pause {event} [s], median of {number}", "strategy": label, "value": pause_s})
     plain = medians["replicated"]
     for label, limit in (("one owner", 0.9), ("two owners", 1.0)):
-        worst = max(medians[label][event] / plain[event] for event in ("2->3", "3->4"))  # type: ignore[operator]
+        worst = max(medians[label][event] / plain[event] for event in ("2->3", "3->4"))
         bars.append(bar(f"join, {label} / replicated, the worse one", value=worst, limit=limit, at_least=False))
-    killed = medians["two owners"]["kill"] / plain["kill"]  # type: ignore[operator]
+    killed = medians["two owners"]["kill"] / plain["kill"]
     bars.append(bar("kill, two owners / replicated", value=killed, limit=1.2, at_least=False))
 
 

@@ -79,7 +79,7 @@ def train_and_save(folder: str, turns: int) -> dict[str, dict[str, list[float]]]
         begin(write, pause_s, go_on)
         written.append((time.thread_time() - cpu_s, time.perf_counter() - begin_s))
 
-    saver._write = timed  # type: ignore[method-assign]
+    saver._write = timed
     spent = {"agreeing": 0.0, "copying": 0.0}
 
     def agreeing(agree: Any) -> Any:

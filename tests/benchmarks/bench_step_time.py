@@ -124,7 +124,7 @@ class Comparison:
 
 def compare(case_name: str, *, world: int, blocks: int) -> Comparison:
     """Start the ranks as torchrun would, and compare block by block."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it
     shared = os.environ | {

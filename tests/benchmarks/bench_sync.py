@@ -139,7 +139,7 @@ def timed(steps: Iterator[None], count: int) -> float:
 
 def hold_store(address: str) -> None:
     """Be torchrun's agent: hold the store in which the ranks meet, until this process is killed."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore(address, _PORT, is_master=True, wait_for_workers=False)
     print(f"store at port {store.port}", flush=True)
@@ -183,7 +183,7 @@ def launch(
         for process in (*ranks, store):
             process.kill()
             process.wait()
-    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]  # type: ignore[attr-defined]
     if not lines:
         raise RuntimeError(f"{arguments}, {world} ranks, {network.name}: no result; output above and:\n{output}")
     result: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))

@@ -258,8 +258,8 @@ def _sweep(system: str, folder: Path, trials: int, concurrent: int, sample_s: fl
     return Outcome(
         system=system,
         wall_s=wall_s,
-        epochs=sum(int(result.metrics["training_iteration"]) for result in grid),
-        accuracy=max(float(result.metrics_dataframe["accuracy"].max()) for result in grid),
+        epochs=sum(int(result.metrics["training_iteration"]) for result in grid),  # type: ignore[attr-defined]
+        accuracy=max(float(result.metrics_dataframe["accuracy"].max()) for result in grid),  # type: ignore[attr-defined]
         idle=idle_share(work, SLOTS, min(w.begin_s for w in work), max(w.end_s for w in work)),
         idle_from_call=idle_share(work, SLOTS, begin_s, begin_s + wall_s),
         held=holder.stop(),

@@ -135,7 +135,7 @@ class RayTrainJob:
         config = {"log": str(self.log.path), "members": str(self._members), "last": str(self._last)}
         driver = ray.remote(num_cpus=0)(_Driver).options(scheduling_strategy=strategy)
         self._driver = driver.remote()
-        self._fit = self._driver.fit.remote(type(self).loop, config, workers, str(folder))
+        self._fit = self._driver.fit.remote(type(self).loop, config, workers, str(folder))  # type: ignore[attr-defined]
 
     def pids(self) -> dict[int, int]:
         """Process id of each rank of the youngest group."""
@@ -187,7 +187,7 @@ class _Driver:
         ray.train.torch.TorchTrainer(
             loop,
             train_loop_config=config,
-            scaling_config=ray.train.ScalingConfig(
+            scaling_config=ray.train.ScalingConfig(  # type: ignore[call-arg]
                 num_workers=workers if workers[0] != workers[1] else workers[0],
                 resources_per_worker=common.BUNDLE,
                 elastic_resize_monitor_interval_s=1.0,

@@ -88,10 +88,10 @@ def settle(running: Job, *, world: int, steps: int = STEPS_BEFORE, timeout_s: fl
     hold = getattr(running, "resize", None)
     if hold is not None:  # with a fixed batch on two cores our allocator would see no use for so many
         hold(world)
-    if not running.log.wait_for(world=world, steps=steps, since_s=since, timeout_s=timeout_s):
-        running.check()
-        last = running.log.read()[-1:]
-        raise TimeoutError(f"{running.name}: no {steps} steps with {world} workers in {timeout_s:g} s; last: {last}")
+    if not running.log.wait_for(world=world, steps=steps, since_s=since, timeout_s=timeout_s):  # type: ignore[attr-defined]
+        running.check()  # type: ignore[attr-defined]
+        last = running.log.read()[-1:]  # type: ignore[attr-defined]
+        raise TimeoutError(f"{running.name}: no {steps} steps with {world} workers in {timeout_s:g} s; last: {last}")  # type: ignore[attr-defined]
 
 
 def observe(
@@ -100,10 +100,10 @@ def observe(
     """Carry out ``act``, wait until the job trains with ``world`` workers again, and measure."""
     begin = time.time()
     act()
-    running.log.wait_for(world=world, steps=STEPS_AFTER, since_s=begin, timeout_s=timeout_s)
-    pause = measure_pause(running.log.read(), event_s=begin, world=world, end_s=time.time())
-    print(f"  {running.name}: {event}: pause {pause.pause_s:.2f} s", flush=True)
-    return Outcome(system=running.name, event=event, pause=pause)
+    running.log.wait_for(world=world, steps=STEPS_AFTER, since_s=begin, timeout_s=timeout_s)  # type: ignore[attr-defined]
+    pause = measure_pause(running.log.read(), event_s=begin, world=world, end_s=time.time())  # type: ignore[attr-defined]
+    print(f"  {running.name}: {event}: pause {pause.pause_s:.2f} s", flush=True)  # type: ignore[attr-defined]
+    return Outcome(system=running.name, event=event, pause=pause)  # type: ignore[attr-defined]
 
 
 # -- events --------------------------------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def _retire(local: LocalCluster, node: Any, *, notice_s: float = 5.0) -> None:
     import ray
     from ray.core.generated import autoscaler_pb2
 
-    gcs = ray._private.worker.global_worker.gcs_client
-    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    gcs = ray._private.worker.global_worker.gcs_client  # type: ignore[attr-defined]
+    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION  # type: ignore[attr-defined]
     deadline_ms = int((time.time() + notice_s) * 1000)
     accepted, why = gcs.drain_node(node.node_id, reason, "benchmark", deadline_ms)
     if not accepted:

@@ -77,7 +77,7 @@ def run_rank(seeds: int) -> None:
 
 def accuracies(seeds: int) -> dict[tuple[str, int, float], list[float]]:
     """Accuracy of each row by seed, from ranks that are started as torchrun would."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent holds it
     shared = os.environ | {

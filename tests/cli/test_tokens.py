@@ -92,6 +92,7 @@ def test_a_wrong_or_missing_token_is_one_line(head: Head, tmp_path: Path) -> Non
         assert len(err.splitlines()) == 1, err
 
 
+@pytest.mark.thorough
 def test_a_script_with_a_wrong_token_fails_at_once(head: Head, tmp_path: Path) -> None:
     (other := tmp_path / "other").write_text("fedcba9876543210")
     wrong = head.environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(other))

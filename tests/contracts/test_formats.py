@@ -29,7 +29,8 @@ from elastic_ray.events import EventKind, JobEvent, Report
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.state.codec import TensorIndex, decode, encode
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.sync.spec import Reduce, Strategy, StrategyError
+from elastic_ray.sync.checks import StrategyError
+from elastic_ray.sync.spec import Reduce, Strategy
 from elastic_ray.worker.process import WorkerProcess
 from placement.allocator.actor import Allocator
 from placement.allocator.events import JobEnded, NodesChanged
@@ -228,7 +229,7 @@ def test_processes_of_different_releases_refuse_each_other_by_name() -> None:
     with pytest.raises(VersionError, match=f"a job and the cluster's allocator {both}"):
         asyncio.run(Allocator.speak(Allocator.__new__(Allocator), newer))
     with pytest.raises(VersionError, match=f"the driver and its job's controller {both}"):
-        JobController(None, newer)  # type: ignore[arg-type]
+        JobController(None, newer)
     with pytest.raises(VersionError, match=f"a job's controller and its worker process {both}"):
         WorkerProcess(None, newer)
 

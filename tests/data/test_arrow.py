@@ -116,7 +116,7 @@ def test_columns_and_transform(folder: Path) -> None:
 def test_torch_loader_collates_rows(folder: Path, workers: int) -> None:
     dataset = ArrowDataset(folder, columns=["number", "half", "image", "name"])
     assert dataset[0]["number"] == 0  # opened here, before the fork
-    loader: DataLoader[Any] = DataLoader(dataset, batch_size=50, num_workers=workers)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=50, num_workers=workers)
     batches = list(loader)
     assert torch.cat([batch["number"] for batch in batches]).tolist() == list(range(ROWS))
     assert batches[0]["image"].shape == (50, 3)
@@ -167,7 +167,7 @@ def test_memory_holds_few_row_groups_and_reads_each_once(folder: Path) -> None:
     for first in range(0, ROWS, 16):
         dataset.__getitems__(order[first : first + 16].tolist())
         assert len(dataset._tables) <= 6
-    assert dataset.reads == Counter(range(25))
+    assert dataset.reads == Counter(range(25))  # type: ignore[attr-defined]
     assert "reads" not in Counting(folder).__dict__, "nothing but footers is read at construction"
 
 
@@ -179,7 +179,7 @@ def test_ranks_share_the_row_groups_out(folder: Path) -> None:
         for rank, dataset in enumerate(ranks):
             (mine,) = rank_indices(step, rank=rank, world_size=4)
             dataset.__getitems__(mine.tolist())
-    reads = sum(len(dataset.reads) for dataset in ranks)
+    reads = sum(len(dataset.reads) for dataset in ranks)  # type: ignore[attr-defined]
     assert reads < 0.75 * 4 * 25, "unsorted, each rank would read each of the 25 row groups"
 
 

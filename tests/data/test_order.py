@@ -76,7 +76,7 @@ def test_a_newcomer_reads_the_same_order(name: str) -> None:
     again = newcomer.epoch_order(7, 2)
     np.testing.assert_array_equal(seen, again)
     assert digest(seen) == digest(again)
-    assert seen.dtype == np.int64
+    assert seen.dtype == np.int64  # type: ignore[attr-defined]
     if name != "list":
         assert digest(newcomer.epoch_order(7, 3)) != digest(again) != digest(newcomer.epoch_order(8, 2))
 
@@ -147,9 +147,9 @@ def test_set_epoch_is_called_and_a_dataset_may_bring_its_order() -> None:
         def epoch_order(self, seed: int, epoch: int) -> Any:
             return np.array([1, 0, 3, 2])
 
-    assert order_for(DATASET, sampler=Reversing()).epoch_order(0, 6).tolist() == [3, 2, 1, 0]
+    assert order_for(DATASET, sampler=Reversing()).epoch_order(0, 6).tolist() == [3, 2, 1, 0]  # type: ignore[attr-defined]
     assert Reversing.epochs == [6]
-    assert order_for(Reversing()).epoch_order(0, 0).tolist() == [1, 0, 3, 2]
+    assert order_for(Reversing()).epoch_order(0, 0).tolist() == [1, 0, 3, 2]  # type: ignore[attr-defined]
     assert order_for(Reversing(), shuffle=False).epoch_order(0, 0)[:].tolist() == [0, 1, 2, 3]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -145,6 +147,6 @@ def test_can_switch_waits_for_the_tail() -> None:
         (lambda: epoch_key(seed=-3, epoch=0), ValueError, "seed must be at least 0, but got -3"),
     ],
 )
-def test_bad_input_names_the_value(call, error, message) -> None:
+def test_bad_input_names_the_value(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -122,7 +122,7 @@ def test_what_cannot_work_says_why() -> None:
     with pytest.raises(TypeError, match="one-time iterator"):
         StreamSharder(iter([1]), seed=0)
     with pytest.raises(TypeError, match="iterable or a function, but got int"):
-        StreamSharder(3, seed=0)  # type: ignore[arg-type]
+        StreamSharder(3, seed=0)
     with pytest.raises(ValueError, match="at least 1 item, but list gave none"):
         StreamSharder([], seed=0).next_step(batch_size=4, world_size=1, rank=0)
     with pytest.raises(ValueError, match="ended after 3 of the 7 items"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _SCRIPT = """
 import gc
 import torch
@@ -27,6 +29,7 @@ print(sorted(seen), [int(index) for index in others[0]])
 """
 
 
+@pytest.mark.thorough
 def test_nothing_is_said_of_them() -> None:
     run = [sys.executable, "-c", _SCRIPT]
     answer = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)

@@ -62,7 +62,7 @@ class Classifier(torch.nn.Module):
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
     def __iter__(self) -> Any:
-        return ({"x": x, "labels": y} for x, y in numbers())
+        return ({"x": x, "labels": y} for x, y in numbers())  # type: ignore[attr-defined]
 
 
 class Nan(Classifier):
@@ -159,7 +159,7 @@ def transformers_run(kind: Any, folder: Path, case: dict[str, Any]) -> dict[str,
     set_session(None)
     given = dict(case)
     model = given.pop("model", Classifier)()
-    rows = [{"x": x, "labels": y} for x, y in numbers()]
+    rows = [{"x": x, "labels": y} for x, y in numbers()]  # type: ignore[attr-defined]
     data = given.pop("data", lambda: rows)()
     made = {"model": model, **given.pop("extra", lambda model: {})(model)}
     if given.pop("model_init", False):
@@ -214,7 +214,7 @@ def test_transformers(case: str, tmp_path: Path) -> None:
 # --- Lightning
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Module(lightning.LightningModule):  # type: ignore[name-defined]
     def __init__(self, rate: float = 0.05) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -279,7 +279,7 @@ class Frozen(Module):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-class Data(lightning.LightningDataModule):  # type: ignore[misc, name-defined]
+class Data(lightning.LightningDataModule):  # type: ignore[name-defined]
     def setup(self, stage: str) -> None:
         self.numbers = numbers()
 

@@ -51,7 +51,7 @@ def train(config: dict[str, Any]) -> None:
             scaler.step(optimizer)
             scaler.update()
             if config["until"] and not Path(config["until"]).exists():
-                time.sleep(PAUSE_S)
+                time.sleep(PAUSE_S)  # steps last until the change is made
         found = {"cuda": torch.cuda.is_available(), "scale": scaler.get_scale()}
         er.report({"epoch": epoch, **{name: float(value) for name, value in found.items()}})
     weights = model.state_dict()

@@ -31,7 +31,7 @@ def test_collectives_and_state_of_the_device(device: torch.device) -> None:
             own = {"large": torch.zeros_like(large, device=device), "small": torch.zeros(3, device=device), "n": 0}
             trees, in_place = receive_state(communicator, 0, lambda key: own)
             assert in_place == {"x"} and trees["x"]["n"] == 7
-            assert torch.equal(own["large"].cpu(), large) and own["small"].tolist() == [1.0] * 3
+            assert torch.equal(own["large"].cpu(), large) and own["small"].tolist() == [1.0] * 3  # type: ignore[attr-defined]
         return [*summed.tolist(), *root.tolist(), *gathered.tolist()]
 
     for found in on_ranks(2, work, gpu=0 if device.type == "cuda" else None):

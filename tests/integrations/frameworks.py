@@ -26,6 +26,7 @@ class Notes:
         with self._file.open("a") as file:
             file.write(json.dumps([epoch, step, generation, samples]) + "\n")
         if self._pause.exists():
+            # as long as the test asks, so that a change falls into the training
             time.sleep(float(self._pause.read_text() or 0))
 
 
@@ -135,7 +136,7 @@ def with_transformers(config: dict[str, Any]) -> None:
         numbers = torch.tensor([each["number"] for each in batch])
         return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100), "numbers": numbers}
 
-    class Noting(transformers.Trainer if notes is None else Trainer):  # type: ignore[misc]
+    class Noting(transformers.Trainer if notes is None else Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             numbers = inputs.pop("numbers").tolist()
             if notes is not None:

@@ -66,6 +66,7 @@ def train(config: dict[str, Any]) -> None:
                 used["generation"] = context.get_generation()
                 written.write(json.dumps({**used, "rows": batch["id"].tolist()}) + "\n")
                 if pause.exists():
+                    # as long as the test asks, so that a change falls into the training
                     time.sleep(float(pause.read_text() or 0))
             found = {"epoch": epoch, **(evaluate() if config["valid"] else {})}
             er.report(found)

@@ -270,7 +270,7 @@ def test_a_state_that_is_loaded_within_training_leaves_the_place(tmp_path: Path)
 def test_what_is_for_the_main_process_runs_on_rank_0_and_trackers_are_its_own(tmp_path: Path) -> None:
     begun: list[int] = []
 
-    class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[misc, name-defined]
+    class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[name-defined]
         name, requires_logging_directory = "noting", False
 
         def __init__(self) -> None:
@@ -318,7 +318,7 @@ def test_plug_ins_are_refused_with_the_way_out() -> None:
         ({"fsdp_plugin": object()}, "its shards cannot follow the group: leave it out"),
     ):
         with pytest.raises(ValueError, match=says):
-            Accelerator(cpu=True, **options)  # type: ignore[arg-type]
+            Accelerator(cpu=True, **options)
 
 
 def test_a_scheduler_that_was_made_for_the_prepared_optimizer_is_prepared_later() -> None:
@@ -624,5 +624,5 @@ def test_a_prepared_loader_is_a_data_loader_to_those_who_ask() -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(numbers(), BATCH))
     assert isinstance(loader, DataLoader) and accelerator.prepare(loader) is loader
-    assert (loader.total_batch_size, len(loader), loader.batch_size, loader.drop_last) == (BATCH, STEPS, BATCH, False)
+    assert (loader.total_batch_size, len(loader), loader.batch_size, loader.drop_last) == (BATCH, STEPS, BATCH, False)  # type: ignore[attr-defined]
     assert len(loader.dataset) == SAMPLES

@@ -78,7 +78,7 @@ def numbers() -> TensorDataset:
 
 
 def rows() -> list[dict[str, torch.Tensor]]:
-    return [{"x": x, "labels": y} for x, y in numbers()]
+    return [{"x": x, "labels": y} for x, y in numbers()]  # type: ignore[attr-defined]
 
 
 class Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -214,7 +214,7 @@ def test_other_ranks_have_the_log_level_of_replicas(monkeypatch: pytest.MonkeyPa
         levels.add((er.get_context().get_world_rank(), level))
 
     def run() -> None:
-        monkeypatch.setattr(ours.transformers.utils.logging, "set_verbosity", note)
+        monkeypatch.setattr(ours.transformers.utils.logging, "set_verbosity", note)  # type: ignore[attr-defined]
         train(Trainer, tmp_path, num_train_epochs=1, log_level="info", log_level_replica="error")
 
     run_job(run, (), first=(1, 2))
@@ -224,7 +224,7 @@ def test_other_ranks_have_the_log_level_of_replicas(monkeypatch: pytest.MonkeyPa
 # --- Lightning
 
 
-class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Module(lightning.LightningModule):  # type: ignore[name-defined]
     """Writes down after which steps it was validated; the second worker's clock may be ahead."""
 
     def __init__(self, ahead_s: float = 0.0) -> None:

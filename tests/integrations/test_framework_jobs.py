@@ -47,7 +47,7 @@ def test_each_sample_is_used_once_and_the_weights_are_those_of_one_process(
     ).submit()
     for workers in (1, 3, 2):
         handle.resize(workers)
-        wait_until(lambda workers=workers: handle.status().workers == workers, handle, 150)  # type: ignore[misc]
+        wait_until(lambda workers=workers: handle.status().workers == workers, handle, 150)
     os.kill(handle.workers()[0].pid, signal.SIGKILL)
     wait_until(lambda: EventKind.FAILURE in kinds(handle), handle, 120)
     set_pause(folder, 0.0)

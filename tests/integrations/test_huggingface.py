@@ -43,7 +43,7 @@ def one_state_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-class Texts(Dataset):  # type: ignore[type-arg]
+class Texts(Dataset):
     """Made texts of unequal lengths, each with its number."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ def gpt() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-class Notes(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[misc, name-defined]
+class Notes(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[name-defined]
     """Counts steps and epochs, as a callback with a state."""
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ USED: list[tuple[int, list[int]]] = []
 def noting(base: type) -> type:
     """A trainer that writes down which texts it uses."""
 
-    class Noting(base):  # type: ignore[valid-type, misc]
+    class Noting(base):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             numbers = inputs.pop("numbers").tolist()
             USED.append((int(self.state.epoch + 1e-9) if self.state.epoch else 0, numbers))
@@ -237,6 +237,7 @@ def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int, tmp_pa
         assert result.evaluations == pytest.approx(alone.evaluations, rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_max_steps_and_schedules_end_where_they_should(tmp_path: Path) -> None:
     alone = Result(fit(tmp_path, elastic=False, max_steps=STEPS + 2))
     results, _ = job(tmp_path, [Change(2, (1, 2))], (1,), max_steps=STEPS + 2)
@@ -253,7 +254,7 @@ def test_the_log_begins_with_the_lines_of_theirs(tmp_path: Path) -> None:
     for elastic in (False, True):
         lines = said[elastic] = []
         handler = logging.Handler(logging.INFO)
-        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())  # type: ignore[method-assign, misc]
+        handler.emit = lambda record, lines=lines: lines.append(record.getMessage())
         args = arguments(tmp_path)
         made = (Trainer if elastic else transformers.Trainer)(
             model=gpt(), args=args, train_dataset=Texts(), data_collator=bare
@@ -311,7 +312,7 @@ def test_beside_a_gradient_scaler_steps_are_ours(script: Any, first: Any, new_sc
     """The scaler stands for fp16's, which accelerate makes on a GPU only."""
 
     def with_scaler(base: Any) -> type:
-        class Scaling(base):  # type: ignore[misc]
+        class Scaling(base):
             def create_accelerator_and_postprocess(self) -> None:
                 super().create_accelerator_and_postprocess()
                 self.accelerator.scaler = new_scaler()
@@ -331,7 +332,7 @@ def test_beside_a_gradient_scaler_steps_are_ours(script: Any, first: Any, new_sc
             torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=2e-5)
 
 
-class Adaptive(Trainer):  # type: ignore[misc, name-defined]
+class Adaptive(Trainer):
     """Gives a loader of ours."""
 
     loader: er.AdaptiveDataLoader | None = None
@@ -437,7 +438,7 @@ def test_what_cannot_be_kept_is_refused(options: dict[str, Any], says: str, tmp_
 
 
 def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
-    class Own(ElasticTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc, name-defined]
+    class Own(ElasticTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[name-defined]
         pass
 
     args = transformers.Seq2SeqTrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
@@ -446,12 +447,13 @@ def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
     assert made.args.process_index == 0
 
 
+@pytest.mark.thorough
 def test_a_train_dataloader_of_the_user_s_own_is_shared_too(tmp_path: Path) -> None:
-    class Own(Trainer):  # type: ignore[misc, name-defined]
+    class Own(Trainer):
         def get_train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(Texts(), BATCH, collate_fn=collate)
 
-    class Prepared(Own):  # type: ignore[misc]
+    class Prepared(Own):
         def get_train_dataloader(self) -> Any:
             return self.accelerator.prepare(super().get_train_dataloader())
 
@@ -504,7 +506,7 @@ def test_a_damaged_position_is_named(tmp_path: Path) -> None:
     assert read_position(tmp_path / "none") is None
 
 
-class OwnKeys(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[misc, name-defined]
+class OwnKeys(transformers.TrainerCallback, transformers.trainer_callback.ExportableState):  # type: ignore[name-defined]
     """Exports keys of its own, which it reads by itself."""
 
     def __init__(self) -> None:
@@ -541,7 +543,7 @@ def tokens(base: type, folder: Path) -> dict[str, list[int]]:
     """Tokens of each step, and of each batch of an evaluation, as TRL's trainers count them."""
     counted: dict[str, list[int]] = {"train": [], "eval": []}
 
-    class Counting(base):  # type: ignore[valid-type, misc]
+    class Counting(base):
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             own = inputs["attention_mask"].sum()
             count = int(self.accelerator.gather_for_metrics(own).sum())

@@ -53,7 +53,7 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True), torch.arange(SAMPLES))
 
 
-class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+class Module(L.LightningModule):  # type: ignore[name-defined]
     """A small regression that writes down what it uses."""
 
     def __init__(self, interval: str = "epoch", norm: bool = False) -> None:
@@ -225,7 +225,7 @@ def test_a_lost_worker_costs_no_step_and_no_count(moment: str, step: int) -> Non
     assert outcome.groups == [(1, 2), (1, 3)] and set(results) == {1, 3}
 
 
-class Counts(Callback):  # type: ignore[misc]
+class Counts(Callback):
     """Counts batches and epochs, as a callback with a state of its own."""
 
     def __init__(self) -> None:
@@ -401,7 +401,7 @@ class Manual(Module):
         self.manual_backward(self.loss(batch))
         optimizer.step()
         if self.trainer.is_last_batch:
-            self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
+            self.lr_schedulers().step()
 
 
 def test_manual_optimisation() -> None:
@@ -411,7 +411,7 @@ def test_manual_optimisation() -> None:
         check_alike(results, alone)
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
+class Stream(IterableDataset):
     """Without a length."""
 
     def __iter__(self) -> Iterator[Any]:

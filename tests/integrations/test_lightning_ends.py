@@ -21,7 +21,7 @@ from elastic_ray.run.current import set_session  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Stop(lightning.Callback):  # type: ignore[misc, name-defined]
+class Stop(lightning.Callback):  # type: ignore[name-defined]
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -36,7 +36,7 @@ class Fail(Stop):
             raise ZeroDivisionError("the user's own mistake")
 
 
-class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Model(lightning.LightningModule):  # type: ignore[name-defined]
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
@@ -118,7 +118,7 @@ class Scheduled(Model):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-class Shorten(lightning.Callback):  # type: ignore[misc, name-defined]
+class Shorten(lightning.Callback):  # type: ignore[name-defined]
     """Has the first epoch end after three batches, and saves at its end."""
 
     def __init__(self, path: Path) -> None:

@@ -22,7 +22,7 @@ STEPS = regression.STEPS
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class StopsAfter(Callback):  # type: ignore[misc]
+class StopsAfter(Callback):
     """Ends the training after a step."""
 
     def __init__(self, step: int) -> None:
@@ -86,6 +86,7 @@ def test_transformers_tells_of_an_evaluation_again_in_the_last_step(
     texts.check_alike(results, alone)
 
 
+@pytest.mark.thorough
 def test_transformers_saves_no_step_that_is_lost(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 8, "logging_steps": 8}
     alone = texts.Result(texts.fit(tmp_path / "alone", elastic=False, **options))

@@ -81,7 +81,7 @@ def test_rows_are_used_once_and_read_once_while_workers_come_and_go(ray_cluster:
     handle = submit(tmp_path, dataset, workers=(1, 3), epochs=3)
     for workers in (1, 3, 2):
         handle.resize(workers)
-        wait_until(lambda workers=workers: handle.status().workers == workers, handle, 120)  # type: ignore[misc]
+        wait_until(lambda workers=workers: handle.status().workers == workers, handle, 120)
     os.kill(handle.workers()[0].pid, signal.SIGKILL)
     wait_until(lambda: EventKind.FAILURE in kinds(handle), handle, 120)
     set_pause(tmp_path, 0.0)

@@ -47,7 +47,7 @@ def script(epochs: Any, used: Any = None) -> dict[str, Any]:
     seed = broadcast_from_rank_zero({"seed": 3})
     for epoch in epochs():
         if ray.train.get_context().get_world_size() > 1:
-            loader.sampler.set_epoch(epoch)
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         for x, y, index in loader:
             loss = (model(x) - y).square().mean()
             optimizer.zero_grad()
@@ -179,10 +179,10 @@ def test_epochs_are_counted_in_one_way() -> None:
 def test_ray_s_own_functions_are_as_before_afterwards() -> None:
     from ray.train.v2.torch import train_loop_utils
 
-    before = train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader
+    before = train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader  # type: ignore[attr-defined]
     with in_ray_train():
-        assert train_loop_utils.DistributedDataParallel is not before[0]
-    assert (train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader) == before
+        assert train_loop_utils.DistributedDataParallel is not before[0]  # type: ignore[attr-defined]
+    assert (train_loop_utils.DistributedDataParallel, train_loop_utils._WrappedDataLoader) == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.matrix(every=1)

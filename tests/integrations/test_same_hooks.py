@@ -204,7 +204,7 @@ def transformers_record(kind: type, folder: Path, case: str, options: dict[str, 
             found = self.layer(x)
             return {"loss": (found - labels).square().mean(), "logits": found}
 
-    rows = [{"x": x, "labels": y} for x, y in numbers()]
+    rows = [{"x": x, "labels": y} for x, y in numbers()]  # type: ignore[attr-defined]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         report_to=[],

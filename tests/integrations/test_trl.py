@@ -25,7 +25,7 @@ STEPS = TEXTS // BATCH
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class Elastic(ElasticTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+class Elastic(ElasticTrainerMixin, trl.SFTTrainer):  # type: ignore[name-defined]
     """What the docs say to write."""
 
 

@@ -49,6 +49,7 @@ def script(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            # as long as the test asks, so that a change falls into the training
             time.sleep(float((folder / "pause").read_text()))
         metrics = {"epoch": epoch, "loss": loss.item()}
         if epoch % 3 != 2:

@@ -35,7 +35,7 @@ def start(
     return er.ElasticTrainer(
         traced.train,
         train_loop_config={"trace": str(trace), **config},
-        scaling_config=ray.train.ScalingConfig(
+        scaling_config=ray.train.ScalingConfig(  # type: ignore[call-arg]
             num_workers=workers,
             use_gpu="GPU" in (bundle or {}),
             resources_per_worker=bundle or {"CPU": 1},

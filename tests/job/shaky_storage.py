@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.fs
 
 
-class ShakyStorage(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
+class ShakyStorage(pyarrow.fs.FileSystemHandler):
     """The local file system, as an object store may be.
 
     Args:
@@ -42,7 +42,7 @@ class ShakyStorage(pyarrow.fs.FileSystemHandler):  # type: ignore[misc]
             if said == "fail":
                 raise OSError("the storage fails, as the test wants")
             if said == "slow":
-                time.sleep(self.SLOW_S)
+                time.sleep(self.SLOW_S)  # what it is to show: a slow storage
         return self._files
 
     def get_type_name(self) -> str:

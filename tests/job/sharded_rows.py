@@ -29,7 +29,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(wrapped(x), y).backward()
             optimizer.step()
-            time.sleep(float(config.get("pause_s", 0.02)))
+            time.sleep(float(config.get("pause_s", 0.02)))  # a job long enough for what is done to it
         weights, state = model.state_dict(), optimizer.state_dict()["state"]
         tensors = [*weights.values(), *(value for index in sorted(state) for value in state[index].values())]
         er.report({"epoch": epoch, "sums": [float(value.double().abs().sum()) for value in tensors]})

@@ -47,7 +47,7 @@ def train(config: dict[str, Any]) -> None:
             times = float(own.read_text()) if own.exists() else config.get("by_type", {}).get(gpu_type(), 1.0)
             if er.get_context().get_world_size() == 3 and len(x) > config.get("most", samples):
                 raise MemoryError(f"{len(x)} samples do not fit")
-            time.sleep(config["sample_s"] * len(x) * times)
+            time.sleep(config["sample_s"] * len(x) * times)  # what a sample costs on this worker
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()

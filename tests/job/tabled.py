@@ -53,7 +53,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss_of(wrapped, ids, targets).backward()
             optimizer.step()
-            time.sleep(0.05)
+            time.sleep(0.05)  # a job long enough for what is done to it
     weight = model[0].state_dict()["weight"]
     er.report(summary(weight))
 

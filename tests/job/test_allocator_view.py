@@ -59,7 +59,7 @@ def report(workers: int, shape: BatchChoice, generation: int = 1, **fields: Any)
         "batch_size": shape.batch_size(workers),
         "progress": Progress(done=20.0, epochs=4),
     }
-    return StepReport(**{**values, **fields})  # type: ignore[arg-type]
+    return StepReport(**{**values, **fields})
 
 
 def seen(planner: BatchPlanner, resume_point: Any = None, ran_with: int = 2, **fields: Any) -> JobView:

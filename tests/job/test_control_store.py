@@ -76,7 +76,7 @@ def test_a_job_trains_on_while_the_control_store_is_away(cluster: LocalCluster, 
     head: Any = cluster.cluster.head_node
     head.kill_gcs_server()
     gone_s = time.time()
-    time.sleep(4.0)
+    time.sleep(4.0)  # the outage that is tested
     os.environ["RAY_REDIS_ADDRESS"] = redis
     try:
         head.start_gcs_server()

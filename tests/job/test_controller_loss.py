@@ -30,7 +30,7 @@ def controller_pid(handle: er.JobHandle) -> int:
     deadline = time.monotonic() + 30
     while True:
         try:
-            ready: Any = find_controller(handle.job).__ray_call__.remote(lambda _: os.getpid())  # type: ignore[union-attr]
+            ready: Any = find_controller(handle.job).__ray_call__.remote(lambda _: os.getpid())
             return int(ray.get(ready, timeout=180))
         except ray.exceptions.ActorUnavailableError:
             assert time.monotonic() < deadline

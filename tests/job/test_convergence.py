@@ -43,7 +43,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             cross_entropy(parallel(x), y).backward()
             optimizer.step()
-            time.sleep(float(pause.read_text()))
+            time.sleep(float(pause.read_text()))  # as slow as the test asks
         with torch.no_grad():
             loss = cross_entropy(model(images[training]), labels[training]).item()
             accuracy = (model(images[held_out]).argmax(1) == labels[held_out]).float().mean().item()
@@ -80,9 +80,9 @@ def test_a_run_resized_at_random_ends_with_the_loss_of_one_that_is_not(ray_clust
         size = dice.choice([n for n in (1, 2, 3, 4) if n != size])
         set_pause(pause, 0.3)  # a worker that is started now joins within few steps
         handle.resize(size)
-        wait_until(lambda size=size: handle.status().workers == size, handle, 90)  # type: ignore[misc]
+        wait_until(lambda size=size: handle.status().workers == size, handle, 90)
         set_pause(pause, 0.01)
-        time.sleep(dice.uniform(0.1, 0.4))
+        time.sleep(dice.uniform(0.1, 0.4))  # the next change comes at any moment
     set_pause(pause, 0.0)
     resized = handle.result(timeout=180).metrics
     sizes = [event.to_workers for event in handle.events() if event.kind is EventKind.RESIZE]

@@ -55,7 +55,7 @@ class Submitter:
 
 def submit_many(handle: Any) -> None:
     """Have as many jobs as a sweep ask for workers at once, of a kind that no node can run; then they are gone."""
-    allocator, submitter = find_allocator(), Submitter.remote()
+    allocator, submitter = find_allocator(), Submitter.remote()  # type: ignore[attr-defined]
     views = [view(f"sweep-{n}", max_workers=1, bundle={"CPU": 64.0}) for n in range(SUBMISSIONS)]
     answers = [allocator.heartbeat.remote(each, submitter) for each in views]
     ray.get(answers, timeout=120.0)

@@ -45,7 +45,7 @@ def test_a_foreign_program_grows_and_shrinks(
     wait_until(lambda: handle.status().step > 2, handle)
     for size in (2, 1, 2):
         handle.resize(size)
-        wait_until(lambda size=size: handle.status().workers == size, handle)  # type: ignore[misc]
+        wait_until(lambda size=size: handle.status().workers == size, handle)
     result = handle.result(timeout=150)
     assert result.metrics is not None
     assert result.metrics["workers"] == 2

@@ -33,7 +33,7 @@ def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -
         handle.result(timeout=0.2)
     for workers, error in ((0, ValueError), (5, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="but got"):
-            handle.resize(workers)  # type: ignore[arg-type]
+            handle.resize(workers)
     with pytest.raises(JobNameTakenError, match=r"'one' is active.*JobHandle.attach\('one'\)"):
         start(tmp_path, workers=1, name="one")
     attached = JobHandle.attach("one")

@@ -39,7 +39,7 @@ def train(config: dict[str, Any]) -> None:
             loss = torch.nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
-            time.sleep(0.02)
+            time.sleep(0.02)  # a job long enough to be looked at
         folder = Path(config["folder"]) / f"of-rank-{er.get_context().get_world_rank()}"
         folder.mkdir(exist_ok=True)
         (folder / "epoch").write_text(str(epoch))

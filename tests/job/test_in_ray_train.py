@@ -56,7 +56,7 @@ def test_a_loop_in_ray_train_s_words() -> None:
             "hold the whole model",
         ),
         (
-            lambda: ray.train.torch.prepare_data_loader(DataLoader([1]), move_to_device=False),  # type: ignore[arg-type]
+            lambda: ray.train.torch.prepare_data_loader(DataLoader([1]), move_to_device=False),
             RuntimeError,
             "elastic_ray.AdaptiveDataLoader",
         ),

@@ -202,6 +202,7 @@ def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_c
     traced.check_identical(traced.read(tmp_path / "trace"))
 
 
+@pytest.mark.thorough
 def test_stop_ends_after_a_whole_step(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000)
     wait_until(lambda: handle.status().step > 5, handle)
@@ -227,7 +228,7 @@ def test_a_killed_allocator_is_back_and_knows_everything(ray_cluster: Any, tmp_p
     known: set[str] = set()
     while handle.job not in known and time.monotonic() < deadline:
         try:
-            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs)
+            known = set(ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs)  # type: ignore[attr-defined]
         except ray.exceptions.RayError:
             time.sleep(0.2)
     assert handle.job in known

@@ -57,7 +57,7 @@ def train(config: dict[str, Any]) -> int:
             optimizer.zero_grad()
             wrapped(x).mean().backward()
             optimizer.step()
-            time.sleep(0.01)
+            time.sleep(0.01)  # a job long enough for newcomers
         if (folder / "enough").exists():
             break
     return er.get_context().get_global_step()

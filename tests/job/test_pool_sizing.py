@@ -34,7 +34,7 @@ def process(name: str, node: str = "n", environment: str = "e", *, ready: bool =
 
 def decide(config: PoolConfig | None = None, **given: object) -> list[Start | End]:
     values = {"nodes": [PoolNode(node="n")], "processes": [], "requests": [], "busy": {}, "now_s": 0.0, **given}
-    return list(plan(config or PoolConfig(), **values))  # type: ignore[arg-type]
+    return list(plan(config or PoolConfig(), **values))
 
 
 def test_one_process_after_the_other_is_started_until_the_request_is_met() -> None:

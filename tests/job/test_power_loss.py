@@ -77,7 +77,7 @@ def test_an_automatic_state_is_there_or_the_one_before(tmp_path: Path) -> None:
             content = b"state" * steps
             state = write_file(
                 storage, ResumePoint(epoch=0, steps=steps), lambda stream, content=content: stream.write(content)
-            )  # type: ignore[misc]
+            )
             written = steps
             loss.fail()
             delete_others(storage, state, keep=1)
@@ -123,7 +123,7 @@ def test_what_a_crash_has_left_beside_a_file_is_kept_until_the_next_is_whole(tmp
     remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
     (tmp_path / "note.part").write_bytes(b"first")
     with pytest.raises(TypeError):
-        replace_file(remote, "note", None, private=True)  # type: ignore[arg-type]
+        replace_file(remote, "note", None, private=True)
     assert (tmp_path / "note").read_bytes() == b"first"
 
 

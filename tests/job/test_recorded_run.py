@@ -27,7 +27,7 @@ def test_two_jobs_are_recorded_decided_anew_and_simulated(ray_cluster: Any, tmp_
     path = tmp_path / "events.jsonl"
     get_or_create_allocator("goodput", config=AllocatorConfig(record=str(path)))
     first = start(tmp_path, name="first", epochs=16, **NET)
-    time.sleep(5.0)
+    time.sleep(5.0)  # the first is to hold nodes before the second comes
     second = start(tmp_path, name="second", epochs=8, **NET)
     for handle in (first, second):
         handle.result(timeout=300)

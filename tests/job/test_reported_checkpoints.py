@@ -161,7 +161,7 @@ def test_files_of_all_ranks_are_in_one_directory(storage: RunStorage, source: Pa
         target=lambda: problems.append(other.add(ray.train.Checkpoint.from_directory(mine), 1, lambda: False))
     )
     adding.start()
-    time.sleep(0.3)
+    time.sleep(0.3)  # it is to wait for the other by then
     path, problem = store(reported(storage), source)
     adding.join(30)
     assert not problem and problems == [""]
@@ -203,7 +203,7 @@ def test_another_rank_waits_as_long_as_rank_0_stores(
     part.mkdir()
 
     def finish() -> None:
-        time.sleep(1.0)
+        time.sleep(1.0)  # a slow upload
         store(checkpoints, source)
 
     rank_0 = threading.Thread(target=finish)

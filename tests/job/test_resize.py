@@ -23,7 +23,7 @@ def test_random_resizes_from_one_to_eight_workers(ray_cluster: Any, tmp_path: Pa
     handle = start(tmp_path, workers=(1, 8), epochs=10_000, pause_s=0.02)
     for size in sizes:
         handle.resize(size)
-        wait_until(lambda size=size: handle.status().workers == size, handle, 90)  # type: ignore[misc]
+        wait_until(lambda size=size: handle.status().workers == size, handle, 90)
     handle.stop()
     handle.result(timeout=180)
     lines = traced.read(tmp_path / "trace")

@@ -34,7 +34,7 @@ NET = {
 
 def seen(job: str) -> JobView | None:
     """The job as the allocator sees it."""
-    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs.get(job)
+    state = ray.get(get_or_create_allocator().snapshot.remote(), timeout=180).jobs.get(job)  # type: ignore[attr-defined]
     return None if state is None else state.view
 
 

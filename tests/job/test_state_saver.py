@@ -61,7 +61,7 @@ def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
     saver = saver_of(session, tmp_path, told)
     with caplog.at_level(logging.WARNING, "elastic_ray"):
         for _ in range(20):
-            time.sleep(0.005)
+            time.sleep(0.005)  # a step
             saver.between_steps()
     assert session.captures == 1 and not told
     (warning,) = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)

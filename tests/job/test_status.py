@@ -67,7 +67,7 @@ def test_a_resize_and_a_killed_worker_are_pauses_of_known_parts(ray_cluster: Any
     handle.stop()
     handle.wait(30)
     ended = handle.status()
-    time.sleep(0.2)
+    time.sleep(0.2)  # time that must not count any more
     assert handle.status() == ended and ended.productive_share is not None and 0 < ended.productive_share < 1
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.job import traced
 from tests.job.jobs import start, wait_until
@@ -40,7 +40,7 @@ def listeners(pids: set[int]) -> dict[int, set[tuple[str, int]]]:
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             connections = psutil.Process(pid).net_connections("tcp")
-            found[pid] = {tuple(each.laddr) for each in connections if each.status == "LISTEN"}  # type: ignore[misc]
+            found[pid] = {tuple(each.laddr) for each in connections if each.status == "LISTEN"}
     return found
 
 
@@ -51,8 +51,8 @@ def pids_of(handle: Any) -> dict[int, str]:
     accessor = ray._private.state.state._connect_and_get_accessor()
     found = {}
     for row in accessor.get_actor_table(None, None):
-        actor = gcs_pb2.ActorTableData.FromString(row)
-        alive = gcs_pb2.ActorTableData.ActorState.Name(actor.state) == "ALIVE"
+        actor = gcs_pb2.ActorTableData.FromString(row)  # type: ignore[attr-defined]
+        alive = gcs_pb2.ActorTableData.ActorState.Name(actor.state) == "ALIVE"  # type: ignore[attr-defined]
         if alive and (actor.name == f"job:{handle.job}" or actor.class_name == "WorkerProcess"):
             found[int(actor.pid)] = actor.class_name
     return found
@@ -119,7 +119,7 @@ def test_another_user_can_neither_read_nor_end_nor_change_a_job(ray_cluster: Any
     with stranger_against(handle) as watch:
         for size in (2, 3, 1, 2):
             handle.resize(size)
-            wait_until(lambda size=size: handle.status().workers == size, handle, 90)  # type: ignore[misc]
+            wait_until(lambda size=size: handle.status().workers == size, handle, 90)
         [controller] = [pid for pid, name in pids_of(handle).items() if name == "JobController"]
         assert "libtorch" not in Path(f"/proc/{controller}/maps").read_text(), (
             "it costs a head node 120 MB for each job"

@@ -138,8 +138,8 @@ def actors() -> dict[str, int]:
     from ray.core.generated import gcs_pb2
 
     accessor = ray._private.state.state._connect_and_get_accessor()
-    table = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(None, None)]
-    living = [a for a in table if a.state == gcs_pb2.ActorTableData.ActorState.ALIVE and a.ray_namespace == NAMESPACE]
+    table = [gcs_pb2.ActorTableData.FromString(row) for row in accessor.get_actor_table(None, None)]  # type: ignore[attr-defined]
+    living = [a for a in table if a.state == gcs_pb2.ActorTableData.ActorState.ALIVE and a.ray_namespace == NAMESPACE]  # type: ignore[attr-defined]
     return {a.name: a.pid for a in living}
 
 

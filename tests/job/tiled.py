@@ -27,7 +27,7 @@ def train(config: dict[str, Any]) -> None:
             torch.nn.functional.cross_entropy(wrapped(x), y).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-            time.sleep(float(config.get("pause_s", 0.02)))
+            time.sleep(float(config.get("pause_s", 0.02)))  # a job long enough for what is done to it
         if er.get_context().get_world_rank() == 0:
             state = optimizer.state_dict()["state"]
             er.report(

@@ -80,7 +80,7 @@ def train(config: dict[str, Any]) -> str:
             trace.write("step", epoch=epoch, indices=index.tolist())
             own = context.get_global_step() if context.get_world_rank() == 1 else -1
             if config.get("linger_at") == context.get_global_step() and context.get_world_rank() == 0:
-                time.sleep(2.0)
+                time.sleep(2.0)  # it lingers, as asked
             if config.get("return_at") == own:
                 return "early"
             if config.get("skip_at") == own:
@@ -99,7 +99,7 @@ def train(config: dict[str, Any]) -> str:
             sums["loss"] += loss.item() * len(y)
             sums["samples"] += len(y)
             sums["enough"] += float("orders" in config and (Path(config["orders"]) / "enough").exists())
-            time.sleep(float(config.get("pause_s", 0.02)))
+            time.sleep(float(config.get("pause_s", 0.02)))  # a job long enough for what is done to it
             if config.get("hold_lock_at") == context.get_global_step() and context.get_world_rank() == 1:
                 ctypes.PyDLL(None).usleep(int(config["hold_lock_s"] * 1e6))
             if config.get("checkpoint_at") == context.get_global_step():

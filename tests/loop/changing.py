@@ -188,8 +188,8 @@ class _Job:
         session = Session(
             f"w{worker}",
             membership,
-            _Link(self, worker),  # type: ignore[arg-type]
-            faults=_Script(self, worker),  # type: ignore[arg-type]
+            _Link(self, worker),
+            faults=_Script(self, worker),
             fixed_batch=self._fixed_batch,
         )
         self._sessions[worker] = session

@@ -23,7 +23,7 @@ class Stream(IterableDataset[Any]):
     """The few samples as a stream."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter([(x, y) for x, y in TensorDataset(*data()[:FEW])])
+        return iter([(x, y) for x, y in TensorDataset(*data()[:FEW])])  # type: ignore[attr-defined]
 
 
 def few(**options: Any) -> er.AdaptiveDataLoader:

@@ -87,7 +87,7 @@ def ncf(config: dict[str, Any]) -> dict[str, Any]:
             assert set(rounds.tolist()) == {train_loader.dataset.rounds}, "stale negatives"
             seen["samples"] += len(user)
             seen["positives"] += label.sum().item()
-            time.sleep(float(config.get("pause_s", 0)))
+            time.sleep(float(config.get("pause_s", 0)))  # a job long enough for what is done to it
         model.eval()
         metrics = er.Accumulator()
         with torch.no_grad():
@@ -98,7 +98,7 @@ def ncf(config: dict[str, Any]) -> dict[str, Any]:
                 metrics["HR"] += float(rank < 10)
                 metrics["NDCG"] += 1 / math.log2(rank + 2) if rank < 10 else 0.0
                 metrics["users"] += 1
-                time.sleep(float(config.get("pause_s", 0)))
+                time.sleep(float(config.get("pause_s", 0)))  # a job long enough for what is done to it
         assert metrics["users"] == USERS and seen["samples"] == len(train_dataset), "whatever has changed meanwhile"
         er.report(
             {
@@ -175,7 +175,7 @@ def language(config: dict[str, Any]) -> dict[str, Any]:
             states = {s: (h[0, i].detach(), c[0, i].detach()) for i, s in enumerate(streams.tolist())}
             totals["loss"] += loss.item() * len(streams)
             totals["chunks"] += len(streams)
-            time.sleep(float(config.get("pause_s", 0)))
+            time.sleep(float(config.get("pause_s", 0)))  # a job long enough for what is done to it
         assert totals["chunks"] == STREAMS * CHUNKS, "whatever has changed meanwhile"
         losses.append(totals["loss"] / totals["chunks"])
         er.report({"loss": losses[-1], "chunks": totals["chunks"], "workers": er.get_context().get_world_size()})
@@ -228,7 +228,7 @@ def averaged_folds(config: dict[str, Any]) -> dict[str, Any]:
             nn.functional.cross_entropy(model(features), labels).backward()
             optimizer.step()
             seen["samples"] += len(labels)
-            time.sleep(float(config.get("pause_s", 0)))
+            time.sleep(float(config.get("pause_s", 0)))  # a job long enough for what is done to it
         model.eval()
         hits = er.Accumulator()
         with torch.no_grad():

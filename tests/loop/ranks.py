@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _STORES: list[Any] = []  # as the agent's, a store outlives its ranks
 
@@ -30,7 +30,10 @@ class Ranks:
     """Keeps a few processes that have imported torch; each `run` is a fresh group of them, or one process alone."""
 
     def __init__(self) -> None:
-        self._spawn = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported torch and nothing else: an error ends them all, and the next ones
+        # are there at once.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "elastic_ray.session.session"])
         self._processes: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, world: int | None = None, timeout_s: float = 100.0) -> Any:
@@ -81,7 +84,7 @@ class Ranks:
     def _start(self) -> None:
         ours, theirs = multiprocessing.Pipe()
         os.environ["OMP_NUM_THREADS"] = "1"
-        process = self._spawn.Process(target=_serve, args=(theirs,))  # no daemon: ranks have children
+        process = self._context.Process(target=_serve, args=(theirs,))  # no daemon: ranks have children
         process.start()
         theirs.close()
         self._processes.append((process, ours))
@@ -91,7 +94,7 @@ class Ranks:
         for process, _ in self._processes:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
+        time.sleep(0.5)  # signal handlers write
         found = [(process.pid, _stack_file(process.pid)) for process, _ in self._processes]
         return [f"process {pid}:\n{path.read_text()}" for pid, path in found if path.exists()]
 

@@ -99,6 +99,7 @@ def broken_off_in_a_micro_step(_: int) -> tuple[float, int]:
     return optimizer.param_groups[0]["lr"], scheduler.last_epoch
 
 
+@pytest.mark.thorough
 def test_a_scheduler_steps_after_a_pass_that_was_left_within_an_accumulation(ranks: Ranks) -> None:
     assert ranks.run(broken_off_in_a_micro_step, 0) == (0.25, 2)
 
@@ -134,6 +135,7 @@ def scaled(
     }
 
 
+@pytest.mark.thorough
 def test_amp_without_overflow_is_training_without_amp(ranks: Ranks) -> None:
     plain = ranks.run(scaled, None, 1.0)
     for world, micro in ((None, 2), (2, None), (2, 2)):

@@ -48,7 +48,7 @@ def test_every_type_is_reduced_in_its_own() -> None:
     def every(rank: int) -> list[torch.Tensor]:
         mine = torch.tensor([1.0, 3.0][rank])
         return [
-            er.all_reduce(torch.complex(mine, -mine).to(dtype) if dtype in COMPLEX else mine.to(dtype), op)  # type: ignore[arg-type]
+            er.all_reduce(torch.complex(mine, -mine).to(dtype) if dtype in COMPLEX else mine.to(dtype), op)
             for dtype, op in ALL
         ]
 

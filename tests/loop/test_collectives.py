@@ -48,7 +48,7 @@ class Program:
                 case "gather":
                     mine = {"rank": rank, "tensor": torch.arange(rank + 1)}
                     told = er.all_gather(mine)
-                    self.note((*place, kind), [(each["rank"], each["tensor"].tolist()) for each in told])
+                    self.note((*place, kind), [(each["rank"], each["tensor"].tolist()) for each in told])  # type: ignore[attr-defined]
                 case "broadcast":
                     self.note((*place, kind), er.broadcast([rank, f"by {current_session().worker}"]))
                 case "barrier":
@@ -302,8 +302,8 @@ class Unsafe:
             lambda: er.all_reduce(1, "product"),
             ValueError,
             "op must be one of 'sum', 'mean', 'min', 'max', but got 'produ",
-        ),  # type: ignore[call-overload]
-        (lambda: er.all_reduce("1"), TypeError, "number or a tensor, but got str"),  # type: ignore[call-overload]
+        ),
+        (lambda: er.all_reduce("1"), TypeError, "number or a tensor, but got str"),
         (
             lambda: er.all_reduce(torch.eye(2).to_sparse()),
             TypeError,

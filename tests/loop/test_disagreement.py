@@ -143,7 +143,7 @@ def run(
             if case is returns and it.rank == 1 and epoch == 1:
                 break
         if case is returns and it.rank == 1:
-            current_session().ledger._abandoned = 0  # as when the train function returns from within the loop
+            current_session().ledger.abandoned = 0  # as when the train function returns from within the loop
         current_session().finish()
     except RanksDisagreeError as error:
         if told is not None:
@@ -214,7 +214,7 @@ def slow(naps: Sequence[tuple[int, int]], then: Callable[..., bool] | None) -> t
         for epoch in er.remaining_epochs_until(3):
             for number, (x,) in enumerate(it.loader):
                 if (it.rank, 4 * epoch + number) in naps:
-                    time.sleep(0.6)
+                    time.sleep(0.6)  # slower than the patience of the others
                 if epoch == 2 and then is not None:
                     then(it, number, x)
                 else:
@@ -242,6 +242,7 @@ def test_slow_ranks_are_no_disagreement(ranks: Ranks, naps: list[tuple[int, int]
     assert ranks.run(slow, naps, None, world=3) == [("", float(sum(range(48))))] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("naps", NAPS)
 def test_a_disagreement_is_told_after_ranks_were_slow(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
@@ -259,14 +260,14 @@ def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
         for epoch in er.remaining_epochs_until(3):
             for number, (x,) in enumerate(it.loader):
                 if (it.rank, 4 * epoch + number) in naps:
-                    time.sleep(0.8)
+                    time.sleep(0.8)  # slower than the patience of the others
                 if (epoch, number) == (0, 3):
                     session.group.communicator.timeout_s = 15.0
                     begin_s = time.monotonic()
                     if it.rank == 2:
-                        session.ledger._abandoned = 0
+                        session.ledger.abandoned = 0
                         session.finish()
-                        time.sleep(8.0)
+                        time.sleep(8.0)  # its process lives on
                         return "has returned", 0.0
                 it.train(x)
     except RanksDisagreeError as error:
@@ -336,7 +337,7 @@ def late(pause_s: float) -> tuple[float, int]:
         for (x,) in it.loader:
             it.train(x)
     if it.rank == 0:
-        time.sleep(pause_s)
+        time.sleep(pause_s)  # it comes late
     session = current_session()
     begin_s = time.monotonic()
     session.finish()

@@ -107,6 +107,7 @@ def test_estimates_are_right_on_average(
     assert noise == pytest.approx(1.0, abs=allowed)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("batch", "rate", "allowed"),
     [

@@ -28,7 +28,7 @@ class Sam(torch.optim.Optimizer):
         self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
         self.param_groups = self.inner.param_groups
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.inner.step()
 
 

@@ -107,7 +107,7 @@ class Stream(IterableDataset[Any]):
         return iter(range(22))
 
 
-def streamed(_: int) -> tuple[list[int], list[float]]:
+def streamed(_: int) -> tuple[list[tuple[int, Any]], list[float]]:
     """Two epochs of a stream, the second left by break."""
     trainee = Trainee()
     loader = er.AdaptiveDataLoader(Stream(), batch_size=6)

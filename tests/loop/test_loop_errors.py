@@ -112,7 +112,7 @@ def test_only_one_loader_adapts_and_only_before_training() -> None:
 
 def elastic_session() -> None:
     """A session as a trainer makes it."""
-    membership = WorkerMembership("0", lambda plan, rank: None, lambda generation, cause: None)  # type: ignore[arg-type, return-value]
+    membership = WorkerMembership("0", lambda plan, rank: None, lambda generation, cause: None)
     set_session(Session("0", membership, StandaloneController(1, membership.post), elastic=True))
 
 

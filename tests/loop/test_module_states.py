@@ -126,10 +126,10 @@ def test_another_model_does_not_take_them() -> None:
 def test_parts_that_are_on_one_side_alone_keep_their_mode() -> None:
     """A model may make parts of it with its first call, and drop others."""
     theirs, mine = Model(), Model()
-    theirs.made, mine.own = nn.ReLU().eval(), nn.ReLU()  # type: ignore[assignment]
+    theirs.made, mine.own = nn.ReLU().eval(), nn.ReLU()
     theirs.body[1].eval()
     ModuleExtras(mine).restore(ModuleExtras(theirs).capture())
-    assert mine.own.training and not mine.body[1].training  # type: ignore[union-attr]
+    assert mine.own.training and not mine.body[1].training
 
 
 class Keeps(nn.Module):

@@ -78,7 +78,7 @@ class Images(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 2), nn.Conv2d(8, 3, 1)
-        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
         image = x[:, :, None, None].expand(-1, -1, 2, 2).reshape(-1, 3, 2, 4)
@@ -106,7 +106,7 @@ def mixed() -> nn.Module:
         return model.second(torch.relu(model.first(x.bfloat16())).float())
 
     del forward
-    model.forward = cast  # type: ignore[method-assign]
+    model.forward = cast
     return model
 
 

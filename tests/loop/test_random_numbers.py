@@ -62,7 +62,7 @@ def test_a_joiner_and_a_run_that_goes_on_draw_none_of_the_numbers_of_before() ->
             torch.manual_seed(7)
             expected = torch.rand(1).item()
             torch.manual_seed(7)
-            fold_generators(**case)  # type: ignore[arg-type]
+            fold_generators(**case)
             found.append(torch.rand(1).item())
     assert found[0] == expected and len(set(found)) == len(cases)
 

@@ -52,7 +52,7 @@ def test_two_optimizers_are_told_of_parameter_groups() -> None:
     model, _ = parts()
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"a list of 2.*several parameter groups.*wrap the parts"):
-        er.AdaptiveDataParallel(model, [first, second])  # type: ignore[arg-type]
+        er.AdaptiveDataParallel(model, [first, second])
     with pytest.raises(ValueError, match=r"2 are missing.*parameter group"):
         er.AdaptiveDataParallel(model, first)
 
@@ -71,11 +71,11 @@ def test_an_optimizer_in_a_hook_is_refused() -> None:
     own = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
 
     def step(param: torch.Tensor) -> None:
-        own[param].step()  # type: ignore[index]
-        own[param].zero_grad()  # type: ignore[index]
+        own[param].step()
+        own[param].zero_grad()
 
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+        param.register_post_accumulate_grad_hook(step)
     with pytest.raises(ValueError, match=r"a hook on the gradient of 0\.weight steps an optimizer.*after backward"):
         er.AdaptiveDataParallel(model, optimizer)
 
@@ -94,7 +94,7 @@ def trains(way: str) -> None:
     wrapped = er.AdaptiveDataParallel(model, optimizer)
     if way == "step":
         holder["step"] = optimizer.step
-        table.register_post_accumulate_grad_hook(lambda _: holder["step"]())  # type: ignore[no-untyped-call]
+        table.register_post_accumulate_grad_hook(lambda _: holder["step"]())
     loader = er.AdaptiveDataLoader(TensorDataset(torch.arange(8) % 4), batch_size=4)
     for _epoch in er.remaining_epochs_until(1):
         for (x,) in loader:

@@ -170,7 +170,7 @@ def test_epochs_are_begun_and_ended_in_turn() -> None:
     with pytest.raises(ValueError, match="0 or more"):
         er.Epochs(-1)
     with pytest.raises(TypeError, match="an integer"):
-        er.Epochs(2.0)  # type: ignore[arg-type]
+        er.Epochs(2.0)
 
 
 class Fails(Counter):
@@ -233,4 +233,4 @@ def test_a_module_whose_buffer_is_expanded_is_restored(script: Any, first: Seque
         with_registered(module)
 
     assert len(run_job(train, script, first=first).results) == 2
-    assert all(torch.equal(module.scale, made[0].scale) for module in made)  # type: ignore[arg-type]
+    assert all(torch.equal(module.scale, made[0].scale) for module in made)

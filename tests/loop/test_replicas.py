@@ -488,7 +488,7 @@ def reporting(ranks_that_do: tuple[int, ...]) -> list[str]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     wrapped = er.AdaptiveDataParallel(model, optimizer)
     session, told = current_session(), list[str]()
-    session.controller.tell = lambda kind, text, detail: told.append(text)  # type: ignore[method-assign]
+    session.controller.tell = lambda kind, text, detail: told.append(text)
     for _ in er.remaining_epochs_until(5):
         for x, y in er.AdaptiveDataLoader(rows(), batch_size=24):
             optimizer.zero_grad()

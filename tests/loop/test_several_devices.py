@@ -70,14 +70,14 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
         return result
 
     reduction.launch = lambda index: noted("launched", launch, index)
-    consensus.agreed = lambda: noted("agreed", agreed)  # type: ignore[method-assign]
+    consensus.agreed = lambda: noted("agreed", agreed)
     for _epoch in er.remaining_epochs_until(1):
         for (x,) in er.AdaptiveDataLoader(TensorDataset(torch.ones(8, 300)), batch_size=4):
             rank = current_session().rank
             optimizer.zero_grad()
 
             def other(rank: int = rank) -> None:
-                time.sleep(0.2)
+                time.sleep(0.2)  # while the backward of the first runs
                 try:
                     (model[second] * (1.0 + rank)).sum().backward()
                 except Exception as error:
@@ -86,7 +86,7 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
             thread = threading.Thread(target=other)
             x = Joined.apply(x.requires_grad_(), thread).mean(0)
             loss = Another.apply((x * model[first] * (1.0 + rank)).sum(), thread)
-            time.sleep(0.6 * rank)
+            time.sleep(0.6 * rank)  # ranks come apart
             seen.clear()
             loss.backward()
             steps.append(list(seen))
@@ -124,7 +124,7 @@ def test_norms_of_buckets_on_two_gpus_are_added_up_and_a_frozen_group_has_none(g
     with FakeTensorMode():
         statistics.begin_pass()
         for group, gpu in ((0, gpus[0]), (0, gpus[1]), (1, gpus[0])):  # nothing of group 2 is trained
-            statistics.add(_Measured(group, gpu), 1.0)  # type: ignore[arg-type]
+            statistics.add(_Measured(group, gpu), 1.0)
         found = statistics.local_norms()
     assert [each.device.index if isinstance(each, Tensor) else each for each in found] == [0, 0, 0.0]
 

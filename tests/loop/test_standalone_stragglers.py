@@ -28,7 +28,7 @@ def loop(response: str | None, epochs: int, worker_rank: int) -> Seen:
     torch.manual_seed(0)
     logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())
     logger = logging.getLogger("elastic_ray")
     logger.addHandler(handler)
     generator = torch.Generator().manual_seed(2)
@@ -43,7 +43,7 @@ def loop(response: str | None, epochs: int, worker_rank: int) -> Seen:
         for x, index in loader:
             sizes.append(len(x))
             drawn[-1] += index.tolist()
-            time.sleep(SAMPLE_S * len(x) * (3.0 if worker_rank == SLOW else 1.0))
+            time.sleep(SAMPLE_S * len(x) * (3.0 if worker_rank == SLOW else 1.0))  # what a sample costs on this worker
             optimizer.zero_grad()
             model(x).square().mean().backward()
             optimizer.step()

@@ -35,7 +35,7 @@ def made_equal_after_a_long_wait() -> list[list[float]]:
             step = session.progress.steps
             seen.append(model[1].running_mean.tolist())
             if step == HELD_AT and rank == 1:
-                time.sleep(0.6)
+                time.sleep(0.6)  # slower than the patience of the other
             if step == HELD_AT and rank == 0:
                 session.run.agreed.ask_for_consensus()
             optimizer.zero_grad()

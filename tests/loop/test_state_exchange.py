@@ -40,7 +40,7 @@ def between_ranks(first: Callable[[Communicator], Any], second: Callable[[Commun
     """What two ranks of one group return."""
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         works = [
-            pool.submit(lambda rank=rank, work=work: work(member(controller, rank, 2)))  # type: ignore[misc]
+            pool.submit(lambda rank=rank, work=work: work(member(controller, rank, 2)))
             for rank, work in enumerate((first, second))
         ]
         return [work.result(60) for work in works]
@@ -69,7 +69,10 @@ class Trained:
         self.model: Any = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
         self.optimizer = make_optimizer(self.model)
         self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
-        self.states = {"model/0": ModuleState(self.model), "optimizer/0": OptimizerState(self.optimizer)}
+        self.states: dict[str, Any] = {
+            "model/0": ModuleState(self.model),
+            "optimizer/0": OptimizerState(self.optimizer),
+        }
         if self.scheduler is not None:
             self.states["lr_scheduler/0/0"] = DictState(self.scheduler)
 

@@ -151,7 +151,7 @@ def rates(rule: str, grows_at: int) -> dict[str, Any]:
         inside.append([group["lr"] for group in optimizer.param_groups])
         return original(closure)
 
-    optimizer.step = spy  # type: ignore[method-assign]
+    optimizer.step = spy
     wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule=rule)
     loader = er.AdaptiveDataLoader(rows(), batch_size=BATCH, seed=3)
     loader.autoscale_batch_size(SAMPLES)

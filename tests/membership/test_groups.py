@@ -325,7 +325,7 @@ def test_ranks_that_send_long_after_the_group_was_formed_find_each_other() -> No
         )
         for store in (first, second):
             store.tell_at_once()
-        time.sleep(0.6)
+        time.sleep(0.6)  # longer than a group may take to form
         first.set("0:1", b"an id")
         with pytest.raises(RuntimeError, match="in vain waited for 0:1"):
             second.get("0:1")

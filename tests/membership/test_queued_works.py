@@ -13,7 +13,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from tests.membership.groups import on_ranks
 
 
-class Queued(dist._Work):  # type: ignore[name-defined,misc]
+class Queued(dist._Work):  # type: ignore[name-defined]
     """One whose ``wait`` ends at once, as NCCL's; it has run once the peer has come, or once it was aborted."""
 
     def __init__(self) -> None:

@@ -36,7 +36,7 @@ HARMLESS = re.compile(r"strict=|@dataclasses|raise ")
 # Of each part the modules that decide, and their tests; {a,b} stands for several names.
 PARTS = {
     "membership": (
-        "elastic_ray/membership/{machine,selection,changes}.py",
+        "elastic_ray/membership/{machine,selection,generation_changes}.py",
         "tests/membership/test_{machine_*,selection,small_parts}.py",
     ),
     "consensus": (

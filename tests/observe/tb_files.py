@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from elastic_ray.observe.trackers import event_format
 
@@ -62,7 +63,7 @@ def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
     return {tag: marks for tag, marks in found.items() if marks}
 
 
-def _accumulator(folder: Path) -> object:
+def _accumulator(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})

@@ -147,7 +147,7 @@ def test_a_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pyt
             raise OSError("storage is away for a moment")
         begin(*args, **fields)
 
-    recorder.begin = late  # type: ignore[method-assign]
+    recorder.begin = late
     thread = TrackerThread("it", recorder)
     thread.begin(7, 0, again=False)
     thread.report(report(1), 0.0)

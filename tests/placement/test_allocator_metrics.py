@@ -161,7 +161,7 @@ def test_a_real_core_tells_its_decisions_and_prices() -> None:
 def test_without_a_writer_nothing_is_asked() -> None:
     metrics = AllocatorMetrics(None)
     metrics.decided(Trigger.ARRIVAL, 0.1)
-    metrics.tick(0.0, None, None)  # type: ignore[arg-type]
+    metrics.tick(0.0, None, None)
 
 
 def test_metrics_that_fail_harm_no_decision(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,4 +190,4 @@ def test_every_metric_of_the_allocator_has_a_panel() -> None:
 
 def test_the_switch_must_be_a_switch() -> None:
     with pytest.raises(TypeError, match="metrics must be True or False, but got 'yes'"):
-        AllocatorConfig(metrics="yes")  # type: ignore[arg-type]
+        AllocatorConfig(metrics="yes")

@@ -186,7 +186,7 @@ def test_an_error_says_what_a_worker_lacks_and_the_smallest_size_that_fits() -> 
     with pytest.raises(ValueError, match=r"exclude each other: a worker needs 8.00 GiB in a group of 2.* has 4 work"):
         AllowedSizes(memory=need, sizes=(1, 2))
     with pytest.raises(TypeError, match="memory must be a MemoryNeed or None, but got 4"):
-        AllowedSizes(memory=4)  # type: ignore[arg-type]
+        AllowedSizes(memory=4)
     assert "needs 4.00 GiB in a group of 4, and has 4.00 GiB: it needs more; with a larger" in need.after_failure(4)
     assert need.after_failure(3).startswith("a worker needs 5.33 GiB in a group of 3 and has 4.00 GiB, by Scheduling")
     assert str(AllowedSizes(memory=need, sizes=(2, 4))) == "sizes=(2, 4), memory=<from 4 on>"

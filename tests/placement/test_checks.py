@@ -23,7 +23,7 @@ from placement.errors import InputError
 )
 def test_numbers_outside_their_range_are_refused(value: float, limits: dict[str, float], said: str) -> None:
     with pytest.raises(InputError) as caught:
-        check_number("x", value, error=InputError, **limits)  # type: ignore[arg-type]
+        check_number("x", value, error=InputError, **limits)
     assert str(caught.value) == said
 
 

@@ -48,7 +48,7 @@ GRID = [
 @pytest.mark.parametrize("local", [0.0, 0.02, 0.3])
 def test_fit_recovers_step_times(grad: bool, unit: float, gamma: float, local: float) -> None:
     times = np.array([0.05, 0.002, 3 * local + 0.1, 0.05, local, local / 10]) * unit
-    true = ThroughputModel(*times, gamma)
+    true = ThroughputModel(*times, gamma)  # type: ignore[call-arg]
     fitted = fit(observe(true, GRID, grad=grad))
     for config in [*GRID, (1, 3, 128, 0), (2, 6, 100, 2)]:
         assert fitted.step_time(*config) == pytest.approx(true.step_time(*config), rel=0.02)
@@ -153,7 +153,7 @@ def test_counts_weigh() -> None:
 @given(
     st.lists(
         st.builds(
-            lambda c, t, g, w: Observation(*c, t, g, w),
+            lambda c, t, g, w: Observation(*c, t, g, w),  # type: ignore[call-arg]
             configurations(),
             st.floats(0, 1e300, exclude_min=True),
             st.one_of(st.just(0.0), st.floats(0, 1e300)),
@@ -189,4 +189,4 @@ def test_bad_values_name_what_would_be_right(call, message: str) -> None:  # typ
 
 def test_only_observations_are_fitted() -> None:
     with pytest.raises(TypeError, match="must be Observation"):
-        fit([(1, 1, 8, 0, 1.0)])  # type: ignore[list-item]
+        fit([(1, 1, 8, 0, 1.0)])

@@ -107,7 +107,7 @@ def test_constructor_by_keyword_and_pickle() -> None:
     assert same == MODEL == pickle.loads(pickle.dumps(MODEL))
     assert same.throughput_model is THROUGHPUT
     with pytest.raises(dataclasses.FrozenInstanceError):
-        same.init_batch_size = 1  # type: ignore[misc]
+        same.init_batch_size = 1
 
 
 # --- promises of the theory -----------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_best_with_many_small_micro_steps() -> None:
         times = np.exp(rng.uniform(np.log(1e-4), 0, 6)) * [1, 0.1, 1, 0.1, 1, 0.1]
         init, replicas, low = int(rng.integers(1, 300)), int(rng.integers(1, 17)), int(rng.integers(1, 10))
         noise = NoiseScale(1.0, math.exp(rng.uniform(-5, 7)))
-        model = GoodputModel(ThroughputModel(*times, rng.uniform(1, 10)), noise, init)
+        model = GoodputModel(ThroughputModel(*times, rng.uniform(1, 10)), noise, init)  # type: ignore[call-arg]
         limit, bounds = int(init * rng.uniform(1, 40)), (low, low + int(rng.integers(0, 4)))
         found, _, _ = model.best(1, replicas, max_batch_size=limit, atomic_bsz_range=bounds, accumulation=True)
         assert found >= 0.98 * exhaustive(model, 1, replicas, limit, bounds, True)

@@ -320,7 +320,7 @@ def test_the_order_of_jobs_does_not_matter_with_lengths_and_types(views: list[Jo
 @pytest.mark.parametrize("field, value", [("horizon_s", 0.0), ("hysteresis", -1.0), ("power", 2.0), ("late", 0.5)])
 def test_wrong_settings_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
-        GoodputPolicy(**{field: value})  # type: ignore[arg-type]
+        GoodputPolicy(**{field: value})
 
 
 def test_on_a_crowded_cluster_the_longest_jobs_wait_and_only_those_that_can_be_stopped_are() -> None:

@@ -56,7 +56,7 @@ def test_it_is_as_good_as_scipys_on_step_times() -> None:
 
 def _observations(rng: np.random.Generator) -> list[Observation]:
     times = np.array([0.05, 0.002, *rng.choice([0.0, 0.01, 0.1, 0.5], 4)]) * 10 ** rng.uniform(-4, 3)
-    model, noise = ThroughputModel(*times, rng.uniform(1, 8)), rng.choice([0.0, 0.02, 0.2])
+    model, noise = ThroughputModel(*times, rng.uniform(1, 8)), rng.choice([0.0, 0.02, 0.2])  # type: ignore[call-arg]
     found = []
     for _ in range(int(rng.integers(1, 30))):
         nodes = int(rng.choice([1, 1, 1, 2, 3, 8]))

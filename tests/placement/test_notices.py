@@ -61,7 +61,7 @@ def test_an_answer_without_sense_is_shown(cloud: str, answer: str) -> None:
 )
 def test_settings_that_make_no_sense_are_named(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        NoticeConfig(**values)  # type: ignore[arg-type]
+        NoticeConfig(**values)
 
 
 # Over HTTP
@@ -137,7 +137,7 @@ class Odd(Handler):
     """A server that speaks no HTTP where other clouds are asked, but AWS's where it is."""
 
     def parse_request(self) -> bool:
-        if b"/latest/" in self.raw_requestline:
+        if b"/latest/" in self.raw_requestline:  # type: ignore[attr-defined]
             return super().parse_request()
         self.wfile.write(b"hello\r\n\r\n")
         self.close_connection = True
@@ -148,9 +148,9 @@ class Hanging(Odd):
     """One that takes the question and never answers."""
 
     def parse_request(self) -> bool:
-        if b"/latest/" in self.raw_requestline:
+        if b"/latest/" in self.raw_requestline:  # type: ignore[attr-defined]
             return super().parse_request()
-        time.sleep(5.0)
+        time.sleep(5.0)  # a service that hangs
         return False
 
 

@@ -63,7 +63,7 @@ def left(found: dict[str, PlacementGroup]) -> set[str]:
 
 
 def holder(group: PlacementGroup) -> Any:
-    actor = ray.remote(Holder).options(num_cpus=0).remote()
+    actor: Any = ray.remote(Holder).options(num_cpus=0).remote()
     ray.get(actor.hold.remote(group.id.hex()), timeout=120)
     return actor
 

@@ -214,4 +214,4 @@ def test_unknown_policies_are_named_with_what_would_be_valid() -> None:
     with pytest.raises(ValueError, match="policy must be one of fair_share, fifo, fixed, goodput"):
         make_policy("polux")
     with pytest.raises(TypeError, match="decide"):
-        make_policy(42)  # type: ignore[arg-type]
+        make_policy(42)

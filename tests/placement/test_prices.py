@@ -48,7 +48,7 @@ def questions(draw: st.DrawFn, kinds: int = 1, most_jobs: int = 12) -> Options:
     )
 
 
-def check(options: Options, picks: np.ndarray) -> None:  # type: ignore[type-arg]
+def check(options: Options, picks: np.ndarray) -> None:
     rows = np.arange(len(picks))
     assert (options.used(picks) <= options.capacities + 1e-9).all()
     assert np.isfinite(options.values[rows, picks]).all()

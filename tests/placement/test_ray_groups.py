@@ -42,6 +42,7 @@ async def becomes_free(room: Room, node: str) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.thorough
 def test_what_is_not_fulfilled_is_given_back_once_it_is() -> None:
     async def give_back() -> None:
         node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
@@ -85,7 +86,7 @@ def test_no_room_is_lost_where_many_ask_and_give_up() -> None:
     node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
     actors = [ray.remote(Asks).options(num_cpus=0).remote() for _ in range(7)]
     until_s = time.time() + 60.0
-    ray.get([actor.ask.remote(seed, node, until_s) for seed, actor in enumerate(actors)], timeout=180)
+    ray.get([actor.ask.remote(seed, node, until_s) for seed, actor in enumerate(actors)], timeout=180)  # type: ignore[attr-defined]
     asyncio.run(becomes_free(Room(), node))
 
 
@@ -99,7 +100,7 @@ def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any
     for _ in range(2):
         joined.append(ray_nodes.add_node(num_cpus=0))
         actors = [ray.remote(Somewhere).options(num_cpus=0, **on_head()).remote() for _ in range(3)]
-        assert set(ray.get([actor.node.remote() for actor in actors], timeout=180)) == {ray_nodes.head_node.node_id}
+        assert set(ray.get([actor.node.remote() for actor in actors], timeout=180)) == {ray_nodes.head_node.node_id}  # type: ignore[attr-defined]
     for node in joined:
         ray_nodes.remove_node(node)
         disconnect(node)

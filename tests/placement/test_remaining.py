@@ -59,7 +59,7 @@ def test_lateness_is_the_time_to_the_end_over_the_time_that_all_of_it_takes_on_a
     unknown = view("b", progress=Progress(done=10.0), init_batch_size=64)
     small = view("c", progress=Progress(done=10.0), init_batch_size=None)
     rate, speed = np.array([32.0, 32.0, 32.0]), np.array([2.0, 1.0, 1.0])
-    late = overdue(
+    late = overdue(  # type: ignore[call-arg]
         [known, unknown, small, view("d")],
         *(np.append(each, 1.0) for each in (np.array([40.0, 40.0, 40.0]), rate, speed)),
         65.0,

@@ -130,5 +130,5 @@ def test_nodes_are_asked_for_only_while_a_job_waits_that_may_have_them() -> None
 def test_autoscaling_is_auto_unless_said_otherwise() -> None:
     assert AllocatorConfig().autoscaling == "auto" and AllocatorConfig(autoscaling=None).scaling is None
     with pytest.raises(ValueError, match='autoscaling must be "auto", None or Autoscaling'):
-        AllocatorConfig(autoscaling="on")  # type: ignore[arg-type]
+        AllocatorConfig(autoscaling="on")
     assert isinstance(Autoscaling.from_file(ROOT / "cluster.yaml"), Autoscaling)

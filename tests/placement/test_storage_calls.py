@@ -64,7 +64,7 @@ def test_a_long_call_that_goes_on_in_pieces_is_waited_for_and_ends_when_given_up
     def copy(go_on: object) -> int:
         assert callable(go_on)
         for _ in range(6):
-            time.sleep(0.1)
+            time.sleep(0.1)  # a call that takes long, and asks whether to go on
             if not go_on():
                 raise InterruptedError
         return 6

@@ -23,7 +23,7 @@ def cluster(slots: int = 8) -> Cluster:
 
 
 def job(name: str, **options: object) -> JobView:
-    return JobView(**{"job": name, "bundle": {"CPU": 1}, "max_workers": 8, "most_workers": 8, **options})  # type: ignore[arg-type]
+    return JobView(**{"job": name, "bundle": {"CPU": 1}, "max_workers": 8, "most_workers": 8, **options})
 
 
 def counts(policy: str, jobs: list[JobView], constraints: Constraints | None = None) -> dict[str, int]:

@@ -181,8 +181,8 @@ def test_the_core_decides_at_once_on_a_changed_wish_and_says_why() -> None:
     core.handle(JobHeartbeat(view=here), 0.1)
     assert trigger_of(here, dataclasses.replace(here, wished=3), 0.1) is Trigger.LIMITS
     (grown,) = core.handle(JobHeartbeat(view=dataclasses.replace(here, wished=3)), 0.2)
-    assert sum(grown.nodes.values()) == 3 and "asked for by its policy" in grown.reason  # type: ignore[union-attr]
-    there = dataclasses.replace(here, wished=3, allocation=grown.nodes)  # type: ignore[union-attr]
+    assert sum(grown.nodes.values()) == 3 and "asked for by its policy" in grown.reason
+    there = dataclasses.replace(here, wished=3, allocation=grown.nodes)
     assert core.handle(JobHeartbeat(view=there), 0.3) == []
     assert "asked for by its policy" in str(core.explain("a"))
     core.handle(JobHeartbeat(view=view("b", submitted_s=1.0, min_workers=3, max_workers=3)), 0.4)

@@ -230,9 +230,9 @@ class Run:
         self.worker, self.elastic, self.shape_changes, self.progress = "a", elastic, 0, None
         self.done: list[Any] = []
         self.changes = GroupChanges(
-            self,  # type: ignore[arg-type]
-            self.adaptation,  # type: ignore[arg-type]
-            SimpleNamespace(enter_group=lambda communicator, progress: self.done.append("collectives")),  # type: ignore[arg-type]
+            self,
+            self.adaptation,
+            SimpleNamespace(enter_group=lambda communicator, progress: self.done.append("collectives")),
             explain=lambda cause: f"explained: {cause}",
             regroup_timeout_s=1.0,
         )
@@ -324,7 +324,7 @@ class Two:
 def test_what_a_step_has_added_up_says_how_all_ranks_save(in_parts: bool, drifts: bool) -> None:
     """Unless models differ, or no rank has but a part: then they come together first, which breaks here."""
     run, writer = Run(), Writer()
-    run.group, run.registry.in_parts, run.registry.drifts = Two(), in_parts, drifts  # type: ignore[assignment]
+    run.group, run.registry.in_parts, run.registry.drifts = Two(), in_parts, drifts
     run.consensus.breaks = True
     saving = run.registry.saving
     saving.serve(writer)
@@ -344,7 +344,7 @@ def test_what_a_step_has_added_up_says_how_all_ranks_save(in_parts: bool, drifts
 
 def test_sums_of_an_earlier_step_say_nothing() -> None:
     run, writer = Run(), Writer()
-    run.group, run.registry.in_parts = Two(), True  # type: ignore[assignment]
+    run.group, run.registry.in_parts = Two(), True
     saving, writer.asked = run.registry.saving, 2
     saving.serve(writer)
     saving.conclude([0.0, 7.0, 0.0, 0.0], 2)

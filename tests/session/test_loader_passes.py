@@ -172,7 +172,7 @@ class Run:
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
         self.moment, self.told = self.moments.append, list[tuple[str, str, int]]()
-        self.passes = LoaderPasses(self, self.changes, self.adaptation)  # type: ignore[arg-type]
+        self.passes = LoaderPasses(self, self.changes, self.adaptation)
 
     def tell_once(self, kind: str, text: str, number: int) -> None:
         self.told.append((kind, text, number))

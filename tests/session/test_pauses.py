@@ -23,14 +23,14 @@ def test_a_change_is_vote_group_and_state_and_the_first_step_comes_after_it() ->
     step(clock)
     begun_s = time.monotonic()
     for moment in (clock.change_begins, clock.group_stands):
-        time.sleep(WAIT_S)
+        time.sleep(WAIT_S)  # the time that is measured
         moment()
-    time.sleep(WAIT_S)
+    time.sleep(WAIT_S)  # the time that is measured
     pause = clock.resume(1)
     assert min(pause.vote_s, pause.group_s, pause.state_s) >= WAIT_S
     assert sum(pause.detail.values()) == pause.pause_s == pytest.approx(time.monotonic() - begun_s, abs=WAIT_S)
     assert clock.first_step_s is None
-    time.sleep(WAIT_S)
+    time.sleep(WAIT_S)  # the time that is measured
     step(clock)
     first_s = clock.first_step_s
     assert first_s is not None and first_s >= WAIT_S
@@ -43,7 +43,7 @@ def test_a_group_that_breaks_before_it_trains_is_part_of_the_wait_for_the_next()
     step(clock)
     clock.change_begins()
     clock.group_stands()
-    time.sleep(WAIT_S)
+    time.sleep(WAIT_S)  # the time that is measured
     clock.change_begins()  # the failure of that group
     clock.group_stands()
     pause = clock.resume(1)
@@ -55,7 +55,7 @@ def test_a_change_that_was_put_off_is_forgotten_with_the_next_step() -> None:
     step(clock)
     clock.change_begins()
     step(clock)
-    time.sleep(WAIT_S)
+    time.sleep(WAIT_S)  # the time that is measured
     clock.change_begins()
     assert clock.resume(1).vote_s >= WAIT_S
 

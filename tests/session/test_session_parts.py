@@ -41,11 +41,11 @@ class Worker:
 
 def test_a_worker_stands_where_it_is_expected_to_until_its_first_group() -> None:
     worker = Worker()
-    group = Group("b", worker, RankInfo(rank=1, world_size=3))  # type: ignore[arg-type]
+    group = Group("b", worker, RankInfo(rank=1, world_size=3))
     assert group.rank_info == RankInfo(rank=1, world_size=3) and group.world_size == 1
     with pytest.raises(RuntimeError, match="not entered a generation"):
         _ = group.communicator.rank
-    worker.current = SPEC  # type: ignore[assignment]
+    worker.current = SPEC
     group.follow()
     assert group.rank_info.world_size == 2 and group.rank_info.rank == 1
 
@@ -89,10 +89,10 @@ def test_one_rank_agrees_with_itself_and_takes_each_wish_once() -> None:
     worker.wanted_batch, worker.prepared_ahead = BatchChoice(atomic_bsz=3, accum_steps=1), 2
     agreed = AgreedChanges(worker)
     ledger = StepLedger(SharedState(RunProgress()), recoverable=False)
-    worker.current = SPEC  # type: ignore[assignment]
-    group = Group("a", worker, RankInfo())  # type: ignore[arg-type]
+    worker.current = SPEC
+    group = Group("a", worker, RankInfo())
     group.follow()
-    consensus = RankConsensus(group, agreed, NoCheck(), ledger)  # type: ignore[arg-type]
+    consensus = RankConsensus(group, agreed, NoCheck(), ledger)
     ballot = consensus.vote(Announced(Intent.EDGE, 1), {(0, 0): {"b": 1.0, "a": 2.0}})
     assert ballot == [((0, 0), "a", 2.0), ((0, 0), "b", 1.0)]
     assert agreed.take_generation() == 3 and agreed.take_generation() == 0

@@ -28,7 +28,7 @@ def test_the_steps_of_a_group_that_is_left_are_not_told_of_the_one_that_follows(
         except WorkerDismissed:
             last.append(current_session().step_report())
             raise
-        return current_session().step_report().steps  # type: ignore[union-attr]
+        return current_session().step_report().steps
 
     outcome = run_job(train, [Change(6, (2,))], first=(1, 2))
     assert [(report.replicas, report.steps) for report in last if report is not None] == [(1, 0)]

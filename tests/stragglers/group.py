@@ -56,7 +56,7 @@ class Group:
         self.steps, self.last_s = 0, 0.0
         self.watch = StragglerWatch(
             config or StragglerConfig(response="tell"),
-            members=lambda: self.members,
+            members=lambda: self.members,  # type: ignore[return-value]
             equal=lambda: self.equal,
             measured=lambda: self.measured,
             tell=self._tell,

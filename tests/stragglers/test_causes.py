@@ -114,7 +114,7 @@ def test_what_is_known_of_senders_travels() -> None:
     state = group.watch.capture()
     copy = StragglerWatch(
         StragglerConfig(response="tell"),
-        members=lambda: other.members,
+        members=lambda: other.members,  # type: ignore[return-value]
         measured=lambda: other.measured,
         tell=lambda text, detail: None,
     )

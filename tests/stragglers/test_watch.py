@@ -240,7 +240,7 @@ def test_what_is_ignored_is_not_measured() -> None:
 
 def test_bad_settings_say_what_would_be_right() -> None:
     with pytest.raises(ValueError, match="stragglers must be one of ignore, tell, share, replace, but got 'kill'"):
-        StragglerConfig(response="kill")  # type: ignore[arg-type]
+        StragglerConfig(response="kill")
     with pytest.raises(ValueError, match="patience_s must be above 0 seconds and finite, but got 0"):
         StragglerConfig(patience_s=0)
 

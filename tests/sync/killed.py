@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> None:
                 write("step", epoch=epoch, samples=numbers.tolist(), loss=loss.item(), weights=own)
                 loss.backward()
                 optimizer.step()
-                time.sleep(float(config.get("pause_s", 0.0)))
+                time.sleep(float(config.get("pause_s", 0.0)))  # a job long enough for what is done to it
         write("final", weights=weights(model))
 
 

@@ -85,7 +85,7 @@ class Saving:
     def _inside(self, step: int, model: nn.Module) -> None:
         registry = current_session().registry
         if not getattr(model, "noted", False):
-            model.noted = True  # type: ignore[assignment]
+            model.noted = True
             registry.add_hook(HookPoint.BETWEEN_STEPS, lambda: self._note(model))
 
     def _note(self, model: nn.Module) -> None:

@@ -49,7 +49,7 @@ def test_a_worker_that_gets_others_unforeseen_refuses_them_then() -> None:
 
 
 def test_a_worker_that_may_get_others_refuses_them_at_construction() -> None:
-    membership = WorkerMembership("w1", lambda spec, rank: None, lambda generation, cause: None)  # type: ignore[arg-type, return-value]
+    membership = WorkerMembership("w1", lambda spec, rank: None, lambda generation, cause: None)
     set_session(Session("w1", membership, StandaloneController(1, membership.post), sizes=(1, 2)))
     try:
         with pytest.raises(ValueError, match="table has max_norm"):

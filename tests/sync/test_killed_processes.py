@@ -11,7 +11,7 @@ import pytest
 import ray.train
 
 import elastic_ray as er
-from elastic_ray.events import EventKind
+from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import Faults
 from elastic_ray.sync import PS, SMA, LocalSGD, PairAveraging, Parallax, PowerSGD
 from tests.sync.killed import STEPS, Account, account, by_torch, train
@@ -39,7 +39,7 @@ def scripts(averaged: bool) -> dict[str, tuple[int, Faults]]:
             Faults()
             .kill(rank=1, step=4, moment="optimizer_step")
             .kill(rank=0, step=9, moment="edge")
-            .kill(rank=1, **last),  # type: ignore[arg-type]
+            .kill(rank=1, **last),
         ),
         "in a regroup": (
             6,
@@ -52,7 +52,7 @@ def scripts(averaged: bool) -> dict[str, tuple[int, Faults]]:
     }
 
 
-def run(folder: Path, strategy: Any, workers: int, faults: Faults) -> tuple[Account, list[Any]]:
+def run(folder: Path, strategy: Any, workers: int, faults: Faults) -> tuple[Account, Sequence[JobEvent]]:
     """A job; what it wrote down, and its events."""
     (folder / "trace").mkdir()
     handle = er.ElasticTrainer(

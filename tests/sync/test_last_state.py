@@ -71,8 +71,10 @@ def test_what_is_done_after_the_last_epoch_is_in_it(tmp_path: Path) -> None:
     assert len(job.files()) == 1
 
 
+@pytest.mark.thorough
 def test_ranks_that_do_not_return_are_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_SAVED_TOGETHER_WAIT_S", 0.5)
+    # the last rank does not return in time
     job, _ = ended(tmp_path / "run", "zero1", lambda session: time.sleep(3.0 if session.rank == 2 else 0.0))
     assert job.files() == (), "no part of it is taken for the whole"
 

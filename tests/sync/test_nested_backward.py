@@ -106,25 +106,25 @@ def tied_later(net: Net, x: Tensor, step: int) -> Tensor:
 
 
 def plainly(model: Any, wrapped: Any, loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def in_parts(model: Any, wrapped: Any, loss: Tensor) -> None:
     """Two passes over one graph."""
-    (0.3 * loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    (0.7 * loss).backward()  # type: ignore[no-untyped-call]
+    (0.3 * loss).backward(retain_graph=True)
+    (0.7 * loss).backward()
 
 
 def unsynchronised(model: Any, wrapped: Any, loss: Tensor) -> None:
     with wrapped.no_sync():
-        (0.3 * loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    (0.7 * loss).backward()  # type: ignore[no-untyped-call]
+        (0.3 * loss).backward(retain_graph=True)
+    (0.7 * loss).backward()
 
 
 def penalised(model: Any, wrapped: Any, loss: Tensor) -> None:
     grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     # Linear in the gradient, so that the penalty of the whole batch is the mean of the ranks'.
-    (loss + 0.1 * sum(grad.sum() for grad in grads)).backward()  # type: ignore[union-attr]
+    (loss + 0.1 * sum(grad.sum() for grad in grads)).backward()
 
 
 class _Alone:

@@ -35,7 +35,7 @@ def profile(*params: ParamInfo, optimizer: OptimizerInfo | None = None) -> Model
 
 
 def param(name: str, *shape: int, **more: object) -> ParamInfo:
-    return ParamInfo(names=(name,), shape=shape, **more)  # type: ignore[arg-type]
+    return ParamInfo(names=(name,), shape=shape, **more)
 
 
 def ranks(world_size: int) -> Topology:

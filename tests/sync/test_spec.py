@@ -63,10 +63,10 @@ def test_a_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Wire(rank=-1), "rank must be a whole number, 0 or more, but got -1"),
         (lambda: Wire(rank=True), "rank must be a whole number"),
         (lambda: Wire(dtype="bf16", rank=4), "rank=4 needs dtype='native'"),
-        (lambda: Wire(error_feedback="yes"), "error_feedback must be True or False"),  # type: ignore[arg-type]
+        (lambda: Wire(error_feedback="yes"), "error_feedback must be True or False"),
         (lambda: Reduce(bucket_bytes=0), "bucket_bytes must be a whole number, 1024 or more"),
         (lambda: Reduce(parts=0), "parts must be a whole number, 1 or more"),
-        (lambda: Reduce(wire="bf16"), "wire must be a Wire, but got 'bf16'"),  # type: ignore[arg-type]
+        (lambda: Reduce(wire="bf16"), "wire must be a Wire, but got 'bf16'"),
         (lambda: Owner(placement="rank 0"), "placement must be one of balanced, first"),
         (lambda: Owner(wire=Wire(rank=2)), "an owner's tensors have no residuals"),
         (lambda: Rows(update="maybe"), "update must be one of auto, sparse, dense"),
@@ -76,8 +76,8 @@ def test_a_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Average(alpha=float("nan")), "alpha must be a number above 0 and up to 1"),
         (lambda: Average(outer_momentum=1.0), "outer_momentum must be a number"),
         (lambda: Rule(pattern="", sync=Rows()), "pattern must be a glob"),
-        (lambda: Rule(pattern="a", sync=Average()), "sync must be a Reduce or Owner or Rows"),  # type: ignore[arg-type]
-        (lambda: Strategy(rules=[Rule(pattern="a", sync=Rows())]), "rules must be a tuple"),  # type: ignore[arg-type]
+        (lambda: Rule(pattern="a", sync=Average()), "sync must be a Reduce or Owner or Rows"),
+        (lambda: Strategy(rules=[Rule(pattern="a", sync=Rows())]), "rules must be a tuple"),
         (lambda: Strategy(average=Average(), default=Owner()), "average excludes rules and another default"),
     ],
 )

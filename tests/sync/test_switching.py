@@ -22,7 +22,7 @@ class Told:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str, dict[str, Any]]] = []
-        current_session().controller.tell = lambda *event: self.events.append(event)  # type: ignore[method-assign]
+        current_session().controller.tell = lambda *event: self.events.append(event)
 
 
 def choosing(sparse: bool) -> Any:

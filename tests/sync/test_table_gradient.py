@@ -170,7 +170,7 @@ def test_copies_of_the_layer_are_plain(copied: Any) -> None:
 def early_hook(layer: nn.Module, hook: Any) -> Any:
     """One that was there before ours."""
     handle = layer.register_forward_hook(hook)
-    layer._forward_hooks.move_to_end(handle.id, last=False)
+    layer._forward_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
 
 

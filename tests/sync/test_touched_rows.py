@@ -77,7 +77,7 @@ def test_preconditioners(rows: TouchedRows, optimizer: Any) -> None:
     torch.testing.assert_close(found.of(rows.ids), whole.view(TABLE, WIDTH)[rows.at()])
     again = row_preconditioner(made, table, found)
     assert again is not None
-    torch.testing.assert_close(again.of(None), preconditioner(made, [table]).view(TABLE, WIDTH))  # type: ignore[union-attr]
+    torch.testing.assert_close(again.of(None), preconditioner(made, [table]).view(TABLE, WIDTH))
 
 
 def test_rows_of_a_sparse_gradient_come_once() -> None:

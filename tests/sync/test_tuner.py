@@ -50,7 +50,7 @@ class Run:
         self.told: list[tuple[str, str, dict[str, Any]]] = []
         self.rows = {"table": 20}
         self.plan = lower(first(), self.profile, self.topology)
-        self.tuner = StrategyTuner(self, ChoiceSettings(trials=2), self, first(), 0)  # type: ignore[arg-type]
+        self.tuner = StrategyTuner(self, ChoiceSettings(trials=2), self, first(), 0)
         self.tuner.enter_group()
 
     @property

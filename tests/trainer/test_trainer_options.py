@@ -62,17 +62,17 @@ def test_workers_and_bundles_are_ray_trains(config: Any, limits: tuple[int, int]
 
 @pytest.mark.parametrize("selector", [{"zone": "a"}, [{"zone": "a"}, {"zone": "a"}]])
 def test_one_label_selector_is_honoured(selector: Any) -> None:
-    assert read_scaling(ScalingConfig(num_workers=2, label_selector=selector)).label_selector == {"zone": "a"}
+    assert read_scaling(ScalingConfig(num_workers=2, label_selector=selector)).label_selector == {"zone": "a"}  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
     "config, message",
     [
-        (ScalingConfig(use_tpu=True), r"use_tpu=True\) is not supported: .*JaxTrainer"),
-        (ScalingConfig(topology="4x4"), r"topology='4x4'\) is not supported: .*leave it out"),
+        (ScalingConfig(use_tpu=True), r"use_tpu=True\) is not supported: .*JaxTrainer"),  # type: ignore[call-arg]
+        (ScalingConfig(topology="4x4"), r"topology='4x4'\) is not supported: .*leave it out"),  # type: ignore[call-arg]
         (changed(ScalingConfig(), trainer_resources={"CPU": 1}), r"trainer_resources=.* is not supported"),
         (
-            ScalingConfig(elastic_resize_monitor_interval_s=5),
+            ScalingConfig(elastic_resize_monitor_interval_s=5),  # type: ignore[call-arg]
             r"monitor_interval_s=5\) is not supported: .*events",
         ),
         (
@@ -97,7 +97,7 @@ def test_one_label_selector_is_honoured(selector: Any) -> None:
             "set use_gpu=True",
         ),
         (
-            ScalingConfig(num_workers=2, label_selector=[{"a": "1"}, {"a": "2"}]),
+            ScalingConfig(num_workers=2, label_selector=[{"a": "1"}, {"a": "2"}]),  # type: ignore[call-arg]
             "must be the same for all workers.*pass one dict",
         ),
         (changed(ScalingConfig(), label_selector={"a": "in(b,"}), r"ScalingConfig\(label_selector\).*'in\(b,' for 'a'"),
@@ -111,10 +111,10 @@ def test_what_scaling_cannot_be_is_refused(config: Any, message: str) -> None:
 
 def test_run_config_is_honoured() -> None:
     run = read_run(
-        RunConfig(
+        RunConfig(  # type: ignore[call-arg]
             name="digits",
             storage_path="/tmp/x",
-            failure_config=FailureConfig(max_failures=3, controller_failure_limit=0),
+            failure_config=FailureConfig(max_failures=3, controller_failure_limit=0),  # type: ignore[call-arg]
             checkpoint_config=CheckpointConfig(
                 num_to_keep=2, checkpoint_score_attribute="acc", checkpoint_score_order="min"
             ),
@@ -166,10 +166,10 @@ def test_a_callback_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
         (RunConfig(name="a/b"), r"RunConfig\(name\) must start with .*but got 'a/b'"),
         (RunConfig(name="../up"), r"RunConfig\(name\) must"),
         (RunConfig(failure_config=FailureConfig(max_failures=-2)), r"from -1 \(no limit\), but got -2"),
-        (RunConfig(failure_config=FailureConfig(controller_failure_limit=2)), "controller_failure_limit=2"),
-        (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),
+        (RunConfig(failure_config=FailureConfig(controller_failure_limit=2)), "controller_failure_limit=2"),  # type: ignore[call-arg]
+        (RunConfig(failure_config=FailureConfig(max_preemption_failures=2)), "max_preemption_failures=2"),  # type: ignore[call-arg]
         (RunConfig(failure_config=changed(FailureConfig(), relax_collectives_on_preemption=1)), "True or False"),
-        (RunConfig(failure_config=FailureConfig(preemption_grace_s=-1.0)), "from 0, but got -1.0"),
+        (RunConfig(failure_config=FailureConfig(preemption_grace_s=-1.0)), "from 0, but got -1.0"),  # type: ignore[call-arg]
         (RunConfig(checkpoint_config=changed(CheckpointConfig(), num_to_keep=0)), "from 1, but got 0"),
     ],
 )
@@ -181,11 +181,11 @@ def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
 @pytest.mark.parametrize("env", [{"working_dir": "."}, {"py_modules": ["."]}, {"env_vars": {"A": 1}}, {"pip": 3}])
 def test_a_runtime_environment_that_ray_refuses_is_refused_at_once(env: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=r"RunConfig\(worker_runtime_env\) must be one that Ray takes"):
-        read_run(RunConfig(worker_runtime_env=env))
+        read_run(RunConfig(worker_runtime_env=env))  # type: ignore[call-arg]
 
 
 def test_what_holds_in_every_elastic_job_may_be_asked_for() -> None:
-    read_run(RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True, preemption_grace_s=30)))
+    read_run(RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True, preemption_grace_s=30)))  # type: ignore[call-arg]
 
 
 def test_every_field_of_ray_trains_configs_is_accounted_for() -> None:
@@ -218,16 +218,16 @@ def test_every_field_of_ray_trains_configs_is_accounted_for() -> None:
         },
     }
     for config, fields in known.items():
-        assert {field.name for field in dataclasses.fields(config)} == fields  # type: ignore[arg-type]
+        assert {field.name for field in dataclasses.fields(config)} == fields
 
 
 def test_wrong_types_are_named() -> None:
     import ray.tune
 
     with pytest.raises(TypeError, match=r"scaling_config must be a ray.train.ScalingConfig, but got a builtins.dict"):
-        read_scaling({"num_workers": 2})  # type: ignore[arg-type]
+        read_scaling({"num_workers": 2})
     with pytest.raises(TypeError, match=r"run_config must be a ray.train.RunConfig, but got a .*RunConfig"):
-        read_run(ray.tune.RunConfig())  # type: ignore[arg-type]
+        read_run(ray.tune.RunConfig())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_elastic_config_ranges(values: Any, message: str) -> None:
 
 @pytest.mark.parametrize("condition", ["b", "!b", "in(b,c)", "!in(b, c)"])
 def test_rays_label_operators_are_honoured(condition: str) -> None:
-    assert read_scaling(ScalingConfig(label_selector={"a": condition})).label_selector == {"a": condition}
+    assert read_scaling(ScalingConfig(label_selector={"a": condition})).label_selector == {"a": condition}  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_the_memory_of_a_model_is_counted_from_its_shapes() -> None:
         available_bytes=20_000, sharded_bytes=3 * (4_000 * 3 + 200), replicated_bytes=2 * 40 + 8 + 2_000
     )
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, but got list"):
-        sharded_memory([model], available_bytes=1)  # type: ignore[arg-type]
+        sharded_memory([model], available_bytes=1)
     with pytest.raises(ValueError, match="optimizer_states must be a whole number, 0 or more, but got -1"):
         sharded_memory(model, available_bytes=1, optimizer_states=-1)
 

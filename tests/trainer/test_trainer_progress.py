@@ -13,12 +13,12 @@ from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report
 
 def status(**fields: object) -> JobStatus:
     values = {"job": "a1", "phase": JobPhase.RUNNING, "workers": 4, "target_workers": 4, "epoch": 2, **fields}
-    return JobStatus(**values)  # type: ignore[arg-type]
+    return JobStatus(**values)
 
 
 def event(kind: EventKind = EventKind.RESIZE, before: int = 2, after: int = 4, **fields: object) -> JobEvent:
     values = {"reason": "goodput: +1 gains 0.31.", **fields}
-    return JobEvent(kind=kind, time_s=0.0, from_workers=before, to_workers=after, **values)  # type: ignore[arg-type]
+    return JobEvent(kind=kind, time_s=0.0, from_workers=before, to_workers=after, **values)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_the_working_directory_is_as_before_for_the_process_s_next_run(
 
 def test_a_package_that_a_worker_lacks_is_named_with_node_interpreter_and_the_way_out() -> None:
     def train() -> None:
-        import no_such_package.part  # noqa: F401
+        import no_such_package.part  # type: ignore[import-not-found]  # noqa: F401
 
     with pytest.raises(ModuleNotFoundError) as raised:
         call(pack(train, None))

@@ -60,7 +60,7 @@ def scores(parameters: Mapping[str, Any]) -> Iterator[float]:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            time.sleep(parameters.get("pause_s", 0.01))
+            time.sleep(parameters.get("pause_s", 0.01))  # a trial long enough to be judged
         score += parameters["quality"]
         yield score
     if "save_checkpoint_dir" in parameters and er.get_context().get_world_rank() == 0:

@@ -45,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            time.sleep(config.get("pause_s", 0.02))
+            time.sleep(config.get("pause_s", 0.02))  # a trial long enough to be judged
         if "hold" in config and epoch == config["epochs"] // 2:
             _wait_for(Path(config["hold"]))
         score += config.get("quality", 1.0)

@@ -119,6 +119,7 @@ def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
     assert not [leak for leak in shared_cluster.leaks() if leak.startswith("placement group")]
 
 
+@pytest.mark.thorough
 def test_the_best_of_two_trials_is_found_and_nothing_is_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     grid = fit(tmp_path, {"quality": tune.grid_search([0.5, 2.0]), "epochs": 2, "pause_s": 0.0})
     assert not grid.errors
@@ -138,7 +139,7 @@ class Pause(FIFOScheduler):
     """Pauses the second trial after its third report, until the first one goes on."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.watch = watch
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
     node = ray.get_runtime_context().get_node_id()
     sweep, stalled = find_sweep("stalls", None), ray.remote(Stalled).options(num_cpus=0).remote()
     ray.get(sweep.attached.remote(trial("first", tmp_path), stalled), timeout=180)
-    ray.get(stalled.spec.remote(), timeout=180)
+    ray.get(stalled.spec.remote(), timeout=180)  # type: ignore[attr-defined]
     vacating, _ = ray.get(sweep.lend.remote("first", node), timeout=180)
     ray.get(sweep.closed.remote("first"), timeout=180)
     opening = sweep.open.remote(trial("second", tmp_path))

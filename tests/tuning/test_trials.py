@@ -137,4 +137,4 @@ def test_rungs_are_those_of_successive_halving(reports: int) -> None:
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, object], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        dataclasses.replace(PROMISE, **wrong)  # type: ignore[arg-type]
+        dataclasses.replace(PROMISE, **wrong)

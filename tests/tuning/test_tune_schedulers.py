@@ -258,7 +258,7 @@ def test_a_sweep_whose_driver_was_killed_is_restored_and_loses_no_report(
         str(tmp_path / "sweep"), trainable(sweep="other", workers=1), resume_unfinished=True
     ).fit()
     assert not grid.errors
-    for result in grid:
+    for result in grid:  # type: ignore[attr-defined]
         assert result.metrics["epoch"] == 24
         assert result.metrics["score"] == pytest.approx(25 * result.config["quality"])
 

@@ -43,7 +43,7 @@ def _reports_every_second() -> Iterator[None]:
 
 def discovery() -> Path:
     """Ray's file of what is to be scraped; it is written when the dashboard has come up."""
-    found = Path(ray._private.worker._global_node.get_session_dir_path()) / "prom_metrics_service_discovery.json"
+    found = Path(ray._private.worker._global_node.get_session_dir_path()) / "prom_metrics_service_discovery.json"  # type: ignore[attr-defined]
     until(found.exists, 60.0)
     return found
 

@@ -87,7 +87,7 @@ def test_a_job_is_seen_grows_and_leaves_no_workers_behind(ray_cluster: Any, tmp_
     assert 0 < found["elastic_job_productive_ratio"].value <= 1
     assert found["elastic_slots"] and found["elastic_decisions_total"] and found["elastic_decision_seconds_bucket"]
     assert "elastic_job_cost_usd" not in found, "there are no prices, so nothing is known"
-    placed = Path(ray._private.worker._global_node.get_session_dir_path()) / "metrics" / "grafana" / "dashboards" / FILE
+    placed = Path(ray._private.worker._global_node.get_session_dir_path()) / "metrics" / "grafana" / "dashboards" / FILE  # type: ignore[attr-defined]
     assert json.loads(placed.read_text())["uid"] == "elasticRayDashboard", "where Ray's own Grafana looks"
     handle.stop()
     handle.result(timeout=180)
@@ -96,7 +96,7 @@ def test_a_job_is_seen_grows_and_leaves_no_workers_behind(ray_cluster: Any, tmp_
 
 @pytest.mark.thorough
 def test_hostile_names_arrive_and_hostile_values_do_not(ray_cluster: Any) -> None:
-    writer, job = Writing.remote(), '<script>"\n\\'
+    writer, job = Writing.remote(), '<script>"\n\\'  # type: ignore[attr-defined]
     for number in (1.5, math.nan, math.inf):
         ray.get(writer.write.remote(numbers(job, number, "x" * 1000) + numbers("other", 1.0)))
     ray.get(writer.write.remote(numbers(job, 2.5, "x" * 1000) + numbers("other", 1.0)))
@@ -106,16 +106,17 @@ def test_hostile_names_arrive_and_hostile_values_do_not(ray_cluster: Any) -> Non
     assert value(job, "elastic_test_seen_count") == 2.0
 
 
+@pytest.mark.thorough
 def test_a_gauge_that_is_not_written_any_more_goes_and_may_come_back(ray_cluster: Any) -> None:
-    writer = Writing.remote()
+    writer = Writing.remote()  # type: ignore[attr-defined]
     for samples, seen in ((numbers("back", 2.0), 2.0), ((), None), (numbers("back", 3.0), 3.0)):
         ray.get(writer.write.remote(samples))
-        _until(lambda seen=seen: value("back", "elastic_test_shown") == seen)  # type: ignore[misc]
+        _until(lambda seen=seen: value("back", "elastic_test_shown") == seen)
 
 
 @pytest.mark.thorough
 def test_gauges_of_a_process_that_is_gone_go(ray_cluster: Any) -> None:
-    writer = Writing.remote()
+    writer = Writing.remote()  # type: ignore[attr-defined]
     ray.get(writer.write.remote(numbers("gone", 2.0)))
     _until(lambda: value("gone", "elastic_test_shown") == 2.0)
     ray.kill(writer)
@@ -124,7 +125,7 @@ def test_gauges_of_a_process_that_is_gone_go(ray_cluster: Any) -> None:
 
 
 def test_a_label_that_ray_does_not_take_harms_nobody(ray_cluster: Any) -> None:
-    writer = Writing.remote()
+    writer = Writing.remote()  # type: ignore[attr-defined]
     ray.get(writer.write.remote(numbers("h\xe9", 1.0) + numbers("plain", 4.0)))
     _until(lambda: value("plain", "elastic_test_shown") == 4.0)
 

@@ -94,6 +94,7 @@ def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, 
         assert kinds[0] == "started" and "failure" in kinds and kinds[-1] == "finished"
 
 
+@pytest.mark.thorough
 def test_the_allocator_serves_the_page_and_takes_it_along_when_it_ends(ray_cluster: Any) -> None:
     allocator: Any = get_or_create_allocator(config=AllocatorConfig(dashboard=True))
     wait_for(lambda: ray.get(allocator.dashboard.remote()))

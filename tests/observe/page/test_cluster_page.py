@@ -112,7 +112,7 @@ def test_what_one_job_answers_costs_the_others_nothing() -> None:
     world = World(4)
     world.hear("a", 1001.0)
     huge = answer("a", 1, metrics={"loss": 2**1024 - 1})
-    broken = answer("c", 1, events=(event("no kind", 1.0, 1, 2),))  # type: ignore[arg-type]
+    broken = answer("c", 1, events=(event("no kind", 1.0, 1, 2),))
     seen = world.look(1001.5, huge, broken, answer("b", 2, metrics={"loss": 0.5}))
     assert row(seen, "a").loss is None and row(seen, "b").loss == 0.5
     assert len(to_json(tables(seen))) < 20_000

@@ -21,7 +21,7 @@ def test_there_are_never_too_many_and_nobody_goes_who_is_being_answered(steps: l
             gone = doors.open(number, peers[number], float(now))
             assert gone not in asking
             if gone is not None:
-                del peers[gone]  # type: ignore[arg-type]
+                del peers[gone]
         elif what == "close":
             doors.close(number)
             peers.pop(number, None)

@@ -208,7 +208,7 @@ def test_no_more_browsers_than_are_served(page: Page) -> None:
 
 
 def test_actions_want_the_token_and_sound_arguments(page: Page) -> None:
-    job = urllib.request.quote(HOSTILE, safe="")
+    job = urllib.parse.quote(HOSTILE, safe="")
     assert page.ask(f"/api/jobs/{job}/stop", body={})[0] == 401
     assert page.ask(f"/api/jobs/{job}/resize", body={"workers": 2}, Authorization="Bearer x")[0] == 401
     assert page.facts.acted == []
@@ -226,7 +226,7 @@ def test_actions_want_the_token_and_sound_arguments(page: Page) -> None:
 
 
 def test_one_job_is_found_by_a_hostile_name_and_errors_tell_nothing_of_the_inside(page: Page) -> None:
-    status, _, body = page.ask(f"/api/jobs/{urllib.request.quote(HOSTILE, safe='')}")
+    status, _, body = page.ask(f"/api/jobs/{urllib.parse.quote(HOSTILE, safe='')}")
     assert status == 200 and json.loads(body)["job"] == HOSTILE
     assert page.ask("/api/jobs/none")[0] == 404 and page.ask("/api/jobs/" + "x" * 5000)[0] == 404
     status, headers, body = page.ask("/api/what-if?nodes=%3Cscript%3E")
@@ -237,7 +237,7 @@ def test_one_job_is_found_by_a_hostile_name_and_errors_tell_nothing_of_the_insid
     )
     before = page.ask("/api/snapshot")[2]
     page.facts.broken = True
-    time.sleep(0.2)
+    time.sleep(0.2)  # longer than an answer is kept
     assert page.ask("/api/snapshot")[0] == 200 and json.loads(before)["jobs"]  # the last facts stay
     page.facts.broken = False
 
@@ -261,15 +261,15 @@ def test_questions_of_browsers_that_leave_are_asked_one_at_a_time_all_the_same(p
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        time.sleep(0.1)
+        time.sleep(0.1)  # the others come meanwhile
         inside -= 1
         return None
 
-    page.facts.detail = slow  # type: ignore[method-assign]
+    page.facts.detail = slow
     for _ in range(12):
         with contextlib.closing(socket.create_connection(("127.0.0.1", page.port))) as connection:
             connection.sendall(f"GET /api/jobs/x HTTP/1.1\r\nHost: 127.0.0.1:{page.port}\r\n\r\n".encode())
-            time.sleep(0.02)
+            time.sleep(0.02)  # its request is read
     wait_for(lambda: inside == 0)
     assert most == 1
 

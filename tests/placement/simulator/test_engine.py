@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(folder: Path, name: str = "six", cluster: str = "t4:2x4", **options: object) -> Report:
-    return simulate(folder / f"{name}.csv", folder / "profiles", cluster, **options)  # type: ignore[arg-type]
+    return simulate(folder / f"{name}.csv", folder / "profiles", cluster, **options)
 
 
 def test_one_job_by_hand(folder: Path) -> None:

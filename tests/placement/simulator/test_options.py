@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def play(folder: Path, **options: object) -> Report:
-    return simulate(folder / "six.csv", folder / "profiles", "t4:2x4", rules="live", **options)  # type: ignore[arg-type]
+    return simulate(folder / "six.csv", folder / "profiles", "t4:2x4", rules="live", **options)
 
 
 # Lengths

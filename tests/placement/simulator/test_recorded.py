@@ -199,7 +199,7 @@ def test_with_one_profiled_batch_it_never_changes(tmp_path: Path) -> None:
     assert {each.max_batch_size for each in views} == {None} and not any(each.accumulation for each in views)
     end_s = next(now_s for now_s, event in life.events if isinstance(event, JobEnded))
     at_4, sync_s = toy.step_times["t4"].times((4,), 8)
-    assert sync_s > 0 and end_s == pytest.approx(RULES.first + 4000 * at_4, abs=3.0)  # type: ignore[operator]
+    assert sync_s > 0 and end_s == pytest.approx(RULES.first + 4000 * at_4, abs=3.0)
 
 
 def test_first_workers_take_longer_to_start_where_that_is_said() -> None:

@@ -73,7 +73,7 @@ def play(tmp_path: Path) -> object:
     jobs = trace(tmp_path / "six.csv", [(f"j{i}", 40.0 * i, "toy", 1, 128) for i in range(6)])
 
     def run(seed: int = 0, **fields: object) -> Report:
-        wrong = Disturbances(**fields)  # type: ignore[arg-type]
+        wrong = Disturbances(**fields)
         return simulate(
             jobs, tmp_path / "profiles", "t4:3x4", rules="live", policy="goodput", seed=seed, disturbances=wrong
         )

@@ -167,6 +167,7 @@ def clears(zero: bool) -> Tensor:
     return trainee.rows["weight"]
 
 
+@pytest.mark.thorough
 def test_cleared_gradients_of_rows_do_not_count(ranks: Ranks) -> None:
     for zero in (True, False):
         alone, two = ranks.run(clears, zero), ranks.run(clears, zero, world=2)[0]

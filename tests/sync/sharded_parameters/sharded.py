@@ -92,7 +92,7 @@ def train_an_epoch(wrapped: Any, optimizer: torch.optim.Optimizer) -> None:
     for _ in er.remaining_epochs_until(1):
         for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+            nn.functional.cross_entropy(wrapped(x), y).backward()
             optimizer.step()
 
 
@@ -155,7 +155,7 @@ class Run:
         """That this worker has memory of for optimizer state."""
         states = list(self.optimizer.state.values())
         if self.case.sharded:
-            shards = self.wrapped._tiles._holder._held.shards  # type: ignore[attr-defined]
+            shards = self.wrapped._tiles._holder._held.shards
             states += [state for shard in shards.values() for state in shard.states.values()]
         kept = [v for state in states for v in state.values() if torch.is_tensor(v) and v.dim()]
         storages = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() // v.element_size() for v in kept}

@@ -50,7 +50,7 @@ class _Angles(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self.angles = 1.0 / 100 ** (torch.arange(len(self.angles)) / len(self.angles))
+        self.angles = 1.0 / 100 ** (torch.arange(len(self.angles)) / len(self.angles))  # type: ignore[has-type]
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.angles
@@ -384,7 +384,7 @@ def test_buffers_beside_parameters_that_are_sharded_already_are_filled() -> None
         model = _meta(_Masked)
         er.fully_shard(model.body, device="cpu")
         _loop(er.fully_shard(model, device="cpu"))
-        return model.mask, model.mask.device.type
+        return model.mask, model.mask.device.type  # type: ignore[return-value]
 
     for mask, device in run_job(trained, first=(1, 2)).results.values():
         assert device == "cpu" and torch.equal(mask, torch.ones(2))

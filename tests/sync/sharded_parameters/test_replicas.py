@@ -20,7 +20,7 @@ FOUR = (1, 2, 3, 4)
 
 
 def case(optimizer: str = "adamw", **options: object) -> Case:
-    return Case(optimizer=optimizer, options=GROUPS, **options)  # type: ignore[arg-type]
+    return Case(optimizer=optimizer, options=GROUPS, **options)
 
 
 def warnings(found: Outcome) -> list[str]:
@@ -119,7 +119,7 @@ def test_workers_that_shard_with_different_sizes_are_told() -> None:
 def test_each_row_is_in_a_checkpoint_once_and_each_owner_writes_a_share(tmp_path: Path) -> None:
     def job(folder: Path, **options: object) -> Job:
         make = lambda: sharded_net(shard_size=2)  # noqa: E731
-        return Job(folder, strategy=None, optimizer="adamw", optimizers=OPTIMIZERS, make=make, data=data, **options)  # type: ignore[arg-type]
+        return Job(folder, strategy=None, optimizer="adamw", optimizers=OPTIMIZERS, make=make, data=data, **options)
 
     saving = job(tmp_path / "run", at=(4,))
     saving.run(FOUR)

@@ -69,7 +69,7 @@ def test_the_whole_comes_to_the_ranks_that_torch_promises_it_to_and_changes_noth
         wrapped, optimizer = made(kind)
         for _ in er.remaining_epochs_until(1):
             for step, (x, y) in enumerate(er.AdaptiveDataLoader(data(), batch_size=24, seed=3)):
-                nn.functional.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+                nn.functional.cross_entropy(wrapped(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()  # without gradients torch would step an optimizer that seems to have no state
                 if step == 1:

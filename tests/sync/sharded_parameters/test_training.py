@@ -162,7 +162,7 @@ def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is
             for x, y in er.AdaptiveDataLoader(data(), batch_size=12, seed=3):
                 step, rank = er.get_context().get_global_step(), er.get_context().get_world_rank()
                 if step in (4, 5):
-                    now = [p.to_local().clone() for p in model.parameters()]
+                    now = [p.to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]
                     assert step == 4 or all(map(torch.equal, kept, now)), "no rank has made the update"
                     kept = now
                 optimizer.zero_grad()

@@ -201,7 +201,7 @@ def test_a_node_whose_storage_does_not_answer_is_not_waited_for_without_end(tmp_
 
     job = Job(
         tmp_path / "run", at=(1,), epochs=3, elsewhere={"w3": silent}, storages=storage, timeout_s=0.1, looks=False,
-        between=lambda session, saver, step: time.sleep(0.02),
+        between=lambda session, saver, step: time.sleep(0.02),  # a step
     )  # fmt: skip
     found = job.run(FOUR)
     Silent.over.set()

@@ -79,7 +79,7 @@ def test_memory_that_was_made_for_another_group_does_not_count(tmp_path: Path) -
         rank.saver.begin()  # the group has changed meanwhile
         make(kinds)
 
-    rank.buffers.make = make_later  # type: ignore[method-assign]
+    rank.buffers.make = make_later
     assert rank.ask() is rank.ask() is NOT_YET and rank.saver.standing() is NOT_YET
 
 

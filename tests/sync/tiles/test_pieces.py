@@ -41,7 +41,7 @@ def test_ranks_share_out_what_all_hold_each_element_once(shapes: list[list[int]]
     tree = {"a": [torch.arange(math.prod(shape)).reshape(shape) for shape in shapes], "b": 3}
     parts = [take_apart(shared_out(tree, rank, world)) for rank in range(world)]
     assert parts[0][0]["b"] == 3 and all("b" not in (skeleton or {}) for skeleton, _ in parts[1:])
-    for number, whole in enumerate(tree["a"]):  # type: ignore[arg-type]
+    for number, whole in enumerate(tree["a"]):
         held = [
             piece
             for _, tensors in parts

@@ -23,7 +23,7 @@ class WithAverage(nn.Module):
         self.net, self.average = Net(), Net().requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
+        return self.net(x)
 
 
 class Run:
@@ -51,7 +51,7 @@ class Run:
         for _ in er.remaining_epochs_until(EPOCHS):
             for x, y in loader:
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+                nn.functional.cross_entropy(wrapped(x), y).backward()
                 optimizer.step()
         self.parameters = [p.detach().clone() for p in module.parameters()]
 
@@ -104,7 +104,7 @@ def test_what_hooks_return_is_taken_or_refused() -> None:
     assert hooks.before({"kept": 1}) == {"kept": 1, "scale": 2} and not inner
     changing.remove()
     for wrong, message in ((3, "must return None or"), (((optimizer, 1), {}), "positional arguments")):
-        handle = optimizer.register_step_pre_hook(lambda *_, wrong=wrong: wrong)  # type: ignore[arg-type]
+        handle = optimizer.register_step_pre_hook(lambda *_, wrong=wrong: wrong)
         with pytest.raises(RuntimeError, match=message):
             hooks.before({})
         with hooks.left_out():

@@ -140,6 +140,7 @@ def unread_in(value: Any) -> bool:
     return isinstance(value, UnreadTensor)
 
 
+@pytest.mark.thorough
 def test_sliced_gradients_go_on_as_well(tmp_path: Path) -> None:
     job = saved(tmp_path, strategy="zero2")
     check(Resumed(job.open(), "zero2").run((1, 2, 3)), replicated(job), exact=False)

@@ -197,7 +197,7 @@ def test_one_model_has_one_way_of_tiles() -> None:
 )
 def test_owners_that_cannot_be_are_refused(options: dict[str, object], said: str) -> None:
     with pytest.raises(StrategyError, match=said):
-        Owner(**{"unit": "tile", **options})  # type: ignore[arg-type]
+        Owner(**{"unit": "tile", **options})
 
 
 @pytest.mark.parametrize(("elements", "tiles"), [(64, 1), (100, 1), (127, 1), (128, 2), (256, 4)])
