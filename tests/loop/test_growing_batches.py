@@ -1,6 +1,6 @@
 """A batch that adapts at a rate near the largest stable one.
 
-Steps are as fast as a formula says, so that decisions are the same on any machine: 16 times the batch costs 1.5 times as
+Steps are as fast as a formula says, so that decisions are the same on any machine: 16 times the batch costs twice as
 much, and only the gradient speaks against the largest batch.
 """
 
