@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -58,11 +59,13 @@ def trained(seed: int) -> tuple[float, int]:
         for _ in er.remaining_epochs_until(EPOCHS):
             for x, y in loader:
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(wrapped(shifted(x)), y).backward()
+                loss: Any = nn.functional.cross_entropy(wrapped(shifted(x)), y)
+                loss.backward()
                 optimizer.step()
                 if session.progress.steps - looked >= _LOOK_STEPS:
                     looked = session.progress.steps
                     report = session.step_report()
+                    assert report is not None
                     took_s = 0.005 * (0.967 + 0.00208 * report.batch_size)
                     controller.observe(dataclasses.replace(report, step_time=took_s, grad_time=took_s * 0.9))
                     largest = max(largest, report.batch_size)
