@@ -98,6 +98,8 @@ def _load_optimizers(
         state_dict = _of_rank_zero(state_dict)
     elif divided and not state_dict:
         raise _nothing(name)
+    if not state_dict and not current_session().synced:
+        return None  # rank 0 has loaded it, and shares what it has with all when the first epoch begins
     if divided and state_dict and "state" not in state_dict:
         raise RuntimeError(
             f"{name} cannot load a flat state dict into an optimizer whose state lies with several ranks: save it "

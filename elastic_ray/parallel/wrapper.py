@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +34,12 @@ from elastic_ray.parallel.patches import (
     scale_rollback,
 )
 from elastic_ray.parallel.refusals import (
+    NO_COMMUNICATION_HOOK,
     bounded_tables,
     check_process_group,
     check_stragglers,
     refuse_bounded_tables,
+    refuse_left_out,
     refuse_lazy,
     refuse_options,
     refuse_several,
@@ -279,6 +281,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
         return self._sync.no_sync()
 
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Return a context that does nothing: a loader gives all ranks as many batches, for which DDP has ``join``."""
+        return nullcontext()
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Raise RuntimeError: how gradients travel is the strategy's, which other ranks and later workers know."""
+        raise RuntimeError(NO_COMMUNICATION_HOOK)
+
     @property
     def strategy(self) -> Strategy:
         """The strategy in force."""
@@ -457,6 +467,7 @@ def _check_types(module: Any, optimizer: Any) -> None:
     complete(optimizer)
     refuse_several_evaluations(optimizer)
     refuse_lazy(module)
+    refuse_left_out(module)
 
 
 # Code that asks for torch's wrapper, to look inside or to leave "module." out of names, is right for this one as well.
