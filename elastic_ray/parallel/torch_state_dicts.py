@@ -2,14 +2,18 @@
 
 They know of no group that changes. So they would give a part of the state as if it were the whole on all ranks but the
 first, step an optimizer whose state they do not find in ``optimizer.state``, and look for a default process group.
-Programs have imported these functions by name before a model is wrapped, so the parts that they call are replaced.
+Programs import these functions by name, before a model is wrapped or after, so the parts that they call are replaced:
+at once, or when the module is imported, which takes half a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.abc
+import importlib.util
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,36 +26,68 @@ from elastic_ray.loop.collectives import broadcast
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
 _FUNCTIONS = "torch.distributed.checkpoint.state_dict"
-_MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True for a sharded one
+_MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True where ranks hold parts
+_SHARDED_PARTS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules within a sharded model
 _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-_REPLACED: set[str] = set()
 
 
-def follow_in_torch(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, divided: Any) -> None:
-    """Have torch's functions know a model, by each of ``models``, and its optimizer, of which ranks hold parts.
+def follow_in_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, divided: Any, *, tables: bool) -> None:
+    """Have torch's functions know a wrapped model, its modules and its optimizer, of which ranks hold parts.
 
-    Importing torch's module takes half a second: models whose state is not divided do without, unless it is there.
+    Args:
+        model: the wrapper.
+        optimizer: the model's.
+        divided: its state, as ranks hold it.
+        tables: whether the model has sharded tables.
     """
-    for model in models:
-        _MODELS[model] = isinstance(divided, ShardedOptimizer)
+    sharded = isinstance(divided, ShardedOptimizer)
+    for number, module in enumerate(model.modules()):
+        _MODELS[module] = sharded or tables
+        if sharded and number > 1:  # but for the wrapper and the model
+            _SHARDED_PARTS.add(module)
     _OPTIMIZERS[optimizer] = divided
-    if not divided.tiled and _FUNCTIONS not in sys.modules:
-        return
-    import torch.distributed.checkpoint.state_dict as functions
+    if _FUNCTIONS in sys.modules:
+        _replace_parts(sys.modules[_FUNCTIONS])
+    elif not any(isinstance(each, _WhenImported) for each in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
 
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Replaces the parts once their module is imported."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Find torch's module as Python does, and have it changed after it was executed."""
+        if fullname != _FUNCTIONS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _replace_parts(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def _replace_parts(functions: types.ModuleType) -> None:
     for name, ours in _OURS.items():
-        if name not in _REPLACED:
-            _REPLACED.add(name)
-            theirs = getattr(functions, name)
-            setattr(functions, name, functools.wraps(theirs)(functools.partial(ours, theirs)))
+        theirs = getattr(functions, name)
+        if getattr(theirs, "func", None) is not ours:
+            setattr(functions, name, functools.partial(ours, theirs))
 
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
     """Whole parameters, on the ranks that torch promises them to."""
     if not info.handle_model or not _MODELS.get(model):
         return theirs(model, info)
+    name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
+    _check_whole(name, model)
     if not info.full_state_dict:
-        raise _no_shards("get_state_dict()" if info.handle_optim else "get_model_state_dict()")
+        raise _no_shards(name)
     return _shared(theirs(model, info), info)
 
 
@@ -78,10 +114,12 @@ def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: 
     """Load whole parameters; those of rank 0 if it is to share them."""
     if not info.handle_model or model not in _MODELS:
         return theirs(model, state_dict, info)
+    name = "set_state_dict()" if info.handle_optim else "set_model_state_dict()"
+    _check_whole(name, model)
     if info.broadcast_from_rank0:
         state_dict = _of_rank_zero(state_dict)
     elif _MODELS[model] and not state_dict:
-        raise _nothing("set_state_dict()" if info.handle_optim else "set_model_state_dict()")
+        raise _nothing(name)
     return theirs(model, state_dict, _as_given(info))
 
 
@@ -138,9 +176,18 @@ def _of_rank_zero(state_dict: Any) -> Any:
     return state_dict if current_session().world_size == 1 else found
 
 
+def _check_whole(name: str, model: torch.nn.Module) -> None:
+    """Raise RuntimeError for a module within a sharded model, whose rows are gathered and taken for all of it."""
+    if model in _SHARDED_PARTS:
+        raise RuntimeError(
+            f"{name} of a {type(model).__name__} within a sharded model is not supported: give the whole model, and take "
+            "the names of the part from the state dict"
+        )
+
+
 def _no_shards(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} of a sharded model must be given options=StateDictOptions(full_state_dict=True), with which all ranks "
+        f"{name} of a sharded model, or of one with a ShardedEmbedding, must be given options=StateDictOptions(full_state_dict=True), with which all ranks "
         "get whole tensors, or full_state_dict=True and cpu_offload=True, with which rank 0 gets them and the others "
         "an empty dict; all ranks must call it. Shards of a group that changes are not given: automatic checkpoints "
         "write them"

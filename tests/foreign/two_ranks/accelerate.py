@@ -25,6 +25,7 @@ def net() -> torch.nn.Module:
 
 
 def accelerator(elastic: bool, **options: Any) -> Any:
+    accelerate.state.AcceleratorState._reset_state()  # another precision needs another
     if not elastic:
         return accelerate.Accelerator(cpu=True, **options)
     with group_hidden():
@@ -43,6 +44,7 @@ class Run:
         elastic: bool,
         *,
         samples: int = 40,
+        batch: int = BATCH,
         clip: Any = None,
         schedule: Any = None,
         per_epoch: bool = False,
@@ -57,7 +59,7 @@ class Run:
         self.net = net()
         self.optimizer: Any = torch.optim.AdamW(self.net.parameters(), 0.05)
         self.schedule = schedule(self.optimizer, 1 if elastic or per_epoch else 2) if schedule else None
-        loader: Any = DataLoader(numbers(samples), 2 * BATCH if elastic else BATCH)
+        loader: Any = DataLoader(numbers(samples), (2 if elastic else 1) * batch)
         parts = [self.net, self.optimizer, loader]
         if self.schedule is not None and not per_epoch:
             parts.append(self.schedule)
@@ -75,7 +77,7 @@ class Run:
                         with self.accelerator.autocast():
                             loss = torch.nn.functional.cross_entropy(self.model(x), y)
                         self.accelerator.backward(loss)
-                        if not first:
+                        if not first and (elastic or not accumulate or self.accelerator.sync_gradients):
                             self.step(clip, per_epoch)
             if per_epoch and self.schedule is not None:
                 self.schedule.step()
@@ -98,6 +100,15 @@ class Run:
 
 def trained(**given: Any) -> Any:
     return lambda elastic, folder: Run(elastic, **given).record()
+
+
+def accumulated(elastic: bool, folder: Path) -> dict[str, Any]:
+    """Two micro-batches a step of each process: theirs by count, ours by the largest that a worker takes."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    if elastic:
+        options = {"max_batch_size": 4 * BATCH, "local_bsz_bounds": (1, BATCH), "gradient_accumulation": True}
+    found = Run(elastic, samples=64, batch=(2 if elastic else 1) * BATCH, accumulate=True, **options).record()
+    return {"weights": found["weights"]}
 
 
 def half_each(optimizer: Any, steps: int) -> Any:
@@ -175,6 +186,7 @@ CASES: dict[str, Any] = {
     "gather_for_metrics": gathered,
     "collectives": collectives,
     "save_state and load_state": saved,
+    "accumulation by the loader": accumulated,
     "accumulation": trained(accumulate=True, gradient_accumulation_steps=2),
     "find_unused_parameters": unused,
 }

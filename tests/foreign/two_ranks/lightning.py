@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,13 @@ class Noting(Callback):
         setattr(self, name, call)
 
 
-def loader(elastic: bool, samples: int = 40) -> Any:
+def loader(elastic: bool, samples: int = 40, steps: int = 1) -> Any:
     """Of theirs each rank takes its half of a batch; with its own sampler Lightning would deal the samples out."""
     data = numbers(samples)
     if elastic:
-        return DataLoader(data, 2 * BATCH)
+        return DataLoader(data, 2 * BATCH * steps)
     whole = [list(range(samples))[begin : begin + 2 * BATCH] for begin in range(0, samples, 2 * BATCH)]
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(__import__("os").environ["RANK"])
+    rank = int(os.environ["RANK"])
     return DataLoader(data, batch_sampler=[e[: len(e) // 2] if rank == 0 else e[len(e) // 2 :] for e in whole])
 
 
@@ -116,7 +117,8 @@ def fit(elastic: bool, folder: Path, given: dict[str, Any], resume: Any = None) 
     callbacks = [noting, *given.pop("callbacks", lambda folder: [])(folder)]
     saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
     ours, theirs = given.pop("ours", {}), given.pop("theirs", {})
-    strategy: Any = ElasticRayStrategy() if elastic else DDPStrategy(process_group_backend="gloo", **theirs)
+    strategy: Any
+    strategy = ElasticRayStrategy(**ours) if elastic else DDPStrategy(process_group_backend="gloo", **theirs)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1 if elastic else 2,
@@ -128,9 +130,9 @@ def fit(elastic: bool, folder: Path, given: dict[str, Any], resume: Any = None) 
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
-        **{"max_epochs": 2, **given, **(ours if elastic else {})},
+        **{"max_epochs": 2, **given},
     )
-    trainer.fit(module, loader(elastic, samples), DataLoader(numbers(), 8), ckpt_path=resume)
+    trainer.fit(module, loader(elastic, samples, 2 if ours else 1), DataLoader(numbers(), 8), ckpt_path=resume)
     metrics = dict(trainer.callback_metrics)
     trainer.strategy.barrier()
     return {
@@ -145,6 +147,16 @@ def fit(elastic: bool, folder: Path, given: dict[str, Any], resume: Any = None) 
 
 def trained(**given: Any) -> Any:
     return lambda elastic, folder: fit(elastic, folder, given)
+
+
+def accumulated(elastic: bool, folder: Path) -> dict[str, Any]:
+    """Two micro-batches a step of each process: theirs by count, ours by the largest that a worker takes."""
+    given: dict[str, Any] = {"samples": 64, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    if elastic:
+        given.pop("accumulate_grad_batches")
+        given["ours"] = {"max_batch_size": 4 * BATCH, "local_bsz_bounds": (1, BATCH), "gradient_accumulation": True}
+    found = fit(elastic, folder, given)
+    return {name: found[name] for name in ("weights", "ended", "validated")}
 
 
 def resumed(elastic: bool, folder: Path) -> dict[str, Any]:
@@ -190,6 +202,7 @@ CASES: dict[str, Any] = {
     ),
     "a checkpoint of either": read_by_the_other,
     "resumed": resumed,
+    "accumulation by the loader": accumulated,
     "accumulation": trained(accumulate_grad_batches=2),
     "sync_batchnorm": trained(module=Normed, sync_batchnorm=True),
 }

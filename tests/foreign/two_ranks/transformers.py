@@ -75,7 +75,8 @@ def fit(elastic: bool, folder: Path, given: dict[str, Any], resume: Any = None) 
     model = given.pop("model", Classifier)()
     rows = given.pop("rows", lambda: [{"x": x, "labels": y} for x, y in numbers(given.pop("samples", 40))])()
     more, noting = given.pop("trainer", {}), Noting()
-    stops = given.pop("stops", False)
+    stops, steps = given.pop("stops", False), given.pop("steps", 1)
+    evaluated = given.pop("evaluated", (8, 8))
     with group_hidden() if elastic else contextlib.nullcontext():
         arguments = transformers.TrainingArguments(
             output_dir=str(folder),
@@ -84,8 +85,8 @@ def fit(elastic: bool, folder: Path, given: dict[str, Any], resume: Any = None) 
             use_cpu=True,
             learning_rate=0.05,
             seed=0,
-            per_device_eval_batch_size=8,
-            per_device_train_batch_size=2 * BATCH if elastic else BATCH,
+            per_device_eval_batch_size=evaluated[elastic],
+            per_device_train_batch_size=2 * BATCH * steps if elastic else BATCH,
             ddp_backend=None if elastic else "gloo",
             **{
                 "num_train_epochs": 2,
@@ -127,6 +128,19 @@ def by_length(elastic: bool, folder: Path) -> dict[str, Any]:
     return {"seen": found["seen"], "ended": found["ended"][0], "lines": [sorted(each) for each in found["log"]]}
 
 
+def accumulated(elastic: bool, folder: Path) -> dict[str, Any]:
+    """Two micro-batches a step of each process: theirs by count, ours by the largest that a worker takes."""
+    given: dict[str, Any] = {"samples": 64, "gradient_accumulation_steps": 2}
+    if elastic:
+        bounds = {"max_batch_size": 4 * BATCH, "local_bsz_bounds": (1, BATCH), "gradient_accumulation": True}
+        given = {"samples": 64, "steps": 2, "trainer": bounds}
+    return fit(elastic, folder, given)
+
+
+# Of both sides an evaluation is one batch: theirs weighs the tokens of ranks that evaluate at once, as one batch's.
+TEXTS: dict[str, Any] = {"model": gpt, "rows": texts, "optim": "sgd", "evaluated": (8, 16)}
+
+
 def resumed(elastic: bool, folder: Path) -> dict[str, Any]:
     """From a checkpoint of theirs within an epoch, and ours also from its own."""
     given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
@@ -156,12 +170,13 @@ CASES: dict[str, Any] = {
     "early stopping": trained(
         eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True, num_train_epochs=6, stops=True
     ),
-    "max_steps": trained(max_steps=7),
-    "label smoothing": trained(label_smoothing_factor=0.1),
-    "a mean over tokens": trained(model=gpt, rows=texts),
+    "max_steps": trained(max_steps=8),
+    "label smoothing": trained(**TEXTS, label_smoothing_factor=0.1),
+    "a mean over tokens": trained(**TEXTS),
     "a short last batch": trained(samples=36),
     "group_by_length": by_length,
     "resumed": resumed,
+    "accumulation by the loader": accumulated,
     "accumulation": trained(gradient_accumulation_steps=2),
     "find_unused_parameters": trained(ddp_find_unused_parameters=True),
 }

@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import elastic_ray as er
-from tests.loop.changing import run_job
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.sync import ShardedEmbedding
+from tests.loop.changing import Kill, run_job
 from tests.sync.sharded_parameters.sharded import Net, data, sharded_net, train_an_epoch
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -118,7 +120,7 @@ def test_shards_are_refused_by_the_name_of_the_function_on_all_ranks_of_any_grou
     def train() -> None:
         wrapped, optimizer = made()
         train_an_epoch(wrapped, optimizer)
-        way = "of a sharded model must be given options=StateDictOptions.full_state_dict=True"
+        way = "of a sharded model, .* must be given options=StateDictOptions.full_state_dict=True"
         with pytest.raises(RuntimeError, match=f"^get_model_state_dict.. {way}"):
             get_model_state_dict(wrapped.module, options=options)
         with pytest.raises(RuntimeError, match=f"^get_optimizer_state_dict.. {way}"):
@@ -178,3 +180,133 @@ def test_what_cannot_be_loaded_is_refused() -> None:
             set_optimizer_state_dict(wrapped, optimizer, flat, options=FULL)
 
     assert len(run_job(train, first=(1, 2)).results) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_without_a_state_get_that_of_rank_0_with_the_first_epoch(kind: str) -> None:
+    def train() -> Any:
+        wrapped, optimizer = made(kind)
+        weights, states = trained_alone() if rank() == 0 else ({}, {})
+        set_state_dict(wrapped, optimizer, model_state_dict=weights, optim_state_dict=states, options=OF_RANK_0)
+        for _ in er.remaining_epochs_until(1):
+            for _ in er.AdaptiveDataLoader(data(), batch_size=48, seed=3):
+                found = get_state_dict(wrapped, optimizer, options=FULL)
+        return found
+
+    weights, states = trained_alone()
+    for found in run_job(train, first=KINDS[kind][2]).results.values():
+        same(found[0], weights)
+        same(found[1]["state"], states["state"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_within_a_model_is_given_whole_or_refused(kind: str) -> None:
+    def train() -> Any:
+        wrapped, optimizer = made(kind)
+        train_an_epoch(wrapped, optimizer)
+        part = wrapped.module.blocks[0]
+        if kind in ("sharded", "HSDP"):
+            way = "_model_state_dict.. of a FSDPBlock within a sharded model is not supported: give the whole model"
+            with pytest.raises(RuntimeError, match=f"^get{way}"):
+                get_model_state_dict(part, options=FULL)
+            with pytest.raises(RuntimeError, match=f"^set{way}"):
+                set_model_state_dict(part, {}, options=FULL)
+            found = None
+        else:
+            found = get_model_state_dict(part, options=FULL)
+        whole = get_model_state_dict(wrapped, options=FULL)
+        return found, {name[9:]: value for name, value in whole.items() if name.startswith("blocks.0.")}
+
+    for found, wanted in run_job(train, first=KINDS[kind][2]).results.values():
+        assert len(wanted) == 6
+        if found is not None:
+            same(found, wanted)
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = ShardedEmbedding(11, 4, seed=1), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.table((x[:, 0].abs() * 4).long().clamp(max=10)))
+        return result
+
+
+def test_rows_of_tables_come_to_the_ranks_that_torch_promises_them_to() -> None:
+    def train() -> Any:
+        model = Looked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        train_an_epoch(wrapped, optimizer)
+        plain = model.state_dict()
+        with pytest.raises(RuntimeError, match="or of one with a ShardedEmbedding, must be given options="):
+            get_model_state_dict(wrapped)
+        found, first = get_model_state_dict(wrapped, options=FULL), get_model_state_dict(wrapped, options=ON_RANK_0)
+        part = get_model_state_dict(model.table, options=FULL)
+        given = {name: value + 1 for name, value in found.items()} if rank() == 0 else {}
+        set_model_state_dict(wrapped, given, options=OF_RANK_0)
+        return rank(), plain, found, part, first, get_model_state_dict(model, options=FULL)
+
+    results = sorted(run_job(train, first=(1, 2, 3)).results.values(), key=lambda each: each[0])
+    whole = results[0][1]
+    assert whole["table.weight"].shape == (11, 4)
+    for number, _, found, part, first, loaded in results:
+        same(found, whole)
+        same(part, {"weight": whole["table.weight"]})
+        same(first, whole if number == 0 else {})
+        same(loaded, {name: value + 1 for name, value in whole.items()})
+
+
+def test_a_module_that_is_imported_after_the_wrap_and_a_switch_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    name = "torch.distributed.checkpoint.state_dict"
+    monkeypatch.delitem(sys.modules, name)
+
+    def train() -> Any:
+        wrapped, optimizer = plain_one()
+        seen = []
+        for _ in er.remaining_epochs_until(1):
+            for step, (x, y) in enumerate(er.AdaptiveDataLoader(data(), batch_size=12, seed=3)):
+                nn.functional.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2:
+                    wrapped.set_strategy("zero1")
+                if step == 5:
+                    functions = importlib.import_module(name)
+                    options = functions.StateDictOptions(full_state_dict=True)
+                    before = by_name(wrapped, optimizer.state_dict())
+                    seen = [before, functions.get_optimizer_state_dict(wrapped, optimizer, options=options)["state"]]
+        return seen
+
+    def plain_one() -> Any:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return er.AdaptiveDataParallel(model, optimizer, scaling_rule="none"), optimizer
+
+    results = list(run_job(train, first=(1, 2, 3)).results.values())
+    (whole,) = [before for before, _ in results if before]
+    assert len(whole) == 17
+    for _, found in results:
+        same(found, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("moment", ["collective", "after_collective"])
+def test_a_state_whose_rank_0_is_lost_is_an_error(kind: str, moment: str) -> None:
+    def train() -> Any:
+        wrapped, optimizer = made(kind)
+        train_an_epoch(wrapped, optimizer)
+        return get_state_dict(wrapped, optimizer, options=FULL)
+
+    first = KINDS[kind][2] if len(KINDS[kind][2]) > 2 else (1, 2, 3)
+    try:
+        results = run_job(train, [Kill(8, 1, moment)], first=first).results
+    except CommunicationFailedError as error:
+        assert "rank 0, which had the whole state, was lost" in str(error)
+        return
+    for weights, states in results.values():
+        assert len(weights) == 18 and len(states["state"]) == 17
