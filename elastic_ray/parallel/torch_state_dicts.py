@@ -23,28 +23,24 @@ import torch
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.loop.api import current_session
 from elastic_ray.loop.collectives import broadcast
+from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
 _FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True where ranks hold parts
-_SHARDED_PARTS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules within a sharded model
+_REFUSED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
 _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
-def follow_in_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, divided: Any, *, tables: bool) -> None:
-    """Have torch's functions know a wrapped model, its modules and its optimizer, of which ranks hold parts.
-
-    Args:
-        model: the wrapper.
-        optimizer: the model's.
-        divided: its state, as ranks hold it.
-        tables: whether the model has sharded tables.
-    """
+def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
+    """Have torch's functions know a model, its wrapper and its optimizer, of whose state ranks hold parts."""
     sharded = isinstance(divided, ShardedOptimizer)
-    for number, module in enumerate(model.modules()):
-        _MODELS[module] = sharded or tables
-        if sharded and number > 1:  # but for the wrapper and the model
-            _SHARDED_PARTS.add(module)
+    for each in wrapper.modules():
+        if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
+            _REFUSED[each] = "with a ShardedEmbedding", "call state_dict() and load_state_dict() on all ranks"
+        elif sharded and each is not wrapper and each is not model:
+            _REFUSED[each] = "within a sharded model", "give the whole model, and take its names from the state dict"
+    _MODELS[wrapper] = _MODELS[model] = sharded
     _OPTIMIZERS[optimizer] = divided
     if _FUNCTIONS in sys.modules:
         _replace_parts(sys.modules[_FUNCTIONS])
@@ -82,10 +78,11 @@ def _replace_parts(functions: types.ModuleType) -> None:
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
     """Whole parameters, on the ranks that torch promises them to."""
+    name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
+    if info.handle_model:
+        _check_served(name, model)
     if not info.handle_model or not _MODELS.get(model):
         return theirs(model, info)
-    name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
-    _check_whole(name, model)
     if not info.full_state_dict:
         raise _no_shards(name)
     return _shared(theirs(model, info), info)
@@ -112,10 +109,11 @@ def _init_optimizer(theirs: Callable[[Any], None], optimizer: torch.optim.Optimi
 
 def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
     """Load whole parameters; those of rank 0 if it is to share them."""
+    name = "set_state_dict()" if info.handle_optim else "set_model_state_dict()"
+    if info.handle_model:
+        _check_served(name, model)
     if not info.handle_model or model not in _MODELS:
         return theirs(model, state_dict, info)
-    name = "set_state_dict()" if info.handle_optim else "set_model_state_dict()"
-    _check_whole(name, model)
     if info.broadcast_from_rank0:
         state_dict = _of_rank_zero(state_dict)
     elif _MODELS[model] and not state_dict:
@@ -176,18 +174,16 @@ def _of_rank_zero(state_dict: Any) -> Any:
     return state_dict if current_session().world_size == 1 else found
 
 
-def _check_whole(name: str, model: torch.nn.Module) -> None:
-    """Raise RuntimeError for a module within a sharded model, whose rows are gathered and taken for all of it."""
-    if model in _SHARDED_PARTS:
-        raise RuntimeError(
-            f"{name} of a {type(model).__name__} within a sharded model is not supported: give the whole model, and take "
-            "the names of the part from the state dict"
-        )
+def _check_served(name: str, model: torch.nn.Module) -> None:
+    """Raise RuntimeError for a module of which torch would find a part of the state, or none."""
+    if model in _REFUSED:
+        which, way_out = _REFUSED[model]
+        raise RuntimeError(f"{name} of a {type(model).__name__} {which} is not supported: {way_out}")
 
 
 def _no_shards(name: str) -> RuntimeError:
     return RuntimeError(
-        f"{name} of a sharded model, or of one with a ShardedEmbedding, must be given options=StateDictOptions(full_state_dict=True), with which all ranks "
+        f"{name} of a sharded model must be given options=StateDictOptions(full_state_dict=True), with which all ranks "
         "get whole tensors, or full_state_dict=True and cpu_offload=True, with which rank 0 gets them and the others "
         "an empty dict; all ranks must call it. Shards of a group that changes are not given: automatic checkpoints "
         "write them"

@@ -188,7 +188,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             raise
         patch_step(optimizer, self._step)
         patch_state_dict(optimizer, self._tiles)
-        follow_in_torch(self, optimizer, self._tiles, tables=bool(self._tables))
+        follow_in_torch(self, module, optimizer, self._tiles)
         if self._tables:
             patch_zero_grad(optimizer, self._tables.zero)
 
