@@ -428,9 +428,7 @@ CASES: dict[str, Any] = {
     "batches that do not divide": in_one_process_too,
     "resumed": resumed,
     "resumed by torch's functions": resumed_by_torch,
-    "find_unused_parameters": trained(
-        options={"find_unused_parameters": True}, ours={"find_unused_parameters": True}
-    ),
+    "find_unused_parameters": trained(options={"find_unused_parameters": True}, ours={"find_unused_parameters": True}),
     "static_graph": trained(options={"static_graph": True}, ours={"static_graph": True}),
     "SyncBatchNorm": synced_norm,
     "join": joined,
