@@ -37,8 +37,8 @@ _OF_DDP = {
 
 NO_COMMUNICATION_HOOK = (
     "register_comm_hook() is DistributedDataParallel's, whose hooks know one group of ranks: give "
-    "AdaptiveDataParallel(strategy=) one of 'bf16', 'fp16' or 'powersgd' for compressed gradients, 'local_sgd' for models "
-    "that are averaged now and then, or a BucketOperation of your own (elastic_ray.sync)"
+    "AdaptiveDataParallel(strategy=) one of 'bf16', 'fp16' or 'powersgd' for compressed gradients, 'local_sgd' for "
+    "models that are averaged now and then, or a BucketOperation of your own (elastic_ray.sync)"
 )
 
 
@@ -110,8 +110,8 @@ def refuse_left_out(module: torch.nn.Module) -> None:
     if names:
         raise ValueError(
             f"{', '.join(names[:5])} of the model are to be left out of the group "
-            "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model), but AdaptiveDataParallel keeps whole "
-            "models equal: set requires_grad=False where they are not trained, or keep them in a module outside this one"
+            "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model), but AdaptiveDataParallel keeps "
+            "whole models equal: set requires_grad=False where they are not trained, or keep them outside this module"
         )
 
 

@@ -1,7 +1,7 @@
 """Cases of torch's, Lightning's, Accelerate's and transformers' own tests on two ranks: theirs under DDP, and ours.
 
-Each framework's program of ``two_ranks`` runs twice under torchrun on gloo, with the same seeds, samples and batches, and
-writes down what a user can see. The tables have what becomes of each case; docs/limits.md has the counts.
+Each framework's program of ``two_ranks`` runs twice under torchrun on gloo, with the same seeds, samples and batches,
+and writes down what a user can see. The tables have what becomes of each case; docs/limits.md has the counts.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def records(program: str, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
 
 def launch(program: str, side: str, folder: Path) -> None:
     """Run one side of a program on two ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     answer = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-        + ["-m", f"tests.foreign.two_ranks.{program}", side, str(folder)],
+        [*torchrun, "-m", f"tests.foreign.two_ranks.{program}", side, str(folder)],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

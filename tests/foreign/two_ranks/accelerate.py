@@ -61,9 +61,7 @@ class Run:
         self.schedule = schedule(self.optimizer, 1 if elastic or per_epoch else 2) if schedule else None
         loader: Any = DataLoader(numbers(samples), (2 if elastic else 1) * batch)
         parts = [self.net, self.optimizer, loader]
-        if self.schedule is not None and not per_epoch:
-            parts.append(self.schedule)
-        elif self.schedule is not None and elastic:
+        if (self.schedule is not None and not per_epoch) or (self.schedule is not None and elastic):
             parts.append(self.schedule)
         self.model, self.optimizer, self.loader, *rest = self.accelerator.prepare(*parts)
         self.schedule = rest[0] if rest else self.schedule
@@ -72,13 +70,16 @@ class Run:
         for _ in epochs(elastic, count):
             for index, (x, y) in enumerate(self.loader):
                 first = apart and index % 2 == 0
-                with self.accelerator.no_sync(self.model) if first else contextlib.nullcontext():
-                    with self.accelerator.accumulate(self.model) if accumulate else contextlib.nullcontext():
-                        with self.accelerator.autocast():
-                            loss = torch.nn.functional.cross_entropy(self.model(x), y)
-                        self.accelerator.backward(loss)
-                        if not first and (elastic or not accumulate or self.accelerator.sync_gradients):
-                            self.step(clip, per_epoch)
+                with contextlib.ExitStack() as within:
+                    if first:
+                        within.enter_context(self.accelerator.no_sync(self.model))
+                    if accumulate:
+                        within.enter_context(self.accelerator.accumulate(self.model))
+                    with self.accelerator.autocast():
+                        loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                    self.accelerator.backward(loss)
+                    if not first and (elastic or not accumulate or self.accelerator.sync_gradients):
+                        self.step(clip, per_epoch)
             if per_epoch and self.schedule is not None:
                 self.schedule.step()
 

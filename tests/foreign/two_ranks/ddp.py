@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.foreign.two_ranks.common import BATCH, numbers, plain, run, weights
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import elastic_ray as er
+from tests.foreign.two_ranks.common import BATCH, numbers, plain, run, weights
 
 EPOCHS = 2
 
