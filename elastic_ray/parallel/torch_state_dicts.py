@@ -44,29 +44,30 @@ def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer:
     _OPTIMIZERS[optimizer] = divided
     if _FUNCTIONS in sys.modules:
         _replace_parts(sys.modules[_FUNCTIONS])
-    elif not any(isinstance(each, _WhenImported) for each in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    elif not any(isinstance(each, _Importer) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Importer())
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Replaces the parts once their module is imported."""
+class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports torch's module as Python does, and replaces its parts."""
+
+    _loader: Any = None
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Find torch's module as Python does, and have it changed after it was executed."""
+        """Find the module without this one."""
         if fullname != _FUNCTIONS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            execute = loader.exec_module
+        if spec is None or spec.loader is None or spec.origin is None:
+            return spec
+        self._loader = spec.loader
+        return importlib.util.spec_from_file_location(fullname, spec.origin, loader=self)
 
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                _replace_parts(module)
-
-            loader.exec_module = exec_module
-        return spec
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Execute it, and replace its parts."""
+        self._loader.exec_module(module)
+        _replace_parts(module)
 
 
 def _replace_parts(functions: types.ModuleType) -> None:
