@@ -35,6 +35,12 @@ _OF_DDP = {
     "skip_all_reduce_unused_params": _NOT_NEEDED + "parameters that no worker uses keep no gradient",
 }
 
+NO_COMMUNICATION_HOOK = (
+    "register_comm_hook() is DistributedDataParallel's, whose hooks know one group of ranks: give "
+    "AdaptiveDataParallel(strategy=) one of 'bf16', 'fp16' or 'powersgd' for compressed gradients, 'local_sgd' for "
+    "models that are averaged now and then, or a BucketOperation of your own (elastic_ray.sync)"
+)
+
 
 def refuse_options(options: Mapping[str, Any]) -> None:
     """Raise TypeError for keyword arguments that are DistributedDataParallel's, or nobody's."""
@@ -95,6 +101,17 @@ def refuse_lazy(module: torch.nn.Module) -> None:
             f"{', '.join(lazy[:5])} of the model have no shape yet (torch.nn.Lazy...), so that workers could not agree "
             "on gradients: call the model once on a batch, model(torch.zeros(2, ...)), then make the optimizer, and "
             "wrap last"
+        )
+
+
+def refuse_left_out(module: torch.nn.Module) -> None:
+    """Raise ValueError for parameters and buffers that torch's wrapper was told to leave to each rank."""
+    names = sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    if names:
+        raise ValueError(
+            f"{', '.join(names[:5])} of the model are to be left out of the group "
+            "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model), but AdaptiveDataParallel keeps "
+            "whole models equal: set requires_grad=False where they are not trained, or keep them outside this module"
         )
 
 

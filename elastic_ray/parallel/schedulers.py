@@ -44,7 +44,16 @@ class Schedulers:
             run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, name)
         if self._known:
             run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{index}")
+        self._rates_were_loaded = False
+        optimizer.register_load_state_dict_pre_hook(self._look_at_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)
+
+    def _look_at_loaded(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        """Remember that a loaded state may tell of a scheduler that was there when it was saved."""
+        self._rates_were_loaded |= not self._has_initial_rates()
+
+    def _has_initial_rates(self) -> bool:
+        return any("initial_lr" in group for group in self._optimizer.param_groups)
 
     def _check(self) -> None:
         """Refuse a scheduler that is not known.
@@ -52,7 +61,7 @@ class Schedulers:
         Raises:
             ValueError: there is one.
         """
-        unknown = not self._known and any("initial_lr" in group for group in self._optimizer.param_groups)
+        unknown = not self._known and not self._rates_were_loaded and self._has_initial_rates()
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
         strangers, made = self._strangers(known)
         if strangers:

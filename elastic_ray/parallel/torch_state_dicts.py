@@ -2,14 +2,18 @@
 
 They know of no group that changes. So they would give a part of the state as if it were the whole on all ranks but the
 first, step an optimizer whose state they do not find in ``optimizer.state``, and look for a default process group.
-Programs have imported these functions by name before a model is wrapped, so the parts that they call are replaced.
+Programs import these functions by name, before a model is wrapped or after, so the parts that they call are replaced:
+at once, or when the module is imported, which takes half a second.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.abc
+import importlib.util
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,39 +23,69 @@ import torch
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.loop.api import current_session
 from elastic_ray.loop.collectives import broadcast
+from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 
 _FUNCTIONS = "torch.distributed.checkpoint.state_dict"
-_MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True for a sharded one
+_MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True where ranks hold parts
+_REFUSED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
 _OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-_REPLACED: set[str] = set()
 
 
-def follow_in_torch(models: Sequence[torch.nn.Module], optimizer: torch.optim.Optimizer, divided: Any) -> None:
-    """Have torch's functions know a model, by each of ``models``, and its optimizer, of which ranks hold parts.
-
-    Importing torch's module takes half a second: models whose state is not divided do without, unless it is there.
-    """
-    for model in models:
-        _MODELS[model] = isinstance(divided, ShardedOptimizer)
+def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
+    """Have torch's functions know a model, its wrapper and its optimizer, of whose state ranks hold parts."""
+    sharded = isinstance(divided, ShardedOptimizer)
+    for each in wrapper.modules():
+        if any(isinstance(inner, ShardedEmbedding) for inner in each.modules()):
+            _REFUSED[each] = "with a ShardedEmbedding", "call state_dict() and load_state_dict() on all ranks"
+        elif sharded and each is not wrapper and each is not model:
+            _REFUSED[each] = "within a sharded model", "give the whole model, and take its names from the state dict"
+    _MODELS[wrapper] = _MODELS[model] = sharded
     _OPTIMIZERS[optimizer] = divided
-    if not divided.tiled and _FUNCTIONS not in sys.modules:
-        return
-    import torch.distributed.checkpoint.state_dict as functions
+    if _FUNCTIONS in sys.modules:
+        _replace_parts(sys.modules[_FUNCTIONS])
+    elif not any(isinstance(each, _Importer) for each in sys.meta_path):
+        sys.meta_path.insert(0, _Importer())
 
+
+class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports torch's module as Python does, and replaces its parts."""
+
+    _loader: Any = None
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Find the module without this one."""
+        if fullname != _FUNCTIONS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None or spec.origin is None:
+            return spec
+        self._loader = spec.loader
+        return importlib.util.spec_from_file_location(fullname, spec.origin, loader=self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Execute it, and replace its parts."""
+        self._loader.exec_module(module)
+        _replace_parts(module)
+
+
+def _replace_parts(functions: types.ModuleType) -> None:
     for name, ours in _OURS.items():
-        if name not in _REPLACED:
-            _REPLACED.add(name)
-            theirs = getattr(functions, name)
-            setattr(functions, name, functools.wraps(theirs)(functools.partial(ours, theirs)))
+        theirs = getattr(functions, name)
+        if getattr(theirs, "func", None) is not ours:
+            setattr(functions, name, functools.partial(ours, theirs))
 
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
     """Whole parameters, on the ranks that torch promises them to."""
+    name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
+    if info.handle_model:
+        _check_served(name, model)
     if not info.handle_model or not _MODELS.get(model):
         return theirs(model, info)
     if not info.full_state_dict:
-        raise _no_shards("get_state_dict()" if info.handle_optim else "get_model_state_dict()")
+        raise _no_shards(name)
     return _shared(theirs(model, info), info)
 
 
@@ -76,12 +110,15 @@ def _init_optimizer(theirs: Callable[[Any], None], optimizer: torch.optim.Optimi
 
 def _load_model(theirs: Callable[..., Any], model: torch.nn.Module, state_dict: Any, info: Any) -> Any:
     """Load whole parameters; those of rank 0 if it is to share them."""
+    name = "set_state_dict()" if info.handle_optim else "set_model_state_dict()"
+    if info.handle_model:
+        _check_served(name, model)
     if not info.handle_model or model not in _MODELS:
         return theirs(model, state_dict, info)
     if info.broadcast_from_rank0:
         state_dict = _of_rank_zero(state_dict)
     elif _MODELS[model] and not state_dict:
-        raise _nothing("set_state_dict()" if info.handle_optim else "set_model_state_dict()")
+        raise _nothing(name)
     return theirs(model, state_dict, _as_given(info))
 
 
@@ -98,6 +135,8 @@ def _load_optimizers(
         state_dict = _of_rank_zero(state_dict)
     elif divided and not state_dict:
         raise _nothing(name)
+    if not state_dict and not current_session().synced:
+        return None  # rank 0 has loaded it, and shares what it has with all when the first epoch begins
     if divided and state_dict and "state" not in state_dict:
         raise RuntimeError(
             f"{name} cannot load a flat state dict into an optimizer whose state lies with several ranks: save it "
@@ -134,6 +173,13 @@ def _of_rank_zero(state_dict: Any) -> Any:
     """The state that rank 0 was given, in a dict that torch may change."""
     found = broadcast(state_dict if current_session().rank == 0 else {})
     return state_dict if current_session().world_size == 1 else found
+
+
+def _check_served(name: str, model: torch.nn.Module) -> None:
+    """Raise RuntimeError for a module of which torch would find a part of the state, or none."""
+    if model in _REFUSED:
+        which, way_out = _REFUSED[model]
+        raise RuntimeError(f"{name} of a {type(model).__name__} {which} is not supported: {way_out}")
 
 
 def _no_shards(name: str) -> RuntimeError:

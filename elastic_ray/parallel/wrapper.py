@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,11 +34,13 @@ from elastic_ray.parallel.patches import (
     scale_rollback,
 )
 from elastic_ray.parallel.refusals import (
+    NO_COMMUNICATION_HOOK,
     bounded_tables,
     check_process_group,
     check_stragglers,
     refuse_bounded_tables,
     refuse_lazy,
+    refuse_left_out,
     refuse_options,
     refuse_several,
     refuse_steps_in_backward,
@@ -218,7 +220,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         """Route the optimizer's methods through this wrapper."""
         patch_step(self._optimizer, self._step)
         patch_state_dict(self._optimizer, self._tiles)
-        follow_in_torch((self, self.module), self._optimizer, self._tiles)
+        follow_in_torch(self, self.module, self._optimizer, self._tiles)
         if self._tables:
             patch_zero_grad(self._optimizer, self._tables.zero)
 
@@ -278,6 +280,14 @@ class AdaptiveDataParallel(torch.nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
         return self._sync.no_sync()
+
+    def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+        """Return a context that does nothing: a loader gives all ranks as many batches, for which DDP has ``join``."""
+        return nullcontext()
+
+    def register_comm_hook(self, state: Any, hook: Any) -> None:
+        """Raise RuntimeError: how gradients travel is the strategy's, which other ranks and later workers know."""
+        raise RuntimeError(NO_COMMUNICATION_HOOK)
 
     @property
     def strategy(self) -> Strategy:
@@ -461,6 +471,7 @@ def _check_types(module: Any, optimizer: Any, monitor: Any) -> None:
     complete(optimizer)
     refuse_several_evaluations(optimizer)
     refuse_lazy(module)
+    refuse_left_out(module)
     refuse_steps_in_backward(module)
     if monitor is not None and not isinstance(monitor, Monitor):
         raise TypeError(f"monitor must be an elastic_ray.monitoring.Monitor, but got {type(monitor).__name__}")

@@ -254,6 +254,12 @@ _TORCH = (
         instead="indices() and values() of coalesced gradients alone; comparing contents",
     ),
     PrivateNames(
+        home="torch.nn.parallel:DistributedDataParallel",
+        names=("_ddp_params_and_buffers_to_ignore",),
+        why="parameters that a program has told torch's wrapper to leave to each rank",
+        instead="they are kept equal on all ranks, and nothing says so",
+    ),
+    PrivateNames(
         home="torch.autograd:Variable",
         names=("_execution_engine",),
         why="a callback at the end of a backward pass",

@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import elastic_ray as er
-from tests.loop.changing import run_job
+from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.sync import ShardedEmbedding
+from tests.loop.changing import Kill, run_job
 from tests.sync.sharded_parameters.sharded import Net, data, sharded_net, train_an_epoch
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -178,3 +180,119 @@ def test_what_cannot_be_loaded_is_refused() -> None:
             set_optimizer_state_dict(wrapped, optimizer, flat, options=FULL)
 
     assert len(run_job(train, first=(1, 2)).results) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_without_a_state_get_that_of_rank_0_with_the_first_epoch(kind: str) -> None:
+    def train() -> Any:
+        wrapped, optimizer = made(kind)
+        weights, states = trained_alone() if rank() == 0 else ({}, {})
+        set_state_dict(wrapped, optimizer, model_state_dict=weights, optim_state_dict=states, options=OF_RANK_0)
+        for _ in er.remaining_epochs_until(1):
+            for _ in er.AdaptiveDataLoader(data(), batch_size=48, seed=3):
+                found = get_state_dict(wrapped, optimizer, options=FULL)
+        return found
+
+    weights, states = trained_alone()
+    for found in run_job(train, first=KINDS[kind][2]).results.values():
+        same(found[0], weights)
+        same(found[1]["state"], states["state"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_within_a_model_is_given_whole_or_refused(kind: str) -> None:
+    def train() -> Any:
+        wrapped, optimizer = made(kind)
+        train_an_epoch(wrapped, optimizer)
+        part = wrapped.module.blocks[0]
+        if kind in ("sharded", "HSDP"):
+            way = "_model_state_dict.. of a FSDPBlock within a sharded model is not supported: give the whole model"
+            with pytest.raises(RuntimeError, match=f"^get{way}"):
+                get_model_state_dict(part, options=FULL)
+            with pytest.raises(RuntimeError, match=f"^set{way}"):
+                set_model_state_dict(part, {"down.bias": torch.zeros(7)}, options=FULL)
+            found = None
+        else:
+            found = get_model_state_dict(part, options=FULL)
+        whole = get_model_state_dict(wrapped, options=FULL)
+        return found, {name[9:]: value for name, value in whole.items() if name.startswith("blocks.0.")}
+
+    for found, wanted in run_job(train, first=KINDS[kind][2]).results.values():
+        assert len(wanted) == 6
+        if found is not None:
+            same(found, wanted)
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = ShardedEmbedding(11, 4, seed=1), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.table((x[:, 0].abs() * 4).long().clamp(max=10)))
+        return result
+
+
+def test_models_with_tables_are_refused_with_the_way_out() -> None:
+    def train() -> Any:
+        model = Looked()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        train_an_epoch(wrapped, optimizer)
+        plain, way = model.state_dict(), "with a ShardedEmbedding is not supported: call state_dict"
+        for each in (wrapped, model):
+            with pytest.raises(RuntimeError, match=f"^get_model_state_dict.. of a {type(each).__name__} {way}"):
+                get_model_state_dict(each, options=FULL)
+            with pytest.raises(RuntimeError, match=f"^set_model_state_dict.. of a {type(each).__name__} {way}"):
+                set_model_state_dict(each, plain, options=FULL)
+        same(get_model_state_dict(model.last), {name: plain[f"last.{name}"] for name in ("weight", "bias")})
+        return True
+
+    assert len(run_job(train, first=(1, 2)).results) == 2
+
+
+def test_a_module_that_is_imported_after_the_wrap_and_a_switch_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    name = "torch.distributed.checkpoint.state_dict"
+    monkeypatch.delitem(sys.modules, name)
+
+    def train() -> Any:
+        wrapped, optimizer = plain_one()
+        seen = []
+        for _ in er.remaining_epochs_until(1):
+            for step, (x, y) in enumerate(er.AdaptiveDataLoader(data(), batch_size=12, seed=3)):
+                nn.functional.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2:
+                    wrapped.set_strategy("zero1")
+                if step == 5:
+                    functions = importlib.import_module(name)
+                    options = functions.StateDictOptions(full_state_dict=True)
+                    before = by_name(wrapped, optimizer.state_dict())
+                    seen = [before, functions.get_optimizer_state_dict(wrapped, optimizer, options=options)["state"]]
+        return seen
+
+    def plain_one() -> Any:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return er.AdaptiveDataParallel(model, optimizer, scaling_rule="none"), optimizer
+
+    results = list(run_job(train, first=(1, 2, 3)).results.values())
+    (whole,) = [before for before, _ in results if before]
+    assert len(whole) == 17
+    for _, found in results:
+        same(found, whole)
+
+
+@pytest.mark.parametrize("moment", ["collective", "after_collective"])
+def test_a_state_whose_rank_0_is_lost_before_it_has_sent_it_is_an_error(moment: str) -> None:
+    def train() -> Any:
+        wrapped, optimizer = made()
+        train_an_epoch(wrapped, optimizer)
+        return get_state_dict(wrapped, optimizer, options=FULL)
+
+    with pytest.raises(CommunicationFailedError, match="rank 0, which had the whole state, was lost before it had"):
+        run_job(train, [Kill(8, 1, moment)], first=(1, 2))
