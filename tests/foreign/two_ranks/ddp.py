@@ -157,7 +157,7 @@ def loss_of(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def step_of_one_batch(run: Any, index: int, x: Tensor, y: Tensor) -> None:
     """The step of a plain loop."""
-    loss_of(run.model, x, y).backward()  # type: ignore[no-untyped-call]
+    loss_of(run.model, x, y).backward()
     run.step()
 
 
@@ -207,7 +207,7 @@ class Run:
 
 
 def clipped(run: Run, index: int, x: Tensor, y: Tensor) -> None:
-    loss_of(run.model, x, y).backward()  # type: ignore[no-untyped-call]
+    loss_of(run.model, x, y).backward()
     run.seen.append(float(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05)))
     run.step()
 
@@ -215,12 +215,12 @@ def clipped(run: Run, index: int, x: Tensor, y: Tensor) -> None:
 def in_bfloat16(run: Run, index: int, x: Tensor, y: Tensor) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(run.model, x, y)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     run.step()
 
 
 def accumulated(run: Run, index: int, x: Tensor, y: Tensor) -> None:
-    (loss_of(run.model, x, y) / 2).backward()  # type: ignore[no-untyped-call]
+    (loss_of(run.model, x, y) / 2).backward()
     if index % 2:
         run.step()
 
@@ -235,26 +235,26 @@ def accumulated_apart(run: Run, index: int, x: Tensor, y: Tensor) -> None:
 
 def two_passes(run: Run, index: int, x: Tensor, y: Tensor) -> None:
     """Two forward passes for one backward."""
-    (loss_of(run.model, x, y) + loss_of(run.model, -x, 1 - y)).backward()  # type: ignore[no-untyped-call]
+    (loss_of(run.model, x, y) + loss_of(run.model, -x, 1 - y)).backward()
     run.step()
 
 
 def nested(run: Run, index: int, x: Tensor, y: Tensor) -> None:
     found = run.model(x=x, times=2.0)["out"][0]
-    nn.functional.cross_entropy(found, y).backward()  # type: ignore[no-untyped-call]
+    nn.functional.cross_entropy(found, y).backward()
     run.step()
 
 
 def frozen_midway(run: Run, index: int, x: Tensor, y: Tensor) -> None:
     if run.steps == 5:
-        run.net.second.requires_grad_(False)  # type: ignore[union-attr]
-    loss_of(run.model, x, y).backward()  # type: ignore[no-untyped-call]
+        run.net.second.requires_grad_(False)
+    loss_of(run.model, x, y).backward()
     run.step()
 
 
 def gradients(run: Run, index: int, x: Tensor, y: Tensor) -> None:
     """What a loop reads of ``.grad`` between backward and step."""
-    loss_of(run.model, x, y).backward()  # type: ignore[no-untyped-call]
+    loss_of(run.model, x, y).backward()
     run.seen += [None if p.grad is None else plain(p.grad.norm()) for p in run.net.parameters()]
     run.step()
 
@@ -282,7 +282,7 @@ def keys(run: Run) -> Any:
         "wrapper": plain(dict(run.model.state_dict())),
         "torch": plain(dict(of_model)),
         "inner": plain(dict(get_model_state_dict(run.net))),
-        "layer": plain(dict(get_model_state_dict(run.model, submodules={run.net.second}))),  # type: ignore[arg-type]
+        "layer": plain(dict(get_model_state_dict(run.model, submodules={run.net.second}))),
         "optimizer": plain(dict(of_optimizer)),
         "own": plain(run.optimizer.state_dict()),
     }
@@ -322,7 +322,7 @@ def resumed(elastic: bool, folder: Path) -> dict[str, Any]:
         for _ in epochs(elastic, 1):
             for x, y in loaded(elastic, 40):
                 optimizer.zero_grad()
-                loss_of(model, x, y).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, x, y).backward()
                 optimizer.step()
         found[written] = weights(net)
     found["ours"] = found.get("ours", found["theirs"])
@@ -346,7 +346,7 @@ def resumed_by_torch(elastic: bool, folder: Path) -> dict[str, Any]:
     for _ in epochs(elastic, 1):
         for x, y in loaded(elastic, 40):
             optimizer.zero_grad()
-            loss_of(model, x, y).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, x, y).backward()
             optimizer.step()
     return {"weights": weights(net), "optimizer": plain(optimizer.state_dict())}
 
@@ -363,7 +363,7 @@ def joined(elastic: bool, folder: Path) -> dict[str, Any]:
         for _ in epochs(elastic):
             for x, y in loaded(elastic, 40):
                 optimizer.zero_grad()
-                loss_of(model, x, y).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, x, y).backward()
                 optimizer.step()
     return {"weights": weights(net)}
 
@@ -391,7 +391,7 @@ def in_one_process_too(elastic: bool, folder: Path) -> dict[str, Any]:
     for _ in range(EPOCHS):
         for x, y in DataLoader(numbers(37), 2 * BATCH):
             optimizer.zero_grad()
-            loss_of(net, x, y).backward()  # type: ignore[no-untyped-call]
+            loss_of(net, x, y).backward()
             optimizer.step()
     return {"weights": weights(net), "steps": 5 * EPOCHS, "seen": [0.1] * 5 * EPOCHS, "after": None}
 

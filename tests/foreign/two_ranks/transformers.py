@@ -73,7 +73,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 def fit(elastic: bool, folder: Path, given: dict[str, Any], resume: Any = None) -> dict[str, Any]:
     given = dict(given)
     model = given.pop("model", Classifier)()
-    rows = given.pop("rows", lambda: [{"x": x, "labels": y} for x, y in numbers(given.pop("samples", 40))])()
+    rows = given.pop("rows", lambda: [{"x": x, "labels": y} for x, y in numbers(given.pop("samples", 40))])()  # type: ignore[attr-defined]
     more, noting = given.pop("trainer", {}), Noting()
     stops, steps = given.pop("stops", False), given.pop("steps", 1)
     evaluated = given.pop("evaluated", (8, 8))
