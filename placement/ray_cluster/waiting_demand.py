@@ -15,7 +15,7 @@ from placement.cluster.jobs import JobView
 from placement.planning.tenants import Tenant
 from placement.ray_cluster import notes
 from placement.ray_cluster.autoscaler_presence import may_autoscale
-from placement.ray_cluster.node_requests import Bundles, NodeRequests
+from placement.ray_cluster.cluster_scaler import Bundles, NodeRequests
 
 logger = logging.getLogger("placement.nodes")
 
