@@ -7,7 +7,6 @@ one forms in the background while the present one trains, and a broken one can b
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import threading
 import time
@@ -23,14 +22,15 @@ from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.gradient_group import GradientGroup
 from elastic_ray.communication.kept_groups import keep_group
+from elastic_ray.communication.nccl import CUDA_POLL_S, form_nccl, has_run, identity_of
 from elastic_ray.communication.socket_filter import refuse_connections
+from elastic_ray.communication.staged_transfers import receive_staged, send_staged
 from elastic_ray.monitoring.traffic import Traffic
 
 _BRIEFLY = timedelta(milliseconds=100)
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
-CUDA_POLL_S = 2e-4
 
 
 class CommunicationFailedError(Exception):
@@ -381,81 +381,3 @@ def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: flo
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
     options._devices = [device]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
-
-
-# gloo's collectives take CUDA tensors. Its sends and receives do not look where a tensor is, and would read its
-# address as one of the CPU's.
-class StagedTransfer:
-    """A transfer under way, for ``Communicator.wait_all``.
-
-    Args:
-        work: gloo's.
-        host: what it reads or writes; kept until the transfer is forgotten.
-        into: where that goes once it has come; None for what is sent.
-    """
-
-    def __init__(self, work: Any, host: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        self._work, self._host, self._into = work, host, into
-
-    def wait(self) -> None:
-        """Wait until what is sent has gone, or what comes is in its place.
-
-        Raises:
-            RuntimeError: the peer is gone, or the time is up.
-        """
-        self._work.wait()
-        if self._into is not None:
-            self._into.copy_(self._host)
-
-
-def send_staged(backend: Any, tensor: torch.Tensor, destination: int, tag: int) -> StagedTransfer:
-    """Start sending a tensor of any device."""
-    host = tensor.detach().to("cpu", copy=True)
-    return StagedTransfer(backend.send([host], destination, tag), host)
-
-
-def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) -> StagedTransfer:
-    """Start receiving into a tensor of any device."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return StagedTransfer(backend.recv([host], source, tag), host, tensor)
-
-
-def identity_of(gpu: int) -> str:
-    """Return what NCCL tells GPUs apart by; it takes two ranks with the same for an error.
-
-    It compares GPUs of one host only: with a ``NCCL_HOSTID`` for each process, several ranks may share a GPU.
-    """
-    return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
-
-
-def form_nccl(store: Any, rank: int, world_size: int, timeout_s: float, gpu: int) -> Any:
-    """An NCCL backend whose communicator can be aborted."""
-    # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    # The first collective builds the communicator: do it here, in the background, not in the first step.
-    # In this thread, "cuda" would be another GPU than in the train function's that has called set_device().
-    with torch.cuda.device(gpu):
-        backend.allreduce([torch.ones(1, device="cuda")]).wait()
-        torch.cuda.synchronize()
-    return backend
-
-
-def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
-    """Whether operations that were waited for have run, as far as nobody has aborted them: what is aborted ends, too.
-
-    Where a peer is gone they never run, though NCCL's own wait has ended: that is for what the GPU does next.
-
-    Args:
-        works: some of them may be gloo's.
-        voided: set before they are aborted.
-        deadline: how long to wait [s, monotonic].
-    """
-    while not all(work.is_completed() for work in works):
-        if voided.is_set() or time.monotonic() > deadline:
-            return False
-        time.sleep(CUDA_POLL_S)
-    return not voided.is_set()

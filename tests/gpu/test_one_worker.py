@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ray.communication.communicator import _form_gloo, form_nccl
+from elastic_ray.communication.communicator import _form_gloo
 from elastic_ray.communication.gradient_group import GradientGroup
+from elastic_ray.communication.nccl import form_nccl
 from elastic_ray.monitoring.traffic import Traffic
 from tests.gpu.trained import STRATEGIES, check
 

@@ -2,84 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.reports import StepReport
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
+from elastic_ray.events import JobEvent, JobStatus
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.outlook import TimeSpent
-from placement.instruments import Guarded, Instrument, Sample, WriteSamples, counter, gauge, histogram, label_value
+from elastic_ray.observe.metrics.samples import JobLabels, end_samples, event_samples, gauge_samples
+from placement.instruments import Guarded, WriteSamples
 
 if TYPE_CHECKING:
     from elastic_ray.batch.planner import BatchPlanner
 
 PERIOD_S = 1.0
-_PARTS = tuple(field.name for field in dataclasses.fields(TimeSpent))
-_CAUSES = {
-    EventKind.FAILURE: "workers_lost",
-    EventKind.RESTART: "restart",
-    EventKind.OUT_OF_MEMORY: "out_of_memory",
-    EventKind.NOT_FINITE: "not_finite",
-    EventKind.STORAGE: "storage",
-    EventKind.RECOVERED: "controller_lost",
-}
-_REASONS = {
-    EventKind.FAILURE: "failure",
-    EventKind.RESTART: "restart",
-    EventKind.PREEMPTED: "preempted",
-}
-_OF = ("job", "tenant", "model")
-
-
-def _gauge(name: str, description: str, *labels: str) -> Instrument:
-    return gauge(f"elastic_job_{name}", description, *_OF, *labels)
-
-
-WORKERS = _gauge("workers", "Workers that train now; 0 once the job has ended.")
-TARGET_WORKERS = _gauge("target_workers", "Workers that the job is heading for; 0 once it has ended.")
-GLOBAL_BATCH = _gauge("global_batch", "Samples of one optimizer step over all workers.")
-SAMPLES_PER_SECOND = _gauge("samples_per_second", "Measured throughput [samples/s].")
-GOODPUT = _gauge("goodput", "Throughput x statistical efficiency by the fitted model [samples/s].")
-EFFICIENCY = _gauge("statistical_efficiency", "Progress per sample relative to the initial batch.")
-NOISE_SCALE = _gauge("noise_scale", "Gradient noise scale [samples].")
-LEARNING_RATE_FACTOR = _gauge("learning_rate_factor", "What the learning rates are multiplied by for the batch.")
-STEPS = _gauge("steps", "Optimizer steps committed by the run; falls where a restart goes back.")
-PROGRESS = _gauge("progress_ratio", "Part of the declared epochs that is done, 0 to 1.")
-ETA = _gauge("eta_seconds", "Time to the end at the present goodput [s].")
-PRODUCTIVE = _gauge("productive_ratio", "Training time / time since submission, 0 to 1.")
-TIME = _gauge("time_seconds", "Where the time since submission went [s].", "part")
-COST = _gauge("cost_usd", "What the job has cost so far [USD].")
-RESIZES = counter("elastic_job_resizes_total", "Changes of the number of workers.", *_OF, "reason")
-PAUSE = histogram(
-    "elastic_job_pause_seconds",
-    "Time without a step at a change of workers [s].",
-    (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0),
-    *_OF,
-)
-LOST_STEPS = counter("elastic_job_lost_steps_total", "Committed steps that restarts have undone.", *_OF)
-FAILURES = counter("elastic_job_failures_total", "What went wrong.", *_OF, "cause")
-INSTRUMENTS = (
-    WORKERS,
-    TARGET_WORKERS,
-    GLOBAL_BATCH,
-    SAMPLES_PER_SECOND,
-    GOODPUT,
-    EFFICIENCY,
-    NOISE_SCALE,
-    LEARNING_RATE_FACTOR,
-    STEPS,
-    PROGRESS,
-    ETA,
-    PRODUCTIVE,
-    TIME,
-    COST,
-    RESIZES,
-    PAUSE,
-    LOST_STEPS,
-    FAILURES,
-)
 
 
 class JobMetrics:
@@ -144,96 +78,3 @@ class JobMetrics:
         if name is None and loader is not None:
             name = "+".join(dict.fromkeys(model.kind for model in loader.models))
         return JobLabels(job=self._spec.job, tenant=self._spec.scheduling.tenant, model=name or "")
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class JobLabels:
-    """Whose metrics they are.
-
-    Attributes:
-        job: name of the job.
-        tenant: of whom; empty without tenants.
-        model: as the user or its loader names it; empty while neither does.
-    """
-
-    job: str
-    tenant: str = ""
-    model: str = ""
-
-    @property
-    def values(self) -> tuple[str, str, str]:
-        """As label values, in the order of the instruments."""
-        return label_value(self.job), label_value(self.tenant), label_value(self.model)
-
-
-def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """The present value of every gauge that has one; an ended job has no speed any more."""
-    whose = labels.values
-    spent = [(part.removesuffix("_s"), getattr(status, part, None)) for part in _PARTS]
-    found = [
-        *WORKERS.sample(status.workers, *whose),
-        *TARGET_WORKERS.sample(status.target_workers, *whose),
-        *PROGRESS.sample(status.progress, *whose),
-        *PRODUCTIVE.sample(status.productive_share, *whose),
-        *COST.sample(status.cost_usd, *whose),
-        *(sample for part, value in spent for sample in TIME.sample(value, *whose, part)),
-    ]
-    if (report := speed.latest) is not None:
-        found += STEPS.sample(report.total_steps, *whose)
-        if status.phase is JobPhase.RUNNING and status.workers:
-            found += _speed_samples(status, speed, report, whose)
-    return tuple(found)
-
-
-def _speed_samples(
-    status: JobStatus, speed: BatchPlanner, report: StepReport, whose: tuple[str, ...]
-) -> Iterable[Sample]:
-    """Of a job that trains."""
-    return (
-        *GLOBAL_BATCH.sample(report.batch_size or None, *whose),
-        *SAMPLES_PER_SECOND.sample(status.throughput or None, *whose),
-        *GOODPUT.sample(status.goodput, *whose),
-        *EFFICIENCY.sample(speed.efficiency, *whose),
-        *NOISE_SCALE.sample(speed.noise_scale, *whose),
-        *LEARNING_RATE_FACTOR.sample(report.learning_rate_factor, *whose),
-        *ETA.sample(status.eta_s, *whose),
-    )
-
-
-def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> tuple[Sample, ...]:
-    """What these events add to counters and histograms.
-
-    Args:
-        events: that are new.
-        steps: committed before a restart among them, where that does not tell itself.
-        labels: of the job.
-    """
-    whose, found = labels.values, list[Sample]()
-    for event in events:
-        reason = _reason(event)
-        if reason is not None:
-            found += RESIZES.sample(1, *whose, reason)
-            if event.pause_s > 0:
-                found += PAUSE.sample(event.pause_s, *whose)
-        if (cause := _CAUSES.get(event.kind)) is not None:
-            found += FAILURES.sample(1, *whose, cause)
-        if event.kind is EventKind.RESTART:
-            kept = event.detail.get("steps", 0)
-            reached = event.detail.get("reached_steps", steps)
-            if isinstance(kept, int) and isinstance(reached, int):
-                found += LOST_STEPS.sample(max(reached - kept, 0), *whose)
-                steps = kept
-    return tuple(found)
-
-
-def end_samples(phase: JobPhase, labels: JobLabels) -> tuple[Sample, ...]:
-    """What the job's end adds to them."""
-    return FAILURES.sample(1, *labels.values, "job_failed") if phase is JobPhase.FAILED else ()
-
-
-def _reason(event: JobEvent) -> str | None:
-    """One of a few words for why the workers changed; None where they did not."""
-    if event.kind is EventKind.RESIZE:
-        change = event.to_workers - event.from_workers
-        return "grow" if change > 0 else "shrink" if change < 0 else "move"
-    return _REASONS.get(event.kind)

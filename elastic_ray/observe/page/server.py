@@ -10,11 +10,11 @@ import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from importlib.resources import files
 from typing import Any, cast
 
 from aiohttp import web
 
+from elastic_ray.observe.page.assets import INDEX, read_assets
 from elastic_ray.observe.page.changes import difference, plain, tables, to_json
 from elastic_ray.observe.page.doors import LONGEST_WAIT_S, MOST, MOST_OF_ONE, Doors
 from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
@@ -23,6 +23,7 @@ from elastic_ray.observe.page.source import ActionRefusedError, Source
 from placement.errors import InputError
 
 logger = logging.getLogger("elastic_ray.observe")
+
 _ACTIONS = ("resize", "release", "stop")
 _MOST_BODY = 4096
 _BEAT_S = 15.0  # an empty line, by which a browser that is gone is noticed
@@ -32,14 +33,8 @@ _STALE_S = 10.0
 _WRITE_S = 30.0  # a browser that takes nothing for so long is gone, or does not read
 _MOST_QUESTIONS = 16
 _MOST_LINES = 10  # of the log in a minute, about what is no HTTP
+
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-INDEX = "index.html"
 
 
 class PageServer:
@@ -406,14 +401,3 @@ def _room() -> tuple[int, int]:
     """Return how many connections there may be, and of one peer: a quarter of the files that the process may open."""
     most = min(MOST, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
     return most, min(MOST_OF_ONE, most * 3 // 4)
-
-
-def read_assets() -> Mapping[str, tuple[bytes, str]]:
-    """(content, content type) of every file by its name; there are no others, so that no path leads elsewhere."""
-    folder = files("elastic_ray.observe.page") / "assets"
-    found = {}
-    for each in folder.iterdir():
-        kind = _TYPES.get(each.name[each.name.rfind(".") :])
-        if kind is not None:
-            found[each.name] = each.read_bytes(), kind
-    return found

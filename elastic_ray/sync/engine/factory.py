@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.operations.all_reduce import AllReduceOperation, CastReduceOperation
+from elastic_ray.sync.operations.all_reduce import AllReduceOperation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
 from elastic_ray.sync.operations.buckets import build_bucket
+from elastic_ray.sync.operations.cast_reduce import CastReduceOperation
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression

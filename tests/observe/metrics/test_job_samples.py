@@ -14,26 +14,9 @@ from hypothesis import strategies as st
 from elastic_ray.batch.reports import LoaderInfo, StepReport
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus
-from elastic_ray.observe.metrics.job_metrics import (
-    EFFICIENCY,
-    ETA,
-    FAILURES,
-    GLOBAL_BATCH,
-    GOODPUT,
-    INSTRUMENTS,
-    LOST_STEPS,
-    NOISE_SCALE,
-    PAUSE,
-    PERIOD_S,
-    RESIZES,
-    SAMPLES_PER_SECOND,
-    TIME,
-    WORKERS,
-    JobLabels,
-    JobMetrics,
-    event_samples,
-    gauge_samples,
-)
+from elastic_ray.observe.metrics import instruments as of
+from elastic_ray.observe.metrics.job_metrics import PERIOD_S, JobMetrics
+from elastic_ray.observe.metrics.samples import JobLabels, event_samples, gauge_samples
 from elastic_ray.record.outlook import TimeSpent
 from placement.instruments import Instrument, Sample, counter, gauge, histogram, label_value
 from tests.job.specs import spec
@@ -106,7 +89,7 @@ def test_a_running_job_says_all_that_it_knows() -> None:
     )
     speed = Speed(latest=report(learning_rate_factor=1.5), noise_scale=512.0, effect=0.9)
     found = by_name(gauge_samples(status, speed, LABELS))
-    gauges = {each.name for each in INSTRUMENTS if each.kind.value == "gauge"} - {TIME.name}
+    gauges = {each.name for each in of.INSTRUMENTS if each.kind.value == "gauge"} - {of.TIME.name}
     assert gauges <= found.keys()
     assert found["elastic_job_eta_seconds"] == 90 and found["elastic_job_statistical_efficiency"] == 0.9
     assert found["elastic_job_global_batch"] == 64 and found["elastic_job_steps"] == 7
@@ -116,7 +99,7 @@ def test_a_job_that_has_ended_has_no_workers_and_no_speed() -> None:
     ended = JobStatus(job="bert", phase=JobPhase.FINISHED, throughput=640.0, goodput=600.0, progress=1.0)
     found = by_name(gauge_samples(ended, Speed(latest=report(), noise_scale=5.0, effect=0.9), LABELS))
     assert found["elastic_job_workers"] == 0 and found["elastic_job_progress_ratio"] == 1
-    gone = {GOODPUT, SAMPLES_PER_SECOND, ETA, NOISE_SCALE, EFFICIENCY, GLOBAL_BATCH}
+    gone = {of.GOODPUT, of.SAMPLES_PER_SECOND, of.ETA, of.NOISE_SCALE, of.EFFICIENCY, of.GLOBAL_BATCH}
     assert not {each.name for each in gone} & found.keys()
 
 
@@ -139,11 +122,11 @@ def test_resizes_failures_and_pauses_by_a_few_words() -> None:
     ]
     samples = event_samples(events, 0, LABELS)
     told = [(each.instrument.name, each.labels[-1], each.value) for each in samples]
-    assert [each for each in told if each[0] == RESIZES.name] == [
-        (RESIZES.name, reason, 1.0) for reason in ("grow", "move", "shrink", "failure")
+    assert [each for each in told if each[0] == of.RESIZES.name] == [
+        (of.RESIZES.name, reason, 1.0) for reason in ("grow", "move", "shrink", "failure")
     ]
-    assert [value for name, _, value in told if name == PAUSE.name] == [0.2, 0.1, 0.3]
-    assert [label for name, label, _ in told if name == FAILURES.name] == ["workers_lost", "out_of_memory"]
+    assert [value for name, _, value in told if name == of.PAUSE.name] == [0.2, 0.1, 0.3]
+    assert [label for name, label, _ in told if name == of.FAILURES.name] == ["workers_lost", "out_of_memory"]
 
 
 @given(st.lists(st.builds(event, st.sampled_from(EventKind), st.integers(0, 9), st.integers(0, 9))), st.text())
@@ -157,10 +140,10 @@ def test_restarts_lose_the_steps_that_come_again() -> None:
         event(EventKind.RESTART, 2, 0, detail={"steps": 24}),
         event(EventKind.RESTART, 2, 0, detail={"steps": 24}),
     ]
-    lost = [each.value for each in event_samples(events, 30, LABELS) if each.instrument is LOST_STEPS]
+    lost = [each.value for each in event_samples(events, 30, LABELS) if each.instrument is of.LOST_STEPS]
     assert lost == [6.0], "the second had nothing to lose"
     told = [event(EventKind.RESTART, 2, 0, detail={"steps": 24, "reached_steps": 90})]
-    assert [each.value for each in event_samples(told, 30, LABELS) if each.instrument is LOST_STEPS] == [66.0]
+    assert [each.value for each in event_samples(told, 30, LABELS) if each.instrument is of.LOST_STEPS] == [66.0]
     anew = [each.value for each in event_samples([event(EventKind.RESTART)], 30, LABELS)]
     assert 30.0 in anew
 
@@ -208,14 +191,14 @@ def test_events_count_once_and_not_again_under_another_controller() -> None:
     metrics = JobMetrics(spec(job="bert"), Speed(), lambda: status, lambda: events, written)
     metrics.tick(0.0)
     metrics.tick(PERIOD_S / 2)
-    assert written.take(WORKERS) == [2.0] and written.take(RESIZES) == [1.0]
+    assert written.take(of.WORKERS) == [2.0] and written.take(of.RESIZES) == [1.0]
     events.append(event(EventKind.RESIZE, 2, 1))
     metrics.tick(PERIOD_S)
-    assert written.take(WORKERS) == [2.0] and written.take(RESIZES) == [1.0]
+    assert written.take(of.WORKERS) == [2.0] and written.take(of.RESIZES) == [1.0]
     after = JobMetrics(spec(job="bert"), Speed(), lambda: status, lambda: events, written)
     after.recall(len(events))
     after.tick(0.0)
-    assert written.take(RESIZES) == []
+    assert written.take(of.RESIZES) == []
 
 
 def test_the_end_says_no_workers_and_why_once() -> None:
@@ -224,7 +207,7 @@ def test_the_end_says_no_workers_and_why_once() -> None:
     metrics = JobMetrics(spec(job="bert"), Speed(), lambda: status, list, written)
     metrics.end()
     metrics.end()
-    assert written.take(WORKERS) == [0.0] and written.take(FAILURES) == [1.0]
+    assert written.take(of.WORKERS) == [0.0] and written.take(of.FAILURES) == [1.0]
 
 
 def test_a_job_without_metrics_writes_none_and_asks_nothing() -> None:
@@ -251,4 +234,4 @@ def test_metrics_that_fail_harm_no_job(caplog: pytest.LogCaptureFixture) -> None
 
 def test_every_metric_of_a_job_has_a_panel() -> None:
     shown = {name for panel in queries().values() for each in panel for name in metrics_of(each)}
-    assert {each.name for each in INSTRUMENTS} <= shown
+    assert {each.name for each in of.INSTRUMENTS} <= shown
