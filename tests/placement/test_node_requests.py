@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from placement.ray_cluster.cluster_scaler import NodeRequests
+from placement.ray_cluster.node_requests import NodeRequests
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray_cluster(num_cpus=2)]
 

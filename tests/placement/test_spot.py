@@ -17,7 +17,7 @@ from placement.cluster.node_types import NodeType, type_of
 from placement.planning.plan import make_plan
 from placement.planning.spot import on_demand_workers
 from placement.policies import POLICIES, make_policy
-from placement.ray_cluster.cluster_scaler import Refusal, refusal
+from placement.ray_cluster.node_requests import Refusal, refusal
 from tests.placement.views import node, view
 
 every = pytest.mark.parametrize("name", sorted(POLICIES))
