@@ -15,6 +15,7 @@ from placement.allocator.actor import NAME as ALLOCATOR
 from placement.ray_cluster.named_actors import find_actor
 from tests.job import traced
 from tests.job.jobs import kinds, start, wait_until
+from tests.job.test_controller_loss import kill_controller
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4, resources={"slot": 2}), pytest.mark.timeout(1000)]
 
@@ -45,6 +46,9 @@ def test_a_paused_job_gives_its_slots_back_and_goes_on_where_it_was(ray_cluster:
     short = start(tmp_path / "short", workers=2, epochs=2, bundle=SLOT)  # needs every slot there is
     short.result(timeout=180)
     assert paused(long) and EventKind.RESTART not in kinds(long)
+    kill_controller(long)
+    wait_until(lambda: EventKind.RECOVERED in kinds(long), long)
+    assert paused(long) and long.status().message == "room for another"
 
     long.resume()
     long.result(timeout=180)

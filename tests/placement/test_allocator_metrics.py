@@ -82,9 +82,12 @@ def test_slots_by_state_and_type_sum_to_all() -> None:
 
 
 def test_jobs_by_phase_also_where_there_is_none() -> None:
-    jobs = [state("w", {}, {}), state("s", {}, {"n": 1}), state("r", {"n": 1}, {"n": 1})]
-    assert values(cluster_samples(snapshot(jobs=jobs)), JOBS) == {("waiting",): 1, ("starting",): 1, ("running",): 1}
-    assert values(cluster_samples(snapshot()), JOBS) == {("waiting",): 0, ("starting",): 0, ("running",): 0}
+    paused = state("p", {}, {})
+    paused = dataclasses.replace(paused, view=dataclasses.replace(paused.view, paused="by hand"))
+    jobs = [state("w", {}, {}), state("s", {}, {"n": 1}), state("r", {"n": 1}, {"n": 1}), paused]
+    phases = [("waiting",), ("starting",), ("running",), ("paused",)]
+    assert values(cluster_samples(snapshot(jobs=jobs)), JOBS) == dict.fromkeys(phases, 1)
+    assert values(cluster_samples(snapshot()), JOBS) == dict.fromkeys(phases, 0)
 
 
 def test_nodes_wanted_by_type_and_market() -> None:

@@ -78,7 +78,7 @@ def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, 
         until(page, f"{phase} === 'paused'")
         assert read(f"{url}api/snapshot")["strip"]["waiting"] == 0
         page.get_by_role("button", name="Resume", exact=True).click()
-        until(page, f"{phase} === 'running'", 120)
+        until(page, f"{phase} === 'running'")
         page.get_by_role("button", name="Stop", exact=True).click()
         until(
             page,
