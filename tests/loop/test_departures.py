@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import elastic_ray as er
-from tests.loop.test_plain_env import free_port
+from tests.loop.ports import free_port
 
 
 def train(how: str) -> None:
