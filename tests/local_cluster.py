@@ -79,7 +79,7 @@ class LocalCluster:
         head_args = {
             "num_cpus": 8,
             "include_dashboard": False,
-            "dashboard_port": _free_port(),  # bound all the same, and another Ray here may have the usual one
+            "dashboard_port": free_port(),  # bound all the same, and another Ray here may have the usual one
             "_system_config": FAST_NODE_DEATH,
             **head,
         }
@@ -183,7 +183,7 @@ def disconnect(node: Any) -> None:
     node._gcs_client = None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

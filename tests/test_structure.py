@@ -29,6 +29,37 @@ SAME_NAMES = {
     "Report": "elastic_ray.Report is what a loop has reported, elastic_ray.adaptation.Report what a policy reports",
 }
 
+# Private names that tests use, by reason. What is not listed is reached by what users and other modules see.
+PRIVATE_NAMES = {
+    "of torch: what a hook or an operator leaves is to be seen": """_Work _backward_hooks _cdata _dynamo _foreach_lerp_
+        _foreach_mul_ _forward_hooks _forward_pre_hooks _indices _lazy_seed_tracker _local_scalar_dense
+        _new_with_weak_ptr _orig_mod _post_accumulate_grad_hooks _version""",
+    "of Ray and its Python: what it keeps has no public view": """_MockFileSystem _TrainingResult _WrappedDataLoader
+        _connect_and_get_accessor _derive_autoscaling_config_from_ray_cr _gcs_client _global_node _internal_kv_del
+        _internal_kv_get _internal_kv_list _internal_kv_put _private _proc _resources_per_worker_not_none _scaler
+        _objects _exit""",
+    "of Lightning, Accelerate and transformers: what a user's code finds there": """_elastic_options _enabled
+        _last_val_time _mixed_precision _trainer""",
+    "waits that a test makes short": "_FORM_TIMEOUT_S _HEARING_S _KEPT _PATIENCE_S",
+    "tables of what is refused, each entry of which is tried": """_ARGUMENTS _ElasticArguments _HOMES _OF_ACCELERATOR
+        _REFUSED _missing_fields""",
+    "formulas that are compared with another computation": """_Regression _demand _error _fit _group_used _host_used
+        _lanes _masked _set_state _signal _state_of""",
+    "sizes in memory and counts, which must stay bounded": """_ahead _bytes _buckets _buffers _cache _count_costs _held
+        _left_out _pending _policies _promise _records _tables""",
+    "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _gradients _holder _owed
+        _reducer _shard _states _sync _table _tiles _tracker""",
+    "the inside of a communicator or a run, which a test breaks on purpose": """_above _form_gloo _gloo _meet _module
+        _nccl _optimizer _run _session _speak""",
+    "the background thread of a saver, which a test waits for": "_busy _looking _making _parts",
+    "a coordinator without Ray's data, driven from within": """_changed _close _closed _datasets _lock _loop _packed
+        _readers _streams _tell _waiting _wanted _window""",
+}
+# Test modules whose helpers others still import; a helper belongs in a module that is no test.
+LENDING_TESTS = 5
+# Tests with names of more than nine words behind `test_`; fewer from change to change.
+LONG_NAMES, MOST_WORDS = 1189, 9
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -117,6 +148,75 @@ def test_no_function_writes_into_another_object(package: str) -> None:
         for each in written(node)
     ]
     assert not sorted(set(found))
+
+
+def modules_of_tests() -> list[Path]:
+    """All modules of tests but the benchmarks, which are scripts beside them."""
+    return [path for path in modules("tests") if "benchmarks" not in path.parts]
+
+
+def private(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Private names of other modules' objects that a module uses, with their lines."""
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, (_Function, ast.ClassDef))}
+    stored = [each for each in nodes if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)]
+    own |= {each.attr for each in stored if ast.unparse(each.value) == "self"}
+    own |= {each.target.id for each in nodes if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr not in own:
+            used = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            used = [each.name for each in node.names]
+        else:
+            continue
+        for name in used:
+            if name.startswith("_") and not name.startswith("__"):
+                yield node.lineno, name
+
+
+def test_tests_use_private_names_for_listed_reasons() -> None:
+    allowed = set(" ".join(PRIVATE_NAMES.values()).split())
+    found = [
+        (f"{path}:{line}", name)
+        for path in modules_of_tests()
+        for line, name in private(ast.parse((ROOT / path).read_text()))
+    ]
+    assert not [(at, name) for at, name in found if name not in allowed], "list them in PRIVATE_NAMES with a reason"
+    assert not allowed - {name for _, name in found}, "no test uses these any more"
+
+
+def test_sleeps_of_tests_look_at_intervals_or_have_reasons() -> None:
+    silent = []
+    for path in modules_of_tests():
+        lines = (ROOT / path).read_text().splitlines()
+        tree = ast.parse("\n".join(lines))
+        looks = {id(each) for loop in ast.walk(tree) if isinstance(loop, ast.While) for each in ast.walk(loop)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep" and id(node) not in looks:
+                line, before = lines[node.lineno - 1], lines[node.lineno - 2].lstrip()
+                silent += [f"{path}:{node.lineno}"] * ("#" not in line and not before.startswith("#"))
+    assert not silent
+
+
+def test_test_modules_lend_no_helpers() -> None:
+    lending = {
+        node.module
+        for path in modules_of_tests()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+        if node.module.startswith("tests.") and node.module.rpartition(".")[2].startswith("test_")
+    }
+    assert len(lending) <= LENDING_TESTS, sorted(lending)
+
+
+def test_names_of_tests_are_short() -> None:
+    long = [
+        node.name
+        for path in modules_of_tests()
+        for node in ast.walk(ast.parse((ROOT / path).read_text()))
+        if isinstance(node, _Function) and node.name.startswith("test_") and node.name.count("_") > MOST_WORDS
+    ]
+    assert len(long) <= LONG_NAMES, f"{len(long)} tests have names of more than {MOST_WORDS} words: rename yours"
 
 
 def imported(path: Path) -> Iterator[Path]:

@@ -13,8 +13,8 @@ from elastic_ray.adaptation import Checkpoint, Policy, PolicyView, Report, Resiz
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
 from tests.job import traced
+from tests.job.controllers import kill_controller
 from tests.job.jobs import kinds, start, wait_until
-from tests.job.test_controller_loss import kill_controller
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 

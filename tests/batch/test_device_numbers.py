@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ray.batch.device_numbers import Number, added, read, read_with, with_steps_read
 from elastic_ray.batch.statistics import preconditioner
-
-
-class Waits(TorchDispatchMode):
-    """Counts reads of single numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+from tests.batch.waits import Waits
 
 
 def test_all_are_read_in_their_order_by_one_look() -> None:

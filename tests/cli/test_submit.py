@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elastic_ray.cli.app import cli
-from tests.local_cluster import LocalCluster, _free_port
+from tests.local_cluster import LocalCluster, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -46,7 +46,7 @@ def cluster() -> Iterator[Any]:
     before = dict(os.environ)
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.environ["PYTHONPATH"] = str(ROOT)
-    made = LocalCluster(num_cpus=4, include_dashboard=True, dashboard_agent_listen_port=_free_port())
+    made = LocalCluster(num_cpus=4, include_dashboard=True, dashboard_agent_listen_port=free_port())
     yield made
     made.shutdown()
     os.environ.clear()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ray.access import split
-from tests.local_cluster import _free_port
+from tests.local_cluster import free_port
 
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "elastic_ray.cli"]
@@ -38,13 +38,13 @@ def start_head(folder: Path, mode: str) -> tuple[subprocess.Popen[bytes], Head]:
     """``ray start --head``, in the foreground of a session of its own."""
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
-    port = _free_port()
+    port = free_port()
     head = Head(f"127.0.0.1:{port}", token)
-    options = ["--num-cpus=1", f"--port={port}", "--include-dashboard=false", f"--dashboard-port={_free_port()}"]
+    options = ["--num-cpus=1", f"--port={port}", "--include-dashboard=false", f"--dashboard-port={free_port()}"]
     ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*ray, f"--ray-client-server-port={_free_port()}", *options],
+            [*ray, f"--ray-client-server-port={free_port()}", *options],
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -40,7 +40,7 @@ from placement.knowledge.records import KnownLength, Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore
 from placement.policies import GoodputPolicy
 from placement.versions import Spoken, VersionError
-from tests.placement.test_knowledge_store import root_at
+from tests.placement.stored_knowledge import root_at
 from tests.placement.views import cluster
 
 GOLDEN = Path(__file__).parent / "golden"

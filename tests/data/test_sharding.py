@@ -114,6 +114,12 @@ def test_split_is_even(count: int, world: int, micro_steps: int) -> None:
     assert (sizes.shape[1] == micro_steps) == (count >= world * micro_steps)
 
 
+def test_one_rank_leaves_no_step_below_its_least() -> None:
+    """A step of two halves needs `least` samples: the one before gives of its own, where it keeps as many."""
+    assert [step_size(position=p, total=12, batch_size=10, world_size=1, least=4) for p in (0, 8)] == [8, 4]
+    assert [step_size(position=p, total=5, batch_size=4, world_size=1, least=4) for p in (0, 4)] == [4, 1]
+
+
 def test_a_rest_of_fewer_samples_than_ranks_is_taken_whole_or_dropped() -> None:
     assert step_size(position=8, total=10, batch_size=4, world_size=3) == 2
     assert step_size(position=8, total=10, batch_size=4, world_size=3, drop_last=True) == 0

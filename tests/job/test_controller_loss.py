@@ -20,29 +20,10 @@ from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.driver.handle import find_controller
 from elastic_ray.events import EventKind, JobPhase
 from tests.job import traced
+from tests.job.controllers import controller_pid, kill_controller
 from tests.job.jobs import kinds, start, wait_until
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
-
-
-def controller_pid(handle: er.JobHandle) -> int:
-    """Process of the job's controller."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            ready: Any = find_controller(handle.job).__ray_call__.remote(lambda _: os.getpid())
-            return int(ray.get(ready, timeout=180))
-        except ray.exceptions.ActorUnavailableError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-
-def kill_controller(handle: er.JobHandle) -> int:
-    """SIGKILL; returns the process that was killed."""
-    pid = controller_pid(handle)
-    assert "Controller" in " ".join(psutil.Process(pid).cmdline())
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 def step_times(folder: Path) -> list[float]:

@@ -16,7 +16,7 @@ from placement.allocator.actor import get_or_create_allocator
 from placement.cluster.cluster import GPU_TYPE_LABEL
 from tests.job import straggling, traced
 from tests.job.jobs import wait_until
-from tests.job.test_stragglers import SAMPLES, check_epochs
+from tests.job.straggling_epochs import SAMPLES, check_epochs
 from tests.local_cluster import LocalCluster
 
 # The head has none of the workers' resource.

@@ -11,12 +11,11 @@ import ray.train
 
 import elastic_ray as er
 from elastic_ray.events import EventKind, JobEvent
-from tests.job import straggling, traced
+from tests.job import straggling
 from tests.job.jobs import kinds, wait_until
+from tests.job.straggling_epochs import SAMPLES, WORKERS, check_epochs
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
-
-SAMPLES, WORKERS = 360, 3
 
 
 def start(folder: Path, most: int = SAMPLES, **elastic: Any) -> er.JobHandle:
@@ -52,23 +51,6 @@ def slow_down(handle: er.JobHandle, folder: Path, rank: int) -> er.WorkerInfo:
     worker = handle.workers()[rank]
     (folder / "slow" / str(worker.pid)).write_text("3")
     return worker
-
-
-def check_epochs(folder: Path) -> dict[tuple[int, int], int]:
-    """Every complete epoch has each sample exactly once; returns samples by step and rank."""
-    lines = [line for line in traced.read(folder / "trace") if line["kind"] == "step"]
-    newest: dict[int, int] = collections.defaultdict(int)
-    for line in lines:
-        newest[line["step"]] = max(newest[line["step"]], line["generation"])
-    drawn: dict[int, list[int]] = collections.defaultdict(list)
-    sizes = {}
-    for line in lines:
-        if line["generation"] == newest[line["step"]]:
-            drawn[line["epoch"]] += line["indices"]
-            sizes[line["step"], line["rank"]] = len(line["indices"])
-    for epoch in sorted(drawn)[:-1]:
-        assert sorted(drawn[epoch]) == list(range(SAMPLES)), f"epoch {epoch}: not every sample exactly once"
-    return sizes
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import ray.train
 
 import elastic_ray as er
 from elastic_ray.errors import TrainFunctionError
+from tests.job.controllers import controller_pid
 from tests.job.jobs import wait_until
-from tests.job.test_controller_loss import controller_pid
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000)]
 

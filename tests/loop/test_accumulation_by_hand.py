@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import state_files
@@ -21,31 +21,9 @@ from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.worker.state_saver import StateSaver
+from tests.loop.alone import session_of
 from tests.loop.changing import Change, Kill, Outcome, run_job
-from tests.loop.test_preemption import session_of
-
-SAMPLES, BATCH, EPOCHS, EVERY = 48, 8, 2, 4
-STEPS = SAMPLES // BATCH * EPOCHS
-
-
-def net() -> nn.Module:
-    """The same small model each time; torch's own generator belongs to all threads."""
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)).double()
-    with torch.no_grad():
-        for number, p in enumerate(model.parameters()):
-            p.copy_(torch.linspace(-0.5, 0.6, p.numel(), dtype=torch.float64).reshape(p.shape) + 0.03 * number)
-    return model
-
-
-def rows() -> torch.utils.data.TensorDataset:
-    """Fixed rows."""
-    generator = torch.Generator().manual_seed(7)
-    return torch.utils.data.TensorDataset(torch.randn(SAMPLES, 5, generator=generator, dtype=torch.float64))
-
-
-def weights(model: nn.Module) -> Tensor:
-    """All parameters, flat."""
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+from tests.loop.small_net import BATCH, EPOCHS, EVERY, SAMPLES, STEPS, net, rows, weights
 
 
 def trained_by_torch(lost: Sequence[int] = ()) -> Tensor:

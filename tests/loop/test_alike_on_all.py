@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 import elastic_ray as er
 from elastic_ray.state.layout import ReplicasDifferError, check_samples
 from tests.loop.changing import Change, run_job
-from tests.loop.test_registered_state import Counter
+from tests.loop.counter import Counter
 
 
 class Program:

@@ -12,7 +12,7 @@ from torch import Tensor
 import elastic_ray as er
 from elastic_ray.run.current import set_session
 from tests.loop.changing import Change, Kill, run_job
-from tests.loop.test_accumulation_by_hand import net, rows, weights
+from tests.loop.small_net import net, rows, weights
 
 
 def train(*, by_closure: bool = True, micro: int | None = None) -> tuple[Tensor, list[float]]:

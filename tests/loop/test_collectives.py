@@ -17,7 +17,7 @@ from elastic_ray.run.current import set_session
 from elastic_ray.state.tree import UnsafeStateError
 from elastic_ray.state.tree_bytes import from_bytes, to_bytes
 from tests.loop.changing import Change, Kill, Outcome, run_job
-from tests.loop.test_accumulation_by_hand import BATCH, EPOCHS, SAMPLES, STEPS, net, rows, weights
+from tests.loop.small_net import BATCH, EPOCHS, SAMPLES, STEPS, net, rows, weights
 from tests.loop.trainee import Trainee, numbers
 
 PER_EPOCH = SAMPLES // BATCH

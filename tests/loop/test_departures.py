@@ -15,7 +15,7 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.run.current import session_of_thread
-from tests.loop.test_plain_env import free_port
+from tests.loop.ports import free_port
 
 
 def train(how: str) -> None:

@@ -14,7 +14,7 @@ from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
 from elastic_ray.state.layout import ReplicasDifferError
 from tests.loop.changing import Change, Kill, run_job
-from tests.loop.test_accumulation_by_hand import BATCH, EPOCHS, SAMPLES, STEPS, net, rows, weights
+from tests.loop.small_net import BATCH, EPOCHS, SAMPLES, STEPS, net, rows, weights
 
 
 class Stored:

@@ -18,8 +18,8 @@ from torch import nn
 
 import elastic_ray as er
 from elastic_ray.run.current import set_session, set_worker_session
+from tests.loop.alone import session_of
 from tests.loop.ranks import Ranks
-from tests.loop.test_preemption import session_of
 from tests.loop.trainee import numbers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import elastic_ray as er
 from elastic_ray.standalone.session import own_gpu
 from elastic_ray.state.layout import difference, packed
+from tests.loop.ports import free_port
 from tests.loop.ranks import Ranks
 
 
@@ -22,12 +22,6 @@ def plainly(port: int) -> None:
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_") or name == "LOCAL_WORLD_SIZE"]:
         del os.environ[name]
     os.environ["MASTER_PORT"] = str(port)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def train(port: int) -> Any:

@@ -14,20 +14,17 @@ import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
-from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
-from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
+from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.record.record import JobRecord
-from elastic_ray.run.current import set_session
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.session.session import Session
-from elastic_ray.standalone.session import StandaloneController
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.state.starting_point import SavedState
 from elastic_ray.worker.messages import WorkerReport
 from elastic_ray.worker.state_saver import StateSaver
+from tests.loop.alone import session_of
 
 EPOCHS = 2
 TICKS = EPOCHS * (4 + 2 + 1)  # batches of training and evaluation, and one that a break ends
@@ -65,20 +62,6 @@ def loop(heard: list[tuple[str, int, list[int]]]) -> torch.Tensor:
         heard.append(("sums", epoch, [round(losses["loss"] * 1e6), int(losses["seen"])]))
     done = torch.tensor([scheduler.get_last_lr()[0], float(current_session().progress.reports)])
     return torch.cat([*(each.detach().flatten() for each in model.parameters()), done])
-
-
-def session_of(kept: dict[str, Any] | None = None) -> Session:
-    """A worker's session, alone in its job."""
-
-    def form(plan: Any, rank: int) -> Communicator:
-        times = {"timeout_s": 10.0, "form_timeout_s": 10.0}
-        return Communicator(None, "alone", rank=0, world_size=1, host="127.0.0.1", **times)
-
-    saved = SavedState(states=kept) if kept is not None else None
-    membership = WorkerMembership("0", form, lambda generation, cause: None)
-    session = Session("0", membership, StandaloneController(1, membership.post), saved=saved, elastic=True)
-    set_session(session)
-    return session
 
 
 class Heard(list[Any]):

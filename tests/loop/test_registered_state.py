@@ -14,25 +14,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import elastic_ray as er
 from elastic_ray.run.current import set_session
 from elastic_ray.state.tree import UnsafeStateError
+from tests.loop.alone import session_of
 from tests.loop.changing import Change, Kill, run_job
-from tests.loop.test_accumulation_by_hand import net, rows, weights
-from tests.loop.test_preemption import session_of
+from tests.loop.counter import Counter
+from tests.loop.small_net import net, rows, weights
 
 EPOCHS, BATCH = 2, 8
 MOMENTS = ("forward", "backward", "allreduce", "optimizer_step", "after_step", "edge")
-
-
-class Counter:
-    """What a metric or a curriculum keeps."""
-
-    def __init__(self) -> None:
-        self.steps, self.mean = 0, torch.zeros(3)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "mean": self.mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps, self.mean = state["steps"], state["mean"]
 
 
 def train(epochs: Callable[[int], Any]) -> tuple[torch.Tensor, torch.Tensor, int, list[float]]:

@@ -29,8 +29,8 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
+from tests.loop.alone import session_of
 from tests.loop.plain_values import Thing, alike
-from tests.loop.test_preemption import session_of
 from tests.membership.groups import local_controller, member
 
 # -- between ranks -----------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import ray.tune
 import elastic_ray as er
 from elastic_ray.events import EventKind
 from tests.job import traced
+from tests.job.controllers import kill_controller
 from tests.job.jobs import kinds, wait_until
-from tests.job.test_controller_loss import kill_controller
 from tests.observe.listeners import Hangs, Listener, Logger, Raises, lines
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]

@@ -13,8 +13,8 @@ import elastic_ray as er
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
+from tests.job.controllers import kill_controller
 from tests.job.jobs import kinds, run, start, wait_until
-from tests.job.test_controller_loss import kill_controller
 from tests.observe.tb_files import Points, scalars, texts
 
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]

@@ -16,7 +16,7 @@ from placement.cluster.memory_need import MemoryNeed, bytes_text
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.planning.constraints import Constraints
 from placement.planning.plan import make_plan
-from tests.placement.test_constraints import (
+from tests.placement.constrained import (
     FRUGAL,
     carried_out,
     clusters,

@@ -9,32 +9,13 @@ import pytest
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
-from placement.cluster.jobs import JobView
 from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation
 from placement.goodput.remaining import remaining
 from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
 from placement.policies import GoodputPolicy
-from tests.placement.views import AT_ONCE, cluster, model, node, view
-
-MODEL = model()
-
-
-def measured(job: str, sizes: tuple[int, ...], gpu: str = "T4", fingerprint: str | None = "resnet") -> JobView:
-    seen = tuple(Observation(1, k, 64, 0, float(MODEL.step_time(1, k, 64, 0))) for k in sizes)
-    return view(
-        job,
-        fingerprint=fingerprint,
-        goodput=MODEL,
-        models={gpu: MODEL},
-        observations={gpu: seen},
-        most_workers=max(sizes),
-        growth_limit=2 * max(sizes),
-    )
-
-
-def fresh(fingerprint: str | None = "resnet") -> JobView:
-    return view("new", goodput=None, fingerprint=fingerprint, growth_limit=1)
+from tests.placement.measured import MODEL, fresh, measured
+from tests.placement.views import AT_ONCE, cluster, node
 
 
 def test_a_newcomer_knows_what_others_measured_and_need_not_explore() -> None:

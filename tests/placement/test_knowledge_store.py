@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,14 @@ from placement.goodput.fitting import Observation
 from placement.knowledge.knowledge import Knowledge
 from placement.knowledge.records import KnownStep, Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
-from tests.placement.test_knowledge import fresh, measured
+from tests.placement.measured import fresh, measured
+from tests.placement.stored_knowledge import NOW_S, knowing, root_at
 from tests.placement.views import node
-
-NOW_S = time.time()
-
-
-def knowing(*sizes: int, cpus: float = 8, at_s: float = NOW_S) -> Knowledge:
-    knowledge = Knowledge()
-    knowledge.machines(Cluster(nodes=(node("n0", cpus, labels={GPU_TYPE_LABEL: "T4"}),)))
-    if sizes:
-        knowledge.learn(measured("old", sizes), at_s)
-    return knowledge
 
 
 def known_sizes(knowledge: Knowledge) -> set[int]:
     told = knowledge.complete(fresh(), NOW_S + 1.0)
     return {o.replicas for o in told.observations.get("T4", ())}
-
-
-def root_at(path: Path, *, local: bool = True) -> StorageRoot:
-    if local:
-        return StorageRoot(path=str(path), filesystem=pyarrow.fs.LocalFileSystem())
-    return StorageRoot(path="runs", filesystem=pyarrow.fs.SubTreeFileSystem(str(path), pyarrow.fs.LocalFileSystem()))
 
 
 def files(path: Path) -> list[Path]:

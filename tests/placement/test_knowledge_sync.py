@@ -15,8 +15,8 @@ from placement.knowledge.records import Measurements
 from placement.knowledge.store import FOLDER, KnowledgeStore, StorageRoot
 from placement.knowledge.sync import KnowledgeSync
 from tests.hanging_storage import HangingStorage
-from tests.placement.test_knowledge import measured
-from tests.placement.test_knowledge_store import NOW_S, knowing
+from tests.placement.measured import measured
+from tests.placement.stored_knowledge import NOW_S, knowing
 
 
 async def until(condition: Callable[[], bool]) -> None:

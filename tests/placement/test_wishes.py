@@ -27,7 +27,7 @@ from placement.planning.problem import Plan
 from placement.planning.tenants import Tenant
 from placement.policies import GoodputPolicy
 from placement.policies.shared.shapes import goodputs as shape_goodputs
-from tests.placement.test_constraints import carried_out, clusters, constrained_views, every, policy, rules, sizes
+from tests.placement.constrained import carried_out, clusters, constrained_views, every, policy, rules, sizes
 from tests.placement.views import AT_ONCE, cluster, model, view
 
 # Two workers are slower than one: no other policy has a use for them.

@@ -10,8 +10,8 @@ import torch
 from elastic_ray.sync import Strategy
 from tests.loop.changing import Change, run_job
 from tests.loop.ranks import Ranks
+from tests.sync.averages import AVERAGES
 from tests.sync.drifting import EPOCHS, SAMPLES, STEPS, Loop, sgd
-from tests.sync.test_averaging import AVERAGES
 
 
 def train(name: str, micro: int | None, every: int) -> Any:

@@ -12,14 +12,8 @@ from elastic_ray.sync import Strategy
 from elastic_ray.sync.averaging.algorithms import DiLoCoAverager
 from elastic_ray.sync.spec import Average
 from tests.loop.ranks import Ranks
+from tests.sync.averages import AVERAGES
 from tests.sync.drifting import Loop, adam, reference, sgd
-
-AVERAGES = {
-    "local_sgd": Average(algorithm="local_sgd", period=3),
-    "diloco": Average(algorithm="diloco", period=2, outer_lr=0.7, outer_momentum=0.9),
-    "sma": Average(algorithm="sma", period=1, alpha=0.3),
-    "pair": Average(algorithm="pair", period=1),
-}
 
 
 def train(average: Average, make: Any) -> Any:

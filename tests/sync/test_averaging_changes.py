@@ -12,8 +12,8 @@ from torch import Tensor
 from elastic_ray.sync import Strategy
 from elastic_ray.sync.spec import Average
 from tests.loop.changing import Change, Kill, Outcome, run_job
+from tests.sync.averages import AVERAGES
 from tests.sync.drifting import BATCH, EPOCHS, SAMPLES, STEPS, Loop, Seen, adam, sgd
-from tests.sync.test_averaging import AVERAGES
 
 pytestmark = pytest.mark.slow  # each of many scripted kills leaves gloo threads behind in this process
 

@@ -22,11 +22,11 @@ from elastic_ray.run.registry import HookPoint
 from elastic_ray.sync import AdaptiveSGD, LocalSGD, Strategy, StrategyError
 from elastic_ray.sync.spec import Average
 from elastic_ray.worker.state_saver import StateSaver
+from tests.loop.alone import session_of
 from tests.loop.changing import run_job
 from tests.loop.ranks import RankFailedError, Ranks
-from tests.loop.test_preemption import session_of
+from tests.sync.averages import AVERAGES
 from tests.sync.drifting import BATCH, EPOCHS, STEPS, Loop, adam, net, plain, reference, rows, sgd, weights
-from tests.sync.test_averaging import AVERAGES
 
 
 def train(strategy: Any, make: Any) -> Any:

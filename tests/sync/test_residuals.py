@@ -20,8 +20,8 @@ from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.sync import Owner, Reduce, Rule, Strategy, Wire
 from elastic_ray.sync.engine.reduction import PROBE_EVERY
+from tests.loop.alone import session_of
 from tests.loop.changing import Change, Kill, Outcome, run_job
-from tests.loop.test_preemption import session_of
 
 SAMPLES, BATCH, EPOCHS = 50, 7, 2
 WAYS: list[Any] = ["int8", Strategy(default=Reduce(wire=Wire(rank=1), bucket_bytes=1024))]

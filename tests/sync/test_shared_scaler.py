@@ -10,7 +10,7 @@ import torch
 
 import elastic_ray as er
 from elastic_ray.parallel.patches import scale_rollback
-from tests.batch.test_device_numbers import Waits
+from tests.batch.waits import Waits
 from tests.loop.changing import Change, run_job
 from tests.loop.ranks import Ranks
 from tests.sync.drifting import BATCH, EPOCHS, STEPS, net, rows, sgd, weights

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.local_cluster import _free_port
+from tests.local_cluster import free_port
 
 _CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
@@ -77,7 +77,7 @@ def prometheus(folder: Path, discovery: Path, *, honor_labels: bool = False) -> 
         discovery: Ray's file of what is to be scraped.
         honor_labels: as in its configuration.
     """
-    config, port = folder / "prometheus.yml", _free_port()
+    config, port = folder / "prometheus.yml", free_port()
     config.write_text(_CONFIG.format(discovery=discovery, honor=str(honor_labels).lower()))
     with (folder / "prometheus.log").open("w") as log:
         process = subprocess.Popen(

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
@@ -21,6 +19,7 @@ from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
 from tests.loop.changing import Change, Kill, run_job
+from tests.sync.sharded_parameters.live import Live
 from tests.sync.sharded_parameters.sharded import Case, Net, check, data, meta_net, sharded_net
 
 
@@ -101,27 +100,6 @@ def test_it_begins_with_the_bits_of_the_seed_at_any_number_of_workers(workers: t
         for key, value in wanted.state_dict().items():
             if worker == 1 or key in dict(wanted.named_buffers()):
                 assert torch.equal(begun[key], value), key
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that a thread has made and that live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._known: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, (tuple, list)) else (result,):
-            if type(each) in (Tensor, nn.Parameter) and not each.is_meta:
-                storage = each.untyped_storage()
-                self._known[storage._cdata] = StorageWeakRef(storage)
-        self._known = {key: each for key, each in self._known.items() if not each.expired()}
-        # Torch frees what it has gathered by making it small.
-        storages = (torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self._known.values())
-        self.peak = max(self.peak, sum(each.nbytes() for each in storages if each is not None))
-        return result
 
 
 def _peaks(device: str, workers: int) -> tuple[float, float]:

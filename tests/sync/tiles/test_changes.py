@@ -8,14 +8,8 @@ import pytest
 
 from elastic_ray.sync import Owner, StateLostError
 from tests.loop.changing import Change, Hold, Kill
+from tests.sync.tiles.scripts import GROWS_AND_SHRINKS
 from tests.sync.tiles.trained import Case, check, run
-
-GROWS_AND_SHRINKS = [
-    Change(3, (1, 2, 3)),
-    Change(7, (1, 2, 3, 4)),
-    Change(15, (3, 4)),
-    Kill(20, 3, "backward", last=True),
-]
 
 
 @pytest.mark.matrix(every=2)

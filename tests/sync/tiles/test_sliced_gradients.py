@@ -20,8 +20,8 @@ from elastic_ray.sync import Owner, Reduce, Rule, Strategy, StrategyError, Wire
 from elastic_ray.sync.sliced_gradients.routes import OwnedSpan, pieces_of, routes
 from elastic_ray.sync.sliced_gradients.sliced_gradient import Content, SlicedGradient
 from tests.loop.changing import Change, Hold, Kill, run_job
-from tests.sync.tiles.test_changes import GROWS_AND_SHRINKS
-from tests.sync.tiles.test_user_code import FOUR, SCRIPT, _Loop
+from tests.sync.tiles.scripts import GROWS_AND_SHRINKS
+from tests.sync.tiles.test_user_code import FOUR, SCRIPT, Loop
 from tests.sync.tiles.trained import OPTIMIZERS, Case, Net, Run, check, data, run
 
 
@@ -130,8 +130,8 @@ def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", [{"micro": 2}, {"scaler": True}, {"unfreeze": True}, {"spoiled": 5}])
 def test_loops_of_other_kinds_are_as_replicated(options: dict[str, Any]) -> None:
-    found = run_job(_Loop("zero2", **options), SCRIPT, first=(1, 2, 3))
-    wanted = run_job(_Loop(None, **options), SCRIPT, first=(1, 2, 3))
+    found = run_job(Loop("zero2", **options), SCRIPT, first=(1, 2, 3))
+    wanted = run_job(Loop(None, **options), SCRIPT, first=(1, 2, 3))
     for each in (found, wanted):
         each.results = {worker: result[0] for worker, result in each.results.items()}
     same(found, wanted, 2e-5)
@@ -141,8 +141,8 @@ def test_loops_of_other_kinds_are_as_replicated(options: dict[str, Any]) -> None
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
 def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1, variance_every=2)
-    found = run_job(_Loop("zero2", optimizer=optimizer, monitor=monitor), [], first=FOUR)
-    wanted = run_job(_Loop(None, optimizer=optimizer, monitor=monitor), [], first=FOUR)
+    found = run_job(Loop("zero2", optimizer=optimizer, monitor=monitor), [], first=FOUR)
+    wanted = run_job(Loop(None, optimizer=optimizer, monitor=monitor), [], first=FOUR)
     for worker, (_, noise, measures) in found.results.items():
         other = wanted.results[worker]
         assert noise == found.results[1][1] and measures == found.results[1][2], "equal on all ranks"
@@ -154,7 +154,7 @@ def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: s
 
 @pytest.mark.thorough
 def test_an_adaptive_batch_scales_the_learning_rate_alike_on_all_ranks() -> None:
-    found = run_job(_Loop("zero2", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
+    found = run_job(Loop("zero2", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
     (first, *_), *others = found.results.values()
     assert all(all(map(torch.equal, first, parameters)) for parameters, *_ in others)
 

@@ -25,7 +25,7 @@ from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync import Owner, Reduce, Rule, Strategy
 from elastic_ray.sync.optimizer_tiles.stored import StoredStates
 from tests.loop.changing import Change, Kill, Outcome, run_job
-from tests.sync.sharded_parameters.test_meta import Live
+from tests.sync.sharded_parameters.live import Live
 from tests.sync.tiles.saving import Job, go_on_from, read_checkpoint
 from tests.sync.tiles.trained import OPTIMIZERS, Net, assert_same_state, data
 

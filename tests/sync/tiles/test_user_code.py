@@ -159,7 +159,7 @@ class _Tabled(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loop:
+class Loop:
     """Trains in another way than `Run`."""
 
     strategy: Any
@@ -230,8 +230,8 @@ def test_loops_of_other_kinds_are_bit_by_bit_as_replicated(options: dict[str, An
     if "model" in options:
         strategy = Strategy(rules=(Rule(pattern="table.*", sync=Rows()),), default=Owner(unit="tile"))
     replicated = "parallax" if "model" in options else None
-    found = run_job(_Loop(strategy, **options), SCRIPT, first=(1, 2, 3))
-    wanted = run_job(_Loop(replicated, **options), SCRIPT, first=(1, 2, 3))
+    found = run_job(Loop(strategy, **options), SCRIPT, first=(1, 2, 3))
+    wanted = run_job(Loop(replicated, **options), SCRIPT, first=(1, 2, 3))
     for worker, (parameters, *_) in found.results.items():
         assert all(map(torch.equal, parameters, wanted.results[worker][0])), worker
 
@@ -240,8 +240,8 @@ def test_loops_of_other_kinds_are_bit_by_bit_as_replicated(options: dict[str, An
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad", "rmsprop"])
 def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1)
-    found = run_job(_Loop("zero1", optimizer=optimizer, monitor=monitor), [], first=FOUR)
-    wanted = run_job(_Loop(None, optimizer=optimizer, monitor=monitor), [], first=FOUR)
+    found = run_job(Loop("zero1", optimizer=optimizer, monitor=monitor), [], first=FOUR)
+    wanted = run_job(Loop(None, optimizer=optimizer, monitor=monitor), [], first=FOUR)
     for worker, (parameters, noise, measures) in found.results.items():
         assert all(map(torch.equal, parameters, wanted.results[worker][0])), worker
         assert measures.norms.update == pytest.approx(wanted.results[worker][2].norms.update, rel=1e-4)
@@ -251,7 +251,7 @@ def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: s
 
 
 def test_a_learning_rate_by_noise_is_the_same_on_all_ranks() -> None:
-    found = run_job(_Loop("zero1", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
+    found = run_job(Loop("zero1", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
     (first, *_), *others = found.results.values()
     assert all(all(map(torch.equal, first, parameters)) for parameters, *_ in others)
 
