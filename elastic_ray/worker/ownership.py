@@ -30,7 +30,7 @@ _ANSWER_S = 10.0
 _FAREWELL_S = 1.5
 _UNUSED_S = 120.0
 _SAVED_WITHIN_S = 600.0  # the save itself has a limit of the job's
-_UNWANTED_S = 60.0  # its pool asks every few seconds
+_UNWANTED_S = 180.0  # its pool asks every few seconds, and has given it up while it imports for so long
 
 
 class Ownership:
