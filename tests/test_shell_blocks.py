@@ -46,8 +46,9 @@ def check_click(arguments: list[str]) -> None:
 def test_a_shown_command_is_accepted(page: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(["bash", "-n", "-c", command], check=True)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    (tmp_path / "SCRIPT").touch()
+    for file in ("train.py", "SCRIPT", "cluster-policy.yaml"):
+        (tmp_path / file).touch()
+    (tmp_path / "job.yaml").write_text("script: train.py\n")
     for part in re.split(r"&&|\|\|", command):
         words = shlex.split(part, comments=True)
         match words:

@@ -25,7 +25,7 @@ class _Mailbox(http.server.BaseHTTPRequestHandler):
     silent_s = 0.0
 
     def do_POST(self) -> None:
-        time.sleep(self.silent_s)
+        time.sleep(self.silent_s)  # as slow as the server is said to be
         self.told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.send_response(self.status)
         self.end_headers()

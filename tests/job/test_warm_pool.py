@@ -184,7 +184,7 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     client = pool_client(spec(), calling_owner("job:mine"))
     asyncio.run(client.order({node: 2}))
     assert not ready() and not ray.get(find_pool().processes.remote(), timeout=60), "beside a job's first epochs"
-    time.sleep(1.5)
+    time.sleep(1.5)  # quiet_s has passed
     asyncio.run(client.order({node: 2}))
     before = wait_for(ready)
     first = actors()[NAME]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -93,7 +94,8 @@ class Ranks:
         """Where each process is: whoever finds that one hangs wants to know where."""
         for process, _ in self._processes:
             if process.is_alive():
-                os.kill(process.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)  # signal handlers write
         found = [(process.pid, _stack_file(process.pid)) for process, _ in self._processes]
         return [f"process {pid}:\n{path.read_text()}" for pid, path in found if path.exists()]

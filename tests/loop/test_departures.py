@@ -43,7 +43,7 @@ class EndsSlowly:
     """Keeps the interpreter's end going while other threads run."""
 
     def __del__(self) -> None:
-        time.sleep(4.0)
+        time.sleep(4.0)  # longer than what is under way takes to come back
 
 
 def leave_with_work_pending(how: str) -> None:
@@ -54,7 +54,7 @@ def leave_with_work_pending(how: str) -> None:
         for (x,) in er.AdaptiveDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 1)), batch_size=8):
             wrapped(x).square().mean().backward()
     if os.environ["RANK"] == "1":
-        time.sleep(4.0)
+        time.sleep(4.0)  # the other ends meanwhile
         os._exit(0)
     session = session_of_thread()
     assert session is not None and session.group.communicator is not None

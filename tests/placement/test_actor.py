@@ -448,7 +448,7 @@ def test_what_autoscaling_decides_by_is_made_when_it_is_due_only(jobs: Jobs) -> 
     wait_until(lambda: bool(snapshot().jobs) and snapshot().settled, "the job is known")
     ray.get(allocator.__ray_call__.remote(count_views), timeout=180)
     begin_s = time.monotonic()
-    time.sleep(10.0)
+    time.sleep(10.0)  # what is counted is in a time
     counted = ray.get(allocator.__ray_call__.remote(lambda it: it._core.views_to_scale_for.counted), timeout=180)
     assert 1 <= counted <= 1 + (time.monotonic() - begin_s) / 4.0
     jobs.stop("a")

@@ -32,7 +32,9 @@ def test_the_ray_cluster_passes_rays_own_converter() -> None:
     from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
     from ray.autoscaler._private.util import validate_config
 
-    config = _derive_autoscaling_config_from_ray_cr(yaml.safe_load(RAY_CLUSTER.read_text()))
+    written = yaml.safe_load(RAY_CLUSTER.read_text())
+    written["metadata"]["namespace"] = "default"  # kubectl's to fill in
+    config = _derive_autoscaling_config_from_ray_cr(written)
     validate_config(config)
     types = config["available_node_types"]
     ours = {each.name: each for each in read_cluster_file(RAY_CLUSTER).types}

@@ -183,7 +183,7 @@ def test_what_carries_least_in_the_fewest_collectives_comes_first() -> None:
     assert names([layer], plain) == ["all_reduce", "partitioned_ar", "ps_balanced"]
     layers = [ParamInfo(names=(f"w{number}",), shape=(200, 200)) for number in range(200)]
     found = names(layers, plain)
-    assert found[0] == "all_reduce" and found[-1] == "ps_balanced" and len(found) == 5
+    assert found[0] == "all_reduce" and found[-1] == "ps_balanced" and "all_reduce of 1 MiB" in found
     table = ParamInfo(names=("t",), shape=(200_000, 128), table=True, rows=2000)
     small = ParamInfo(names=("w",), shape=(10, 10))
     assert names([table, small], plain) == ["parallax", "mine"], "whole tables are hopeless, but for the present way"
