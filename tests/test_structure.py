@@ -31,9 +31,10 @@ SAME_NAMES = {
 
 # Private names that tests use, by reason. What is not listed is reached by what users and other modules see.
 PRIVATE_NAMES = {
-    "of torch: what a hook or an operator leaves is to be seen": """_set_params_and_buffers_to_ignore_for_model _Work _backward_hooks _cdata _dynamo _foreach_lerp_
+    "of torch: what a hook or an operator leaves is to be seen": """_Work _backward_hooks _cdata _dynamo _foreach_lerp_
         _foreach_mul_ _forward_hooks _forward_pre_hooks _indices _lazy_seed_tracker _local_scalar_dense
-        _new_with_weak_ptr _orig_mod _post_accumulate_grad_hooks _version""",
+        _new_with_weak_ptr _orig_mod _post_accumulate_grad_hooks
+        _set_params_and_buffers_to_ignore_for_model _version""",
     "of Ray and its Python: what it keeps has no public view": """_MockFileSystem _TrainingResult _WrappedDataLoader
         _connect_and_get_accessor _derive_autoscaling_config_from_ray_cr _gcs_client _global_node _internal_kv_del
         _internal_kv_get _internal_kv_list _internal_kv_put _private _proc _resources_per_worker_not_none _scaler
@@ -49,8 +50,8 @@ PRIVATE_NAMES = {
         _left_out _pending _policies _promise _records _tables""",
     "what lies with each rank, which no rank shows another": """_debtors _divided _gathered _gradients _holder _owed
         _reducer _shard _states _sync _table _tiles _tracker""",
-    "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind _meet _module
-        _nccl _optimizer _run _session _speak""",
+    "the inside of a communicator or a run, which a test breaks on purpose": """_above _core _form_gloo _gloo _kind _meet
+        _module _nccl _optimizer _run _session _speak""",
     "the background work of a saver or a notifier, which a test waits for": "_background _busy _looking _making _parts",
     "a coordinator without Ray's data, driven from within": """_changed _close _closed _datasets _lock _loop _packed
         _readers _streams _tell _waiting _wanted _window""",
