@@ -175,8 +175,8 @@ class Experiment:
 
         Raises:
             ExperimentFailedError: the Ray cluster, NNI's manager or the tuner is gone; it has the results so far.
-            ImpossibleResourcesError: the cluster could never run a trial. RuntimeError: the port is taken, or another
-            experiment of this name runs.
+            ImpossibleResourcesError: the cluster could never run a trial.
+            RuntimeError: the port is taken, or another experiment of this name runs.
         """
         self.start(port)
         try:
