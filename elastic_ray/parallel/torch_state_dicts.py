@@ -29,7 +29,8 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 _FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _MODELS: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()  # True where ranks hold parts
 _REFUSED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, str]] = weakref.WeakKeyDictionary()
-_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+# What divides an optimizer's state knows the optimizer, which an entry may not keep.
+_OPTIMIZERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer: Any, divided: Any) -> None:
@@ -41,7 +42,7 @@ def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer:
         elif sharded and each is not wrapper and each is not model:
             _REFUSED[each] = "within a sharded model", "give the whole model, and take its names from the state dict"
     _MODELS[wrapper] = _MODELS[model] = sharded
-    _OPTIMIZERS[optimizer] = divided
+    _OPTIMIZERS[optimizer] = weakref.ref(divided)
     if _FUNCTIONS in sys.modules:
         _replace_parts(sys.modules[_FUNCTIONS])
     elif not any(isinstance(each, _Importer) for each in sys.meta_path):
@@ -146,7 +147,8 @@ def _load_optimizers(
 
 
 def _known(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
-    return [_OPTIMIZERS[each] for each in optimizers if each in _OPTIMIZERS]
+    found = [_OPTIMIZERS[each]() for each in optimizers if each in _OPTIMIZERS]
+    return [each for each in found if each is not None]
 
 
 def _as_given(info: Any) -> Any:

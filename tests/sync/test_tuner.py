@@ -101,7 +101,7 @@ def first() -> Strategy:
     return Auto().build(ModelProfile(params=PARAMS), Topology())
 
 
-@pytest.mark.parametrize("steps", [3, 22, 35])
+@pytest.mark.parametrize("steps", [3, 12, 22])
 def test_a_lost_step_leaves_nothing_behind(steps: int) -> None:
     run = Run()
     run.train(steps)
