@@ -79,8 +79,7 @@ def test_a_script_runs_to_its_end_at_the_size_that_the_command_line_says(cluster
     assert "the script is done" in done.stdout and "job digits: finished" in done.stdout
     assert (script.parents[1] / "runs" / "digits" / "events.jsonl").exists()
     assert "the script is done" in run(cluster, "logs", "digits").stdout
-    assert "submission digits: finished" in run(cluster, "status", "digits").stdout
-    assert "digits" not in run(cluster, "jobs").stdout
+    assert "job digits: finished" in run(cluster, "status", "digits").stdout
     (row,) = json.loads(run(cluster, "jobs", "--all", "--json").stdout)
     assert (row["job"], row["phase"]) == ("digits", "finished")
 

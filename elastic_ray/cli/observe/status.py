@@ -27,11 +27,10 @@ def status(job: str, last: int, as_json: bool) -> None:
 
     cluster.connect()
     if not cluster.find_jobs(job):
-        ended = cluster.ended_job(job)
-        if ended is not None:
+        ended, script = cluster.ended_job(job), ray_jobs.find(job)
+        if ended is not None and (script is None or script.ended):  # else its name is in use again
             _show_ended(ended_row(ended), as_json)
             return
-        script = ray_jobs.find(job)
         if script is None:
             raise cluster.not_found(job, [each.job for each in cluster.known_jobs()])
         _show_script(script, as_json)
