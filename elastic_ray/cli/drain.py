@@ -46,12 +46,12 @@ def drain(names: tuple[str, ...], label: tuple[str, str] | None, deadline_s: flo
             )
     else:
         meant = [cluster.living_node(name, "NODE") for name in names]
-    end_s = time.time() + deadline_s
+    until_s = time.monotonic() + deadline_s
     for node_id in meant:
-        if refusal := ask_to_drain(node_id, reason, end_s):
+        if refusal := ask_to_drain(node_id, reason, time.time() + deadline_s):
             raise click.ClickException(f"node {node_id[:SHORT_ID]} cannot be drained: {refusal}")
     while left := [node for node in read_nodes() if node.node_id in meant and node.reserved]:
-        if time.time() > end_s:
+        if time.monotonic() > until_s:
             told = "; ".join(f"node {node.node_id[:SHORT_ID]}: {', '.join(sorted(node.reserved))}" for node in left)
             raise click.ClickException(f"after {deadline_s:g} s some jobs still have workers there: {told}")
         time.sleep(_LOOK_S)

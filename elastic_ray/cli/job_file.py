@@ -76,12 +76,12 @@ def read_job_file(path: Path) -> JobFile:
             raise InputError(f"{path}: {key} must be {what}, but got {said[key]!r}")
     if "workers" in said:
         try:
-            said["workers"] = parse_workers(_written(as_written, "workers"))  # YAML takes 1:8 for 68 seconds
+            said["workers"] = parse_workers(str(_field(as_written, "workers").value))  # YAML takes 1:8 for 68 seconds
         except ValueError as error:
             raise InputError(f"{path}: {error}") from None
     if "arguments" in said:
-        given = said["arguments"]
-        said["arguments"] = tuple(shlex.split(given) if isinstance(given, str) else map(str, given))
+        written = _field(as_written, "arguments").value  # YAML takes 010 for 8 and yes for true
+        said["arguments"] = tuple(shlex.split(written) if isinstance(written, str) else map(_argument, written))
     for key in ("script", "working_dir"):
         if key in said:
             said[key] = path.parent / said[key]
@@ -91,6 +91,13 @@ def read_job_file(path: Path) -> JobFile:
     return found
 
 
-def _written(mapping: Any, field: str) -> str:
-    """A field of YAML's outermost mapping as it is written, whatever type YAML takes it for."""
-    return next(str(value.value) for key, value in mapping.value if key.value == field)
+def _field(mapping: Any, field: str) -> Any:
+    """YAML's node of a field of the outermost mapping: it has what is written, whatever type YAML takes that for."""
+    return next(value for key, value in mapping.value if key.value == field)
+
+
+def _argument(node: Any) -> str:
+    """An argument of the script as it is written."""
+    if not isinstance(node.value, str):
+        raise InputError(f"line {node.start_mark.line + 1}: each of arguments must be one text or number")
+    return node.value

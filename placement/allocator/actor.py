@@ -200,7 +200,7 @@ class Allocator:
         self._core: AllocatorCore | None = None
         file = LineFile(self._ruling.record) if self._ruling.record is not None else None
         self._recorder = Recorder(file.append if file is not None else None)
-        self._started = asyncio.Lock()
+        self._started, self._applying = asyncio.Lock(), asyncio.Lock()
         self._controllers = Controllers(self._mourn)
         self._history: collections.deque[tuple[RawNode, ...]] = collections.deque(maxlen=_HISTORY)
         self._ended_s: dict[str, float] = {}
@@ -249,16 +249,17 @@ class Allocator:
         Raises:
             InputError: a quota of a resource that no node has.
         """
-        await self.settings(wanted)
-        await asyncio.to_thread(notes.keep_settings, wanted.to_plain())
-        before, self._ruling = self._ruling, wanted.over(self._config or AllocatorConfig())
-        ruling = self._ruling
-        if repr((before.autoscaling, before.tenants)) != repr((ruling.autoscaling, ruling.tenants)):
-            await self._withdraw_nodes()
-            self._open_nodes()
-        self._open_page()
-        self._handle(SettingsChanged(tenants=ruling.tenants, priorities=ruling.priorities))
-        return in_force(ruling).to_plain()
+        async with self._applying:  # of two operators one comes after the other
+            await self.settings(wanted)
+            await asyncio.to_thread(notes.keep_settings, wanted.to_plain())
+            before, self._ruling = self._ruling, wanted.over(self._config or AllocatorConfig())
+            ruling = self._ruling
+            if repr((before.autoscaling, before.tenants)) != repr((ruling.autoscaling, ruling.tenants)):
+                await self._withdraw_nodes()
+                self._open_nodes()
+            self._open_page()
+            self._handle(SettingsChanged(tenants=ruling.tenants, priorities=ruling.priorities))
+            return in_force(ruling).to_plain()
 
     async def _withdraw_nodes(self) -> None:
         """Ask Ray for no node any more."""

@@ -67,7 +67,7 @@ class OperatorSettings:
         """
         said = _mapping(plain, where, _SECTIONS)
         page, tenants, priorities = said.get("page"), said.get("tenants"), said.get("priorities")
-        if page not in (None, True, False):
+        if page is not None and not isinstance(page, bool):
             raise InputError(f"{where}: page must be true or false, but got {page!r}")
         scaling = said.get("autoscaling")
         if isinstance(scaling, bool):  # YAML reads a bare off as false

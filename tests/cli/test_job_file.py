@@ -37,6 +37,10 @@ def test_a_file_says_what_the_options_would(folder: Path) -> None:
         runtime_env={"pip": ["einops"]},
     )
     assert read(folder, "{script: train.py, workers: 4, arguments: [--epochs, 3]}").arguments == ("--epochs", "3")
+    as_written = ("--seed", "010", "--lr", "0.10", "--fast", "yes", "--day", "2026-11-27")
+    assert read(folder, f"{{script: train.py, arguments: [{', '.join(as_written)}]}}").arguments == as_written
+    with pytest.raises(InputError, match="line 1: each of arguments must be one text or number"):
+        read(folder, "{script: train.py, arguments: [[--epochs, 3]]}")
 
 
 @pytest.mark.parametrize(
