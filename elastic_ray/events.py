@@ -35,6 +35,7 @@ class EventKind(str, enum.Enum):
     NOT_FINITE = "not_finite"
     CAUGHT_UP = "caught_up"
     POLICY = "policy"
+    PASS = "pass"
     WARNING = "warning"
     FINISHED = "finished"
 

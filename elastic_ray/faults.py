@@ -29,6 +29,7 @@ MOMENTS = (
     "after_collective",  # this rank has its result
     "joining",  # ready, waiting for the generation to begin
     "receiving",  # in the new generation, before the state is exchanged
+    "received",  # its state is that of the others, which is to be proven
     "leaving",  # out of the generation, before the train function has unwound
 )
 

@@ -18,10 +18,12 @@ from elastic_ray.data.order import EpochOrder, StreamSharder, digest
 from elastic_ray.data.permutation import Order
 from elastic_ray.data.sharding import can_switch, rank_slices, split, step_size
 from elastic_ray.data.shares import Shares
+from elastic_ray.state.proof import BITS, sample_hashes
 
 _SHOWN = 4  # of an order, in errors
 # Indices of some steps are computed together: for so few as one has, NumPy's calls cost more than the work.
 _STEPS_AHEAD, _INDICES_AHEAD = 64, 4096
+_CHUNK = 1 << 20
 
 
 class StepSplit:
@@ -138,12 +140,14 @@ class StepBatches:
         sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches; no rank at all at the end of the pass.
         fetches: a function for each of this rank's micro-batches; none where it has no sample.
         sample_tag: of a sample that all ranks have read for it; 0 where each reads its own only.
+        hashed: as ``LoaderStep.hashed``.
     """
 
     total: int
     sizes: Sequence[Sequence[int]] = ()
     fetches: Sequence[Callable[[], Any]] = ()
     sample_tag: int = 0
+    hashed: Callable[[], int] | None = None
 
 
 class BatchSource(Protocol):
@@ -251,6 +255,8 @@ class MapBatches:
         self._total = 0  # samples of the pass
         self._digest: tuple[Order, int] | None = None
         self._batches: Iterator[Any] | None = None
+        self._hashes: dict[int, int] = {}  # of the indices of each micro-batch, by the position of its first sample
+        self._firsts: Sequence[int] = ()  # positions of those of the present step
 
     def indices(self, epoch: int) -> Order:
         """The epoch's order."""
@@ -265,6 +271,7 @@ class MapBatches:
             if len(self._dataset) != self._length:
                 self._length, self._order, self._epoch = len(self._dataset), self._make_order(), None
         self._total = len(self.indices(epoch))
+        self._hashes = {}
         self._indices.plan(epoch, self._plan(epoch, position, cut))
         if self._loader is None:
             self._loader = self._make()
@@ -282,7 +289,7 @@ class MapBatches:
 
     def _plan(self, epoch: int, position: int, cut: StepSplit) -> Callable[[], Iterator[tuple[int, list[int]]]]:
         # Not a method of this object, which the DataLoader would then hold, and its worker processes would outlive it.
-        return functools.partial(_shares, self.indices(epoch), position, cut, sort=self._locality)
+        return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``."""
@@ -290,9 +297,24 @@ class MapBatches:
         count = cut.count(position, total)
         if not count:
             return StepBatches(total=total)
+        slices = cut.slices(count, position)
+        self._firsts = [position + each.start for each in slices]
         return StepBatches(
-            total=total, sizes=cut.sizes(count, position), fetches=[self.fetch] * len(cut.slices(count, position))
+            total=total,
+            sizes=cut.sizes(count, position),
+            fetches=[self.fetch] * len(slices),
+            hashed=self._hash_of_step,
         )
+
+    def _hash_of_step(self) -> int:
+        """Return the sum of the hashes of this rank's indices in the present step, modulo 2^32."""
+        return sum(map(self._hashes.__getitem__, self._firsts)) & BITS
+
+    def hash_of_rest(self, epoch: int, position: int) -> int:
+        """Return the same of the indices that the epoch's order has from ``position`` on."""
+        order = self.indices(epoch)
+        pieces = (order[begin : begin + _CHUNK] for begin in range(position, len(order), _CHUNK))
+        return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
 
     def fetch(self) -> Any:
         """This rank's next batch."""
@@ -301,6 +323,8 @@ class MapBatches:
 
     def commit(self) -> None:
         """The step was used."""
+        for first in self._firsts:
+            self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
         """The length of the dataset, the epoch's order, and what can be told of the items."""
@@ -319,7 +343,9 @@ class MapBatches:
         return can_switch(position=position, total=total, world_size=world_size)
 
 
-def _shares(order: Order, position: int, cut: StepSplit, *, sort: bool) -> Iterator[tuple[int, list[int]]]:
+def _shares(
+    order: Order, position: int, cut: StepSplit, hashes: dict[int, int], *, sort: bool
+) -> Iterator[tuple[int, list[int]]]:
     """This rank's micro-batches from ``position`` on, each with the position of its first sample.
 
     Sorted, each rank reads one stretch of the file in a step.
@@ -340,6 +366,11 @@ def _shares(order: Order, position: int, cut: StepSplit, *, sort: bool) -> Itera
         else:
             indices = order[own]
         values = iter(indices.tolist())
+        sums = np.concatenate([np.zeros(1, dtype=np.uint64), sample_hashes(indices).cumsum()]).tolist()
+        end = 0
+        for piece in pieces:
+            begin, end = end, end + len(piece)
+            hashes[piece.start] = (sums[end] - sums[begin]) & BITS
         for piece in pieces:
             yield piece.start, list(itertools.islice(values, len(piece)))
 

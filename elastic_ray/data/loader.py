@@ -16,7 +16,7 @@ from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
-from elastic_ray.data.batches import BringsBatches, StepSplit
+from elastic_ray.data.batches import BringsBatches, MapBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
@@ -324,7 +324,15 @@ class AdaptiveDataLoader(ResumableLoader):
             raise
         finally:
             self._end_reading(loader_pass)
-        self._session.passes.end_pass(loader_pass, total, put_off=joined_later)
+        self._session.passes.end_pass(
+            loader_pass, total, put_off=joined_later, rest=functools.partial(self._hash_of_rest, epoch, loader_pass)
+        )
+
+    def _hash_of_rest(self, epoch: int, loader_pass: PassProgress) -> int | None:
+        """Return the hashes of the samples that a pass leaves out; None where it may draw one twice."""
+        if not self._draws_from_all or not isinstance(self._source, MapBatches):
+            return None
+        return self._source.hash_of_rest(epoch, loader_pass.position)
 
     def _end_reading(self, loader_pass: PassProgress) -> None:
         """A pass is over; one that was left long ago, and is only collected now, does not end the one that reads."""
@@ -382,6 +390,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 leads=leads,
                 whole=self._given.whole_batches,
                 sample_tag=step.sample_tag,
+                hashed=step.hashed if leads else None,
                 population=step.total if self._draws_from_all else None,
             )
         )

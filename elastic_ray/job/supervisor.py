@@ -287,7 +287,7 @@ class JobSupervisor:
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
         detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
-        self.events.add(note.kind, before, after, note.reason, detail=detail, **facts)
+        self.events.add(note.kind, before, after, note.reason, detail={**detail, **note.detail}, **facts)
         if note.kind in (EventKind.CANCELLED, EventKind.WARNING):
             return
         if note.kind is EventKind.FAILURE:

@@ -97,7 +97,8 @@ class WorkerMessages:
             case WorkerOutOfMemory():
                 self._out_of_memory(message)
             case WorkerNotice(kind=kind, text=text, detail=detail) if not self._is_repeated(text, detail):
-                if kind is not EventKind.STRAGGLER:  # the status tells of those that there are now
+                # The status tells of slow workers that there are now.
+                if kind not in (EventKind.STRAGGLER, EventKind.PASS):
                     self._record.user_told(text)
                 self._events.note(kind, text, detail=detail)
                 if detail.get("request", {}).get("kind") == "Pause" and not detail["refused"]:

@@ -309,7 +309,7 @@ class GenerationChanges(Roster):
         if record is not None:
             if record.phase is WorkerPhase.READY:
                 record.join(now_s, others=flight.from_state and not record.loaded)
-            flight.entered(told.worker, told.pause)
+            flight.entered(told)
         if self._hope is not None:
             self._force(self._hope.cause, now_s)
         elif not self.silent(flight) and not flight.failed & self.workers.keys():
@@ -342,6 +342,7 @@ class GenerationChanges(Roster):
                 reason=flight.spec.reason,
                 pause=flight.pause,
                 generation=flight.spec.generation,
+                detail=flight.proof,
             )
         )
 

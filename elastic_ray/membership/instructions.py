@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.messages import GenerationSpec
@@ -59,6 +61,7 @@ class Note:
     reason: str
     pause: Pause = dataclasses.field(default_factory=Pause)
     generation: int = 0
+    detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

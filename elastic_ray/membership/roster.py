@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from elastic_ray.events import Pause
 from elastic_ray.membership.messages import GenerationSpec, Returned
+from elastic_ray.membership.signals import Switched
 
 
 class WorkerPhase(enum.Enum):
@@ -122,6 +125,7 @@ class InFlight:
         pauses: pause of each worker that has entered.
         failed: workers that could not form its group.
         effective_s: when the first worker was known to have entered.
+        proof: what the first one told of its state.
     """
 
     spec: GenerationSpec
@@ -133,6 +137,7 @@ class InFlight:
     pauses: dict[str, Pause] = dataclasses.field(default_factory=dict)
     failed: set[str] = dataclasses.field(default_factory=set)
     effective_s: float | None = None
+    proof: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
@@ -149,9 +154,10 @@ class InFlight:
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 
-    def entered(self, worker: str, pause: Pause) -> None:
-        """A worker has entered it, after this pause."""
-        self.pauses[worker] = pause
+    def entered(self, told: Switched) -> None:
+        """A worker has entered it."""
+        self.pauses[told.worker] = told.pause
+        self.proof = self.proof or told.proof
 
     def could_not_form(self, worker: str) -> None:
         """A worker could not form its group."""

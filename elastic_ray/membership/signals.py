@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from elastic_ray.events import Pause
 
@@ -87,10 +88,16 @@ class PrepareFailed(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Switched(Signal):
-    """It trains in ``generation`` now; ``pause`` is the time since its last committed step."""
+    """It trains in ``generation`` now.
+
+    Attributes:
+        pause: the time since its last committed step.
+        proof: that its state is that of the others, as an event's ``detail`` has it.
+    """
 
     generation: int
     pause: Pause
+    proof: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

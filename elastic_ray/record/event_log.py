@@ -44,6 +44,9 @@ class EventLog:
         if before != after and self._record.cost_usd is not None:
             facts["detail"] = {**facts.get("detail", {}), "cost_usd": self._record.cost_usd}
         event = JobEvent(kind=kind, time_s=time.time(), from_workers=before, to_workers=after, reason=reason, **facts)
+        if kind is EventKind.PASS:  # one an epoch: for who verifies the run
+            self._record.proven(event)
+            return
         told = (self._spec.job, kind.value, before, after, event.pause_s, reason)
         level = logging.DEBUG if self._spec.shown else logging.INFO
         logger.log(level, "job %s: %s %d->%d workers, pause %.2f s (%s)", *told)

@@ -182,6 +182,10 @@ class JobRecord:
         if event.kind is EventKind.STARTED:
             self.message = ""
 
+    def proven(self, event: JobEvent) -> None:
+        """Add an event that only the run's file is to have."""
+        self.unwritten_events.add(event.to_json())
+
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
         """Go on with what a controller before this one has noted down; :meth:`catch_up` follows."""
         self.phase, self.message = phase, message

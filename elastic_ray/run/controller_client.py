@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.events import Pause
+from elastic_ray.state.proof import Link
 from elastic_ray.state.resume_point import ResumePoint
 
 
@@ -31,8 +32,8 @@ class ControllerClient(Protocol):
     def failed(self, generation: int, cause: str) -> None:
         """A collective of ``generation`` failed here; this worker waits for the next generation."""
 
-    def switched(self, generation: int, pause: Pause) -> None:
-        """This worker trains in ``generation`` now, after this pause."""
+    def switched(self, generation: int, pause: Pause, proof: Link) -> None:
+        """This worker trains in ``generation`` now, after this pause, with this proof of its state."""
 
     def report_soon(self) -> None:
         """Rank 0's account of its steps holds something that is not to wait for the next regular one."""

@@ -23,6 +23,7 @@ from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.clock import StepClock
 from elastic_ray.steps.ledger import StepLedger, StepSums
+from elastic_ray.steps.sample_tally import SampleTally
 from elastic_ray.stragglers.gpu_types import TypeShares
 from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
@@ -53,6 +54,7 @@ class Run:
         registry: what the train function has built.
         ledger: which step this rank is in.
         sums: what accumulators were given in steps that are not committed yet.
+        tally: which samples a step has used.
         agreed: what the ranks have agreed on and not yet carried out.
         replicas: compares the wrapped models of the ranks.
         consensus: this rank's announcements and votes.
@@ -87,7 +89,7 @@ class Run:
         self.group = group = Group(worker, membership, expected, most_workers)
         self.states = SharedState(progress)
         self.ledger = StepLedger(self.states, recoverable=elastic, moment=self.moment if faults is not None else None)
-        self.clock, self.sums = StepClock(), StepSums()
+        self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
         self.agreed = AgreedChanges(membership)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
         self.meter = meter = monitoring.meter
@@ -112,7 +114,7 @@ class Run:
             self.agreed,
             self.replicas,
             self.ledger,
-            [meter, self.registry.saving],
+            [meter, self.registry.saving, self.tally],
             warn=lambda text: self.tell("warning", text),
             is_last_epoch=lambda: self.states.progress.in_last_epoch,
         )

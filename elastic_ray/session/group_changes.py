@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from elastic_ray.run.registry import HookPoint
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.user_collectives import CollectiveResults
+from elastic_ray.state.digests import check_alike, difference, different_ranks, digest
+from elastic_ray.state.layout import ReplicasDifferError
+from elastic_ray.state.proof import Link
 
 logger = logging.getLogger(__name__)
 
@@ -214,13 +218,49 @@ class GroupChanges:
             # One rank may be about to evaluate its model, and a joiner's be in another mode, but all cut steps alike.
             registry.ask_for_shares(max(least for (least,) in communicator.gather_ints([registry.least_share])))
         registry.sync_buffers(communicator)
+        proof = self._prove(spec, communicator)
         self._results.enter_group(communicator, run.progress)
         self._steps_waited = 0
         pause = run.clock.resume(run.group.generation)
         run.ledger.clear_failure()
         self._set_shape(spec.batch or run.states.shape)
-        self._controller.switched(spec.generation, pause)
+        self._controller.switched(spec.generation, pause, proof)
         return exchanged.passes
+
+    def _prove(self, spec: GenerationSpec, communicator: Communicator) -> Link:
+        """Have all ranks compare what they hold alike, before the first step of a group.
+
+        Raises:
+            CommunicationFailedError: the group broke, or a joiner differs, which raises what follows.
+            ReplicasDifferError: members differ among themselves, which is raised on every rank, or this rank joins and
+                differs from them.
+        """
+        run, progress = self._run, self._run.progress
+        run.moment("received")
+        tensors = {} if run.registry.drifts else run.states.alike()
+        own = [digest(list(tensors.values())), int(run.states.joined), progress.proof]
+        rows = communicator.gather_ints(own)
+        joined = [bool(row[1]) for row in rows]
+        if different := different_ranks([row[0] for row in rows], joined):
+            told = difference(communicator, tensors, different)
+            check_alike(different, joined, told, progress.steps)
+            if not run.elastic or communicator.rank in different:
+                raise ReplicasDifferError(f"what this worker was sent when it joined is not what it holds: {told}")
+            raise CommunicationFailedError(f"a joiner does not hold what it was sent: {told}")
+        link = Link.after(
+            rows[0][2],
+            {
+                "step": progress.steps,
+                "epoch": progress.epoch,
+                "positions": [each.position for each in progress.passes],
+                "members": [member.worker for member in spec.members],
+                "batch": None if run.states.shape is None else dataclasses.asdict(run.states.shape),
+                "digest": own[0],
+                "bytes": sum(each.numel() * each.element_size() for each in tensors.values()),
+            },
+        )
+        progress.link(link)
+        return link
 
     def _set_shape(self, shape: BatchChoice | None) -> None:
         """Take another batch shape; that of a policy goes first."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
+from elastic_ray.events import EventKind
 from elastic_ray.run.run import Run
 from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import GroupChanges
@@ -42,6 +43,7 @@ class LoaderPasses:
         # By depth: a pass, the group in which it was described, and its description.
         self._plans: dict[int, tuple[PassProgress, int, DataPlan]] = {}
         self._due: tuple[int, DataPlan | None] = 0, None  # what the present step's end compares, in which generation
+        self._told: int | None = 0  # link of the last pass that the job has heard of
         self._stepped_in = 0  # latest generation in which a step that is within no other was committed
 
     @property
@@ -214,6 +216,8 @@ class LoaderPasses:
             plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
             if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
                 averaged = 0 if nested else run.registry.drift_layout(trained=ledger.trains)
+                if not nested:
+                    run.tally.end(step)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
                 self._due = self._due if nested else (0, None)
         except CommunicationFailedError as error:
@@ -224,7 +228,8 @@ class LoaderPasses:
             return ledger.loader_steps > before
         if ends_early:
             self._ended_early = step.loader_pass
-        trained = ledger.commit(step, run.group.generation, run.registry.models.gain)
+        hashes = run.tally.take(step, run.group.world_size) if step.leads else None
+        trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
@@ -254,7 +259,13 @@ class LoaderPasses:
         return True
 
     def end_pass(
-        self, loader_pass: PassProgress, total: int, *, put_off: bool = False, abandoned: bool = False
+        self,
+        loader_pass: PassProgress,
+        total: int,
+        *,
+        put_off: bool = False,
+        abandoned: bool = False,
+        rest: Callable[[], int | None] = lambda: None,
     ) -> None:
         """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
 
@@ -264,6 +275,7 @@ class LoaderPasses:
             put_off: the user's code behind the loop has run already. What happens between two steps waits until the
                 progress says so; a joiner, or the job when it goes on later, does not run that code again.
             abandoned: its loop was left before its end.
+            rest: hashes of the samples that it leaves out; None where it is not to use each of its samples once.
 
         Raises:
             WorkerDismissed: as in :meth:`edge`.
@@ -281,6 +293,7 @@ class LoaderPasses:
                 plan = described[2] if described is not None and described[0] is loader_pass else None
                 self._vote(Announced(Intent.END_OF_PASS, depth, run.registry.buffer_layout), plan=plan)
                 self._run.states.progress.end_pass()
+                self._prove(loader_pass, total, rest)
                 run.registry.sync_buffers(run.group.communicator)
                 if self._run.ledger.depth == 0:
                     run.registry.collapse()
@@ -292,6 +305,22 @@ class LoaderPasses:
                 self._run.states.progress.follow_passes(furthest)
         self._leave_pass(loader_pass, total, put_off=put_off)
 
+    def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:
+        """All ranks have agreed on the end of a training pass whose samples are known."""
+        if loader_pass.hashed is None or not loader_pass.position or self._run.ledger.depth:
+            return
+        progress = self._run.states.progress
+        facts = {"epoch": progress.epoch, "steps": progress.steps, "samples": loader_pass.position, "of": total}
+        progress.prove({**facts, "hash": loader_pass.hashed, "rest": rest()})
+
+    def _tell_proof(self) -> None:
+        """Tell of the pass that has ended last, if that is news: the rank that was to tell may be gone."""
+        facts = self._run.states.progress.last_pass
+        if facts and facts["link"] != self._told and self._run.elastic and self._run.group.rank == 0:
+            self._told = facts["link"]
+            text = f"epoch {facts['epoch']}: {facts['samples']} of {facts['of']} samples were used"
+            self._run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
+
     def _end_alone(self, loader_pass: PassProgress) -> None:
         """A pass ends before its last sample, and the group is lost: who joins the next one must not take it up."""
         loader_pass.end()
@@ -299,6 +328,7 @@ class LoaderPasses:
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
         """All ranks know that the pass is over."""
+        self._tell_proof()
         self._run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:
             self._deferred_change = lambda world_size: total >= world_size

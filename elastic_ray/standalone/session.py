@@ -31,6 +31,7 @@ from elastic_ray.membership.messages import BatchProposal, ControllerMessage, Ge
 from elastic_ray.membership.worker_side import CommunicatorFactory, WorkerMembership
 from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.session.session import Session
+from elastic_ray.state.proof import Link
 from elastic_ray.state.resume_point import ResumePoint
 from placement.text import printable
 
@@ -147,7 +148,7 @@ class StandaloneController:
     def failed(self, generation: int, cause: str) -> None:
         """A fixed group cannot recover; the session raises."""
 
-    def switched(self, generation: int, pause: Pause) -> None:
+    def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         """Nothing to tell anybody."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:

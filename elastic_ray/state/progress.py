@@ -7,20 +7,29 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elastic_ray.state.proof import BITS, Link
 from elastic_ray.state.resume_point import ResumePoint
 from placement.cluster.progress import Progress
 
 
 @dataclasses.dataclass(slots=True)
 class PassProgress:
-    """One pass of a loader within an epoch: samples consumed so far, and whether it has ended."""
+    """One pass of a loader within an epoch.
+
+    Attributes:
+        position: samples used so far.
+        done: whether it has ended.
+        hashed: sum of the hashes of these samples' indices, modulo 2^32; None where not all of them are known.
+    """
 
     position: int = 0
     done: bool = False
+    hashed: int | None = 0
 
-    def advance(self, samples: int) -> None:
-        """A step of the pass was committed."""
+    def advance(self, samples: int, hashes: int | None = None) -> None:
+        """A step of the pass was committed, of samples whose indices have these hashes; None for unknown."""
         self.position += samples
+        self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
     def end(self) -> None:
         """The pass has ended."""
@@ -28,7 +37,7 @@ class PassProgress:
 
     def follow(self, other: PassProgress) -> None:
         """Stand where the same pass of another rank stands."""
-        self.position, self.done = other.position, other.done
+        self.position, self.done, self.hashed = other.position, other.done, other.hashed
 
 
 _MOST_ENDS = 128
@@ -62,6 +71,8 @@ class RunProgress:
         meeting: user code is in a collective between steps now.
         joined_at: that collective's number, of the rank whose state a worker that joins has got: what the code does up
             to there is in it. None where it was in none.
+        proof: latest link of the run's chain of proofs; 0 before the first.
+        last_pass: facts of the training pass that ended last, with its link; empty before the first.
     """
 
     epoch: int = 0
@@ -81,6 +92,8 @@ class RunProgress:
     collectives_before: int = 0
     meeting: bool = False
     joined_at: int | None = None
+    proof: int = 0
+    last_pass: dict[str, int | None] = dataclasses.field(default_factory=dict)
 
     def declare_epochs(self, epochs: int | None) -> None:
         """The loop has said how many epochs it wants; None where it does not say."""
@@ -130,6 +143,15 @@ class RunProgress:
         """All ranks have agreed on the end of a pass."""
         self.ended_passes += 1
         self.collectives_before = self.collectives
+
+    def prove(self, facts: Mapping[str, int | None]) -> None:
+        """A training pass has ended: its facts are the next link of the chain."""
+        link = Link.after(self.proof, facts)
+        self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
+
+    def link(self, link: Link) -> None:
+        """A change of group was proven."""
+        self.proof = link.link
 
     def follow_passes(self, furthest: int) -> None:
         """Another rank has ended so many passes."""
@@ -227,7 +249,7 @@ class RunProgress:
         """The inverse of :meth:`resume_point`."""
         return cls(
             epoch=point.epoch,
-            passes=[PassProgress(position, done) for position, done in point.passes],
+            passes=[PassProgress(position, done, None if position else 0) for position, done in point.passes],
             steps=point.steps,
             reports=point.reports,
             epochs=point.epochs,

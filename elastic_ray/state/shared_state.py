@@ -12,6 +12,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.membership.messages import StateVersion
 from elastic_ray.membership.transfer import transfer_rounds
+from elastic_ray.state.digests import named_tensors
 from elastic_ray.state.layout import ReplicasDifferError, check_samples, difference, digest, packed
 from elastic_ray.state.pieces import WrittenInParts, shared_out
 from elastic_ray.state.progress import RunProgress
@@ -30,6 +31,8 @@ from elastic_ray.state.tree import (
 from elastic_ray.state.unread import TakesUnread, read_all
 
 if TYPE_CHECKING:
+    import torch
+
     from elastic_ray.run.registry import Registry
 
 _SAYS_ENOUGH = CommunicationFailedError, UnsafeStateError, UnreadableStateError
@@ -165,6 +168,20 @@ class SharedState:
         """Where the run stands, and its batch shape."""
         shape = None if self.shape is None else dataclasses.asdict(self.shape)
         return {"run": self.progress.to_state(), "shape": shape}
+
+    def alike(self) -> dict[str, torch.Tensor]:
+        """Tensors that all ranks hold alike between two steps, by name: whole parameters, and optimizers' states.
+
+        Not rows, tiles and slices of which each rank has its own, nor buffers, which a pass may move on each rank.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for key, state in self._states.items():
+            if isinstance(state, ModuleState):
+                parameters = state.module.named_parameters()
+                found |= {f"{key}/{name}": p for name, p in parameters if not hasattr(p, "to_local")}
+            elif isinstance(state, OptimizerState):
+                found |= dict(named_tensors(state.capture()["state"], key))
+        return found
 
     def capture_to_save(self) -> dict[str, Any]:
         """The same with what this rank holds for all; as far as it does, see ``GroupDependent.prepare_to_save``."""

@@ -259,18 +259,21 @@ class StepLedger:
         """Whether the outermost step, the one in progress or that which has just ended, has trained."""
         return self._updates_asked > 0 or self._trains
 
-    def commit(self, step: LoaderStep, generation: int, gain: Callable[[float], float]) -> bool:
+    def commit(
+        self, step: LoaderStep, generation: int, gain: Callable[[float], float], hashes: int | None = None
+    ) -> bool:
         """Count a step that has ended.
 
         Args:
             step: it.
             generation: the present one.
             gain: statistical progress of a step at a scale.
+            hashes: sum of the hashes of its samples' indices; None where that is not known.
 
         Returns:
             Whether it trained; never, if it was nested in another.
         """
-        step.loader_pass.advance(step.count)
+        step.loader_pass.advance(step.count, hashes)
         self._state.progress.commit(generation)
         if self.step is not None:
             return False

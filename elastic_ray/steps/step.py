@@ -26,6 +26,8 @@ class LoaderStep:
         whole: each rank takes one whole batch, for evaluation; in a pass's last step some may have none.
         micro: the micro-step in progress.
         sample_tag: of what all ranks read alike for it, 0 where there is no such thing.
+        hashed: gives the sum of the hashes of this rank's indices, once its batches are fetched; None where the loader
+            does not know indices.
         population: samples that the pass draws from without replacement; None where that is not known.
         own_counts, counts: what the loop weighs micro-batches by: of this rank, and of all ranks once they are known.
         count: samples of the whole step.
@@ -48,6 +50,7 @@ class LoaderStep:
     micro: int = 0
     sample_tag: int = 0
     population: int | None = None
+    hashed: Callable[[], int] | None = None
     own_counts: list[float] = dataclasses.field(default_factory=list)
     counts: Sequence[Sequence[float]] | None = None
     _backward: int = -1  # the latest micro-batch that had a backward pass

@@ -22,6 +22,7 @@ from elastic_ray.checkpoints.tracker_files import TrackerFiles
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.run.dismissal import WorkerDismissed
+from elastic_ray.state.proof import Link
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.worker.messages import (
     StateSaved,
@@ -203,9 +204,9 @@ class ActorControllerClient:
         self.last_failed = StepFailed(worker=self._worker, generation=generation, cause=cause)
         self.push(self.last_failed)
 
-    def switched(self, generation: int, pause: Pause) -> None:
+    def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         self.last_failed, self.last_switched, self.pause, self.starts_over = None, generation, pause, False
-        self.push(Switched(worker=self._worker, generation=generation, pause=pause))
+        self.push(Switched(worker=self._worker, generation=generation, pause=pause, proof=proof.detail))
 
     def could_not_form(self, generation: int, cause: str) -> None:
         """The group of a generation that was announced could not be formed."""
@@ -253,7 +254,7 @@ class ActorControllerClient:
             self.tell(EventKind.WARNING.value, problem, {"number": index})
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
-        logger.warning("%s", text)
+        logger.log(logging.DEBUG if kind == EventKind.PASS else logging.WARNING, "%s", text)
         self.insist_on(WorkerNotice(worker=self._worker, kind=EventKind(kind), text=text, detail=detail))
 
     def tracker_dir(self) -> str:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.events import Pause
@@ -17,6 +19,7 @@ from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import set_session
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.session.session import Session
+from elastic_ray.state.proof import Link
 from elastic_ray.state.resume_point import ResumePoint
 from tests.membership.groups import LocalController, local_controller, member
 
@@ -60,6 +63,14 @@ class Hold:
     moment: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spoil:
+    """What a worker holds after ``step`` steps is not what it was sent: one bit of its first parameter is another."""
+
+    step: int
+    worker: int
+
+
 class _Killed(BaseException):
     def __init__(self, joins: tuple[int, ...]) -> None:
         self.joins = joins
@@ -74,12 +85,14 @@ class Outcome:
         told: what the job's user was told: kind, text and numbers.
         groups: the workers of each group, in order.
         reports: metrics that rank 0 has reported, by number.
+        proofs: of each group, by its generation and the worker.
     """
 
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     told: list[tuple[str, str, dict[str, Any]]] = dataclasses.field(default_factory=list)
     groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     reports: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    proofs: dict[int, dict[int, Link]] = dataclasses.field(default_factory=dict)
 
 
 class _Link:
@@ -96,7 +109,8 @@ class _Link:
     def failed(self, generation: int, cause: str) -> None:
         self._job.failed(self._worker, generation)
 
-    def switched(self, generation: int, pause: Pause) -> None: ...
+    def switched(self, generation: int, pause: Pause, proof: Link) -> None:
+        self._job.outcome.proofs.setdefault(generation, {})[self._worker] = proof
 
     def report_soon(self) -> None: ...
 
@@ -129,7 +143,7 @@ class _Job:
     def __init__(
         self,
         train: Callable[[], Any],
-        script: Sequence[Change | Kill | Hold],
+        script: Sequence[Change | Kill | Hold | Spoil],
         controller: LocalController,
         options: Mapping[str, Any],
         fixed_batch: bool,
@@ -138,6 +152,7 @@ class _Job:
         self._options = {"form_s": _WAIT_S, "timeout_s": _WAIT_S, **options}
         self._kills = [each for each in script if isinstance(each, Kill)]
         self._holds = {(each.worker, each.step, each.moment) for each in script if isinstance(each, Hold)}
+        self._spoils = {(each.worker, each.step) for each in script if isinstance(each, Spoil)}
         self._changes = {each.step: each.workers for each in script if isinstance(each, Change)}
         self._lock = threading.RLock()
         self._sessions: dict[int, Session] = {}
@@ -275,6 +290,9 @@ class _Job:
                 self._kills.remove(kill)
                 self._wait_for(self.members if kill.last else kill.after, kill.after_moment or moment, step)
                 raise _Killed(kill.joins)
+        if moment == "received" and (worker, step) in self._spoils:
+            first = next(iter(self._sessions[worker].states.alike().values()))
+            first.detach().view(torch.int32).view(-1)[0] ^= 1
         if (worker, step, moment) in self._holds:
             self._holds.remove((worker, step, moment))
             _wait(lambda: self._sessions[worker].membership.voided)
@@ -311,7 +329,7 @@ def _wait(until: Callable[[], bool]) -> None:
 
 def run_job(
     train: Callable[[], Any],
-    script: Sequence[Change | Kill | Hold] = (),
+    script: Sequence[Change | Kill | Hold | Spoil] = (),
     *,
     first: Sequence[int] = (1,),
     fixed_batch: bool = False,

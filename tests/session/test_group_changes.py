@@ -18,6 +18,7 @@ from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.group_changes import GroupChanges
+from elastic_ray.state.proof import Link
 from elastic_ray.state.shared_state import Exchanged
 
 SHAPE = BatchChoice(atomic_bsz=4)
@@ -206,7 +207,7 @@ class Controller:
     def failed(self, number: int, cause: str) -> None:
         self.failures.append((number, cause))
 
-    def switched(self, number: int, pause: Pause) -> None:
+    def switched(self, number: int, pause: Pause, proof: Link) -> None:
         self.switches.append((number, pause.pause_s))
 
 
