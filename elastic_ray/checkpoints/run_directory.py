@@ -18,7 +18,7 @@ import pyarrow.fs
 from elastic_ray.checkpoints.checked_files import Checksum, sha256_of, write_checked
 from elastic_ray.checkpoints.copying import NOTES, MissingSourceError, add_files, copy_directory, reading_source
 from elastic_ray.checkpoints.line_files import LineFile
-from elastic_ray.events import JobEvent, Report
+from elastic_ray.events import EventKind, JobEvent, Report
 from elastic_ray.json_numbers import dump, load
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import (
@@ -166,11 +166,13 @@ class RunStorage:
         self._events.append(lines)
 
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
-        """The last ``most`` events written so far, or all; a last line cut short by a crash is left out."""
+        """The last ``most`` events written so far, or all; not proofs of passes, nor a line cut short by a crash."""
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                events.append(JobEvent.from_json(line))
+                event = JobEvent.from_json(line)
+                if event.kind is not EventKind.PASS:
+                    events.append(event)
         return tuple(events)
 
     def event_lines(self) -> Iterator[str]:

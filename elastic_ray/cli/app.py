@@ -21,6 +21,7 @@ _HOMES = {
     "resume": "jobs",
     "resize": "jobs",
     "usage": "usage",
+    "verify": "verify",
     "nodes": "overview",
     "drain": "drain",
     "allocator": "overview",

@@ -83,6 +83,7 @@ class Outcome:
     Attributes:
         results: what the train function returned, by worker.
         told: what the job's user was told: kind, text and numbers.
+        passes: the same of training passes that have ended.
         groups: the workers of each group, in order.
         reports: metrics that rank 0 has reported, by number.
         proofs: of each group, by its generation and the worker.
@@ -90,6 +91,7 @@ class Outcome:
 
     results: dict[int, Any] = dataclasses.field(default_factory=dict)
     told: list[tuple[str, str, dict[str, Any]]] = dataclasses.field(default_factory=list)
+    passes: list[tuple[str, str, dict[str, Any]]] = dataclasses.field(default_factory=list)
     groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     reports: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
     proofs: dict[int, dict[int, Link]] = dataclasses.field(default_factory=dict)
@@ -119,8 +121,9 @@ class _Link:
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         notice = (kind, text, dict(detail))
-        if "number" not in detail or notice not in self._job.outcome.told:  # as the job's controller
-            self._job.outcome.told.append(notice)
+        told = self._job.outcome.passes if kind == "pass" else self._job.outcome.told
+        if "number" not in detail or notice not in told:  # as the job's controller
+            told.append(notice)
 
     def tracker_dir(self) -> str:
         raise NotImplementedError

@@ -98,7 +98,7 @@ def train(
 
 
 def passes(outcome: Outcome) -> list[dict[str, Any]]:
-    return [detail["proof"] for kind, _, detail in outcome.told if kind == "pass"]
+    return [detail["proof"] for _, _, detail in outcome.passes]
 
 
 CHANGES = {

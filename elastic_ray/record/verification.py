@@ -1,0 +1,158 @@
+"""What a run's events prove: groups that began alike, epochs that used each sample once, steps that were redone (pure).
+
+Each proof is a link of a chain (``elastic_ray.state.proof``). A line that is missing, added or changed breaks it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.state.proof import BITS, Link, hash_of_all
+
+_KINDS = (EventKind.STARTED, EventKind.RESIZE, EventKind.FAILURE, EventKind.PASS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        line: of the events' file, from 1; 0 for the whole.
+        what: "group", "epoch", "steps", "line" or "checkpoint".
+        proven: True; False where it is not proven; None for what there is nothing to prove of.
+        text: a sentence.
+    """
+
+    line: int
+    what: str
+    proven: bool | None
+    text: str
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Proof:
+    line: int
+    event: JobEvent
+    facts: Mapping[str, Any]
+    before: int
+    link: int
+
+    @property
+    def step(self) -> int:
+        return int(self.facts.get("step", self.facts.get("steps", 0)))
+
+    @property
+    def says(self) -> str:
+        """What it is of."""
+        if self.event.kind is EventKind.PASS:
+            return f"epoch {self.facts.get('epoch')}"
+        return f"generation {self.event.generation}"
+
+
+def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
+    """Look at all lines of a run's ``events.jsonl``.
+
+    Args:
+        lines: as they are in the file.
+
+    Returns:
+        What was found, in the order of the lines.
+    """
+    found: list[Finding] = []
+    proofs = _read(lines, found)
+    known = {0} | {proof.link for proof in proofs}
+    followed: dict[int, _Proof] = {}
+    for proof in proofs:
+        if proof.before not in known:
+            lost = f"what led to {proof.says} (step {proof.step}) is not in the file: unproven until there"
+            found.append(Finding(line=proof.line, what="line", proven=False, text=lost))
+        elif (first := followed.get(proof.before)) is not None:
+            again = (
+                f"the steps after {_place(proof, proofs)} were redone from a checkpoint: {proof.says} follows where "
+                f"{first.says} did"
+            )
+            found.append(Finding(line=proof.line, what="steps", proven=None, text=again))
+        followed.setdefault(proof.before, proof)
+        found.append(_epoch(proof) if proof.event.kind is EventKind.PASS else _group(proof))
+    found += _missing(proofs)
+    if not proofs:
+        found.append(Finding(line=0, what="line", proven=False, text="there is no proof in the run's events"))
+    return tuple(sorted(found, key=lambda each: each.line))
+
+
+def _place(proof: _Proof, proofs: Iterable[_Proof]) -> str:
+    """Where a link follows, in words."""
+    before = next((each for each in proofs if each.link == proof.before), None)
+    return "the start" if before is None else f"step {before.step} ({before.says})"
+
+
+def _read(lines: Iterable[str], found: list[Finding]) -> list[_Proof]:
+    """The proofs in these lines, once each; what cannot be one is a finding."""
+    proofs: list[_Proof] = []
+    known: set[int] = set()
+
+    def refuse(number: int, why: str) -> None:
+        found.append(Finding(line=number, what="line", proven=False, text=f"line {number} {why}"))
+
+    for number, line in enumerate(lines, 1):
+        try:
+            event = JobEvent.from_json(line)
+        except ValueError as error:
+            refuse(number, f"cannot be read: {error}")
+            continue
+        told = event.detail.get("proof")
+        if event.kind not in _KINDS or told is None:
+            continue
+        try:
+            before, link = int(told["before"]), int(told["link"])
+            facts = {name: value for name, value in told.items() if name not in ("before", "link")}
+            genuine = Link.after(before, facts).link == link
+        except (TypeError, KeyError, ValueError, AttributeError):
+            refuse(number, "has a proof that is none")
+            continue
+        if not genuine:
+            refuse(number, "was changed: its facts are not those that its link was made of")
+        if link not in known:
+            known.add(link)
+            proofs.append(_Proof(line=number, event=event, facts=facts, before=before, link=link))
+    return proofs
+
+
+def _group(proof: _Proof) -> Finding:
+    facts = proof.facts
+    members = ", ".join(map(str, facts.get("members", ())))
+    begins = f"{proof.says} began at step {proof.step} with {members}"
+    if not facts.get("digest"):
+        text = f"{begins}: its models differ by design, or are divided, so that there was nothing to compare"
+        return Finding(line=proof.line, what="group", proven=None, text=text)
+    text = f"{begins}, which held the same {facts.get('bytes')} bytes (digest {facts['digest']:010x})"
+    return Finding(line=proof.line, what="group", proven=True, text=text)
+
+
+def _epoch(proof: _Proof) -> Finding:
+    facts = proof.facts
+    used = f"{proof.says}: {facts.get('samples')} of {facts.get('of')} samples"
+    try:
+        rest, hashed, total = facts["rest"], int(facts["hash"]), int(facts["of"])
+        left = total - int(facts["samples"])
+    except (KeyError, TypeError, ValueError):
+        return Finding(line=proof.line, what="epoch", proven=False, text=f"{used}, without what would prove it")
+    if rest is None:
+        text = f"{used}, by a sampler that may draw one twice: counted only"
+        return Finding(line=proof.line, what="epoch", proven=None, text=text)
+    if (hashed + int(rest)) & BITS != hash_of_all(total):
+        text = f"{used}, but not each once"
+        return Finding(line=proof.line, what="epoch", proven=False, text=text)
+    text = f"{used}, each once" + (f"; {left} left out at its end" if left else "")
+    return Finding(line=proof.line, what="epoch", proven=True, text=text)
+
+
+def _missing(proofs: Iterable[_Proof]) -> list[Finding]:
+    """Epochs before the last one that nothing is known of."""
+    told = {int(p.facts.get("epoch", 0)) for p in proofs if p.event.kind is EventKind.PASS}
+    absent = [epoch for epoch in range(max(told, default=0)) if epoch not in told]
+    text = "epoch {}: no line says that it ended, or its samples were not known"
+    return [Finding(line=0, what="epoch", proven=False, text=text.format(epoch)) for epoch in absent]

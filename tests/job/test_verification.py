@@ -1,0 +1,133 @@
+"""What a run's events prove, and what they do not once somebody has touched them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from elastic_ray.cli.app import cli
+from elastic_ray.events import EventKind, JobEvent
+from elastic_ray.record.verification import Finding, verify_events
+from elastic_ray.state.proof import Link, hash_of_all
+
+SAMPLES = 40
+
+
+def event(kind: EventKind, link: Link, generation: int = 1) -> JobEvent:
+    return JobEvent(
+        kind=kind, time_s=1.0, from_workers=1, to_workers=2, reason="why", generation=generation, detail=link.detail
+    )
+
+
+def group(before: int, step: int) -> Link:
+    facts = {"step": step, "epoch": 0, "positions": [8 * step], "members": ["w1", "w2"], "batch": None}
+    return Link.after(before, {**facts, "digest": 12345, "bytes": 800})
+
+
+def epoch(before: int, number: int, **changes: Any) -> Link:
+    facts = {"epoch": number, "steps": 5 * (number + 1), "samples": SAMPLES, "of": SAMPLES}
+    return Link.after(before, {**facts, "hash": hash_of_all(SAMPLES), "rest": 0, **changes})
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    """A run: it starts, grows, ends an epoch, loses a worker, ends another one."""
+    links = [group(0, 0)]
+    links.append(group(links[-1].link, 2))
+    links.append(epoch(links[-1].link, 0))
+    links.append(group(links[-1].link, 7))
+    links.append(epoch(links[-1].link, 1))
+    kinds = [EventKind.STARTED, EventKind.RESIZE, EventKind.PASS, EventKind.FAILURE, EventKind.PASS]
+    return [event(kind, link, n).to_json() for n, (kind, link) in enumerate(zip(kinds, links, strict=True), 1)]
+
+
+def states(found: Sequence[Finding]) -> list[tuple[str, bool | None]]:
+    return [(each.what, each.proven) for each in found]
+
+
+WHOLE = [("group", True), ("group", True), ("epoch", True), ("group", True), ("epoch", True)]
+
+
+def test_a_whole_run_is_proven(lines: list[str]) -> None:
+    found = verify_events(lines)
+    assert states(found) == WHOLE
+    assert (
+        found[1].text == "generation 2 began at step 2 with w1, w2, which held the same 800 bytes (digest 0000003039)"
+    )
+    assert found[2].text == "epoch 0: 40 of 40 samples, each once"
+
+
+def test_lines_out_of_order_and_told_twice_change_nothing(lines: list[str]) -> None:
+    assert sorted(map(str, states(verify_events([*lines[::-1], *lines])))) == sorted(map(str, WHOLE))
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_missing_line_is_told_with_the_step_up_to_which_nothing_is_proven(lines: list[str], missing: int) -> None:
+    found = [each for each in verify_events(lines[:missing] + lines[missing + 1 :]) if each.proven is False]
+    assert "unproven until there" in found[-1].text or "epoch 0: no line" in found[0].text
+
+
+def test_a_run_cut_short_is_proven_as_far_as_it_goes(lines: list[str]) -> None:
+    cut = [*lines[:3], lines[3][: len(lines[3]) // 2]]
+    found = verify_events(cut)
+    assert states(found) == [*WHOLE[:3], ("line", False)]
+    assert found[3].text.startswith("line 4 cannot be read")
+
+
+@pytest.mark.parametrize("fact", ["step", "digest", "members", "before"])
+def test_an_edited_line_is_named(lines: list[str], fact: str) -> None:
+    values = json.loads(lines[1])
+    values["detail"]["proof"][fact] = ["w9"] if fact == "members" else 3
+    lines[1] = json.dumps(values)
+    assert any("line 2 was changed" in each.text for each in verify_events(lines) if each.proven is False)
+
+
+def test_a_proof_that_is_none_is_named(lines: list[str]) -> None:
+    lines[1] = event(EventKind.RESIZE, group(0, 1)).to_json().replace('"before": 0', '"before": "x"')
+    assert any("line 2 has a proof that is none" in each.text for each in verify_events(lines))
+
+
+@pytest.mark.parametrize(
+    ("changes", "proven", "text"),
+    [
+        ({"hash": 5}, False, "but not each once"),
+        ({"rest": None}, None, "counted only"),
+        ({"samples": 38, "hash": (hash_of_all(SAMPLES) - 9) % (1 << 32), "rest": 9}, True, "2 left out at its end"),
+        ({"hash": None}, False, "without what would prove it"),
+    ],
+)
+def test_an_epoch_is_judged_by_its_samples(changes: dict[str, Any], proven: bool | None, text: str) -> None:
+    first = group(0, 0)
+    found = verify_events(
+        [event(EventKind.STARTED, first).to_json(), event(EventKind.PASS, epoch(first.link, 0, **changes)).to_json()]
+    )
+    assert (found[-1].proven, text in found[-1].text) == (proven, True)
+
+
+def test_redone_steps_are_named(lines: list[str]) -> None:
+    again = group(json.loads(lines[1])["detail"]["proof"]["link"], 3)
+    found = verify_events([*lines, event(EventKind.STARTED, again, 6).to_json()])
+    (redone,) = [each for each in found if each.what == "steps"]
+    assert redone.text.startswith("the steps after step 2 (generation 2) were redone from a checkpoint: generation 6")
+
+
+def test_events_without_proofs_prove_nothing() -> None:
+    plain = JobEvent(kind=EventKind.WARNING, time_s=1.0, from_workers=1, to_workers=1, reason="x").to_json()
+    assert states(verify_events([plain])) == [("line", False)]
+
+
+def test_the_command_s_exit_code_tells(tmp_path: Path, lines: list[str]) -> None:
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    good = CliRunner().invoke(cli, ["verify", str(tmp_path)])
+    assert (good.exit_code, "40 of 40 samples, each once" in good.output) == (0, True)
+    (tmp_path / "events.jsonl").write_text("\n".join(lines[1:]) + "\n")
+    bad = CliRunner().invoke(cli, ["verify", str(tmp_path), "--json"])
+    assert bad.exit_code == 1
+    assert any(each["proven"] is False for each in json.loads(bad.output))
+    nothing = CliRunner().invoke(cli, ["verify", str(tmp_path / "no")])
+    assert nothing.exit_code == 1
