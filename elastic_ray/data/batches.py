@@ -303,15 +303,11 @@ class MapBatches:
             total=total,
             sizes=cut.sizes(count, position),
             fetches=[self.fetch] * len(slices),
-            hashed=self._hash_of_step,
+            hashed=functools.partial(_sum_of, self._hashes, self._firsts),
         )
 
-    def _hash_of_step(self) -> int:
-        """Return the sum of the hashes of this rank's indices in the present step, modulo 2^32."""
-        return sum(map(self._hashes.__getitem__, self._firsts)) & BITS
-
     def hash_of_rest(self, epoch: int, position: int) -> int:
-        """Return the same of the indices that the epoch's order has from ``position`` on."""
+        """Return the sum of the hashes of the indices that the epoch's order has from ``position`` on."""
         order = self.indices(epoch)
         pieces = (order[begin : begin + _CHUNK] for begin in range(position, len(order), _CHUNK))
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
@@ -341,6 +337,11 @@ class MapBatches:
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
         """Whether a group of ``world_size`` may begin here."""
         return can_switch(position=position, total=total, world_size=world_size)
+
+
+def _sum_of(hashes: Mapping[int, int], firsts: Sequence[int]) -> int:
+    """Return the sum of the hashes of the micro-batches that begin at these positions, modulo 2^32."""
+    return sum(map(hashes.__getitem__, firsts)) & BITS
 
 
 def _shares(

@@ -228,7 +228,7 @@ class LoaderPasses:
             return ledger.loader_steps > before
         if ends_early:
             self._ended_early = step.loader_pass
-        hashes = run.tally.take(step, run.group.world_size) if step.leads else None
+        hashes = run.tally.take(step, run.group.world_size) if not nested else None
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             self._stepped_in = run.group.generation

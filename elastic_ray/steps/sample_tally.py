@@ -33,8 +33,8 @@ class SampleTally:
         self._heard = None
 
     def size(self, world_size: int) -> int:
-        """How many numbers; none of a rank that is alone."""
-        return _PARTS if world_size > 1 else 0
+        """How many numbers; as many of a rank that is alone, whose buckets stay as they are when others come."""
+        return _PARTS
 
     def end(self, step: LoaderStep) -> None:
         """The step has ended, and its vote follows."""
@@ -53,6 +53,6 @@ class SampleTally:
     def take(self, step: LoaderStep, world_size: int) -> int | None:
         """Return the sum of the hashes of a committed step's samples, modulo 2^32; None where it is not known."""
         heard, self._heard, self._ended = self._heard, None, None
-        if not step.leads or step.hashed is None:
+        if step.hashed is None:
             return None
         return step.hashed() if world_size == 1 else heard

@@ -115,7 +115,8 @@ def test_a_resume_point_survives_json_and_comes_back(run: RunProgress) -> None:
     back = RunProgress.from_resume_point(point)
     ended = bool(run.passes) and all(each.done for each in run.passes)
     assert back.epoch == run.epoch + ended
-    assert back.passes == ([] if ended else run.passes)
+    passes = [PassProgress(each.position, each.done, None if each.position else 0) for each in run.passes]
+    assert back.passes == ([] if ended else passes)
     assert (back.steps, back.reports) == (run.steps, run.reports)
     assert (back.loader_steps, back.optimizers_stepped, back.ended_passes) == (0, 0, 0)  # they order living ranks only
     assert back.resume_point() == run.resume_point()
