@@ -62,17 +62,17 @@ def test_a_whole_run_is_proven(lines: list[str]) -> None:
     assert found[2].text == "epoch 0: 40 of 40 samples, each once"
 
 
-def test_lines_out_of_order_and_told_twice_change_nothing(lines: list[str]) -> None:
+def test_order_and_repetition_of_lines_change_nothing(lines: list[str]) -> None:
     assert sorted(map(str, states(verify_events([*lines[::-1], *lines])))) == sorted(map(str, WHOLE))
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_a_missing_line_is_told_with_the_step_up_to_which_nothing_is_proven(lines: list[str], missing: int) -> None:
+def test_a_missing_line_is_reported(lines: list[str], missing: int) -> None:
     found = [each for each in verify_events(lines[:missing] + lines[missing + 1 :]) if each.proven is False]
     assert "unproven until there" in found[-1].text or "epoch 0: no line" in found[0].text
 
 
-def test_a_run_cut_short_is_proven_as_far_as_it_goes(lines: list[str]) -> None:
+def test_a_run_cut_short_is_proven_so_far(lines: list[str]) -> None:
     cut = [*lines[:3], lines[3][: len(lines[3]) // 2]]
     found = verify_events(cut)
     assert states(found) == [*WHOLE[:3], ("line", False)]
@@ -121,7 +121,7 @@ def test_events_without_proofs_prove_nothing() -> None:
     assert states(verify_events([plain])) == [("line", False)]
 
 
-def test_the_command_s_exit_code_tells(tmp_path: Path, lines: list[str]) -> None:
+def test_the_exit_code_tells(tmp_path: Path, lines: list[str]) -> None:
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     good = CliRunner().invoke(cli, ["verify", str(tmp_path)])
     assert (good.exit_code, "40 of 40 samples, each once" in good.output) == (0, True)

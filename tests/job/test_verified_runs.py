@@ -30,7 +30,7 @@ def verified(path: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_that_lost_a_worker_and_its_controller_is_proven(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_run_through_losses_is_proven(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=3, epochs=30)
     wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)
     os.kill(handle.workers()[1].pid, signal.SIGKILL)
@@ -75,7 +75,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
 
 
-def test_a_joiner_that_spoils_its_state_is_refused_and_another_one_asked_for(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_spoilt_joiner_is_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     handle = er.ElasticTrainer(
         train,
         train_loop_config={"marker": str(tmp_path / "spoilt")},

@@ -20,7 +20,7 @@ from tests.loop.changing import Change, Kill, Outcome, Spoil, run_job
 
 
 @hypothesis.given(st.integers(2, 300), st.data())
-def test_a_sample_used_twice_or_never_is_seen_in_the_sum(samples: int, data: st.DataObject) -> None:
+def test_the_sum_shows_a_repeated_sample(samples: int, data: st.DataObject) -> None:
     order = np.random.default_rng(samples).permutation(samples)
     assert int(sample_hashes(order).sum()) & BITS == hash_of_all(samples)
     place, other = data.draw(st.integers(0, samples - 1)), data.draw(st.integers(0, samples - 1))
@@ -64,7 +64,7 @@ def test_members_decide_what_is_right(told: list[int], joined: list[bool], diffe
     assert different_ranks(told, joined) == different
 
 
-def test_a_link_depends_on_facts_and_on_the_one_before() -> None:
+def test_a_link_depends_on_facts_and_predecessor() -> None:
     first = Link.after(0, {"step": 1, "members": ["w1"]})
     assert first == Link.after(0, {"members": ["w1"], "step": 1})
     assert first.link not in (0, Link.after(0, {"step": 2, "members": ["w1"]}).link)
@@ -112,7 +112,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("first", "script"), CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_each_epoch_proves_that_it_used_each_sample_once(first: Any, script: Any, drop_last: bool) -> None:
+def test_each_epoch_proves_its_samples(first: Any, script: Any, drop_last: bool) -> None:
     found = passes(run_job(lambda: train(drop_last=drop_last), script, first=first))
     assert [each["epoch"] for each in found] == [0, 1, 2]
     for each in found:
@@ -122,7 +122,7 @@ def test_each_epoch_proves_that_it_used_each_sample_once(first: Any, script: Any
 
 
 @pytest.mark.parametrize(("first", "script"), list(CHANGES.values())[2:], ids=list(CHANGES)[2:])
-def test_each_group_proves_that_it_begins_alike(first: Any, script: Any) -> None:
+def test_each_group_proves_a_common_state(first: Any, script: Any) -> None:
     outcome = run_job(train, script, first=first)
     before = 0
     lines = [*passes(outcome)]
@@ -142,7 +142,7 @@ def test_each_group_proves_that_it_begins_alike(first: Any, script: Any) -> None
     assert not following
 
 
-def test_members_that_differ_in_an_optimizer_s_state_are_named() -> None:
+def test_members_with_other_moments_are_named() -> None:
     def harm(optimizer: Any, step: int) -> None:
         if step == 5 and er.get_context().get_world_rank() == 1:
             optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].add_(1.0)
@@ -153,24 +153,24 @@ def test_members_that_differ_in_an_optimizer_s_state_are_named() -> None:
         run_job(lambda: train(harm=harm), [Change(4, (1, 2, 3))], first=(1, 2))
 
 
-def test_a_joiner_that_does_not_hold_what_it_was_sent_is_refused() -> None:
+def test_a_spoilt_joiner_is_refused() -> None:
     text = r"what this worker was sent when it joined is not what it holds: rank 2 and the other 2 .* model/0/0.weight"
     with pytest.raises(ReplicasDifferError, match=text):
         run_job(train, [Change(4, (1, 2, 3)), Spoil(5, 3)], first=(1, 2))
 
 
-def test_a_worker_that_begins_otherwise_than_the_first_is_refused() -> None:
+def test_a_spoilt_beginning_is_refused() -> None:
     with pytest.raises(ReplicasDifferError, match=r"rank 1 and the other 1 hold different values in model/0/0.weight"):
         run_job(train, [Spoil(0, 2)], first=(1, 2))
 
 
-def test_passes_by_a_sampler_of_the_user_s_are_counted_only() -> None:
+def test_users_samplers_are_counted_only() -> None:
     sampler = [*range(20), *range(20)]
     found = passes(run_job(lambda: train(epochs=1, sampler=sampler), first=(1, 2)))
     assert [(each["samples"], each["rest"]) for each in found] == [(40, None)]
 
 
-def test_models_that_drift_prove_their_samples_alone() -> None:
+def test_drifting_models_prove_samples_alone() -> None:
     outcome = run_job(lambda: train(strategy="local_sgd"), [Change(4, (1, 2, 3))], first=(1, 2))
     assert {each.facts["digest"] for told in outcome.proofs.values() for each in told.values()} == {0}
     assert all(each["hash"] == hash_of_all(SAMPLES) for each in passes(outcome))
