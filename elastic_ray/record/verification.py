@@ -122,6 +122,7 @@ def _read(lines: Iterable[str], found: list[Finding]) -> list[_Proof]:
 
 
 def _group(proof: _Proof) -> Finding:
+    """Return what the beginning of a group proves."""
     facts = proof.facts
     members = ", ".join(map(str, facts.get("members", ())))
     begins = f"{proof.says} began at step {proof.step} with {members}"
@@ -133,6 +134,7 @@ def _group(proof: _Proof) -> Finding:
 
 
 def _epoch(proof: _Proof) -> Finding:
+    """Return what the end of an epoch proves."""
     facts = proof.facts
     used = f"{proof.says}: {facts.get('samples')} of {facts.get('of')} samples"
     try:
