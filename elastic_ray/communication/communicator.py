@@ -6,12 +6,15 @@ one forms in the background while the present one trains, and a broken one can b
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import secrets
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +28,16 @@ from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.measures import OPERATIONS
 
+logger = logging.getLogger(__name__)
+
 _BRIEFLY = timedelta(milliseconds=100)
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
 CUDA_POLL_S = 2e-4
+_FORMING_POLL_S = 0.05
+_READY_S = 10  # once all ranks have come, NCCL connects them in less than one
+_ABORT_S = _READY_S + 5.0  # an abort waits for a thread that waits for NCCL to be ready
 
 
 class CommunicationFailedError(Exception):
@@ -63,6 +71,7 @@ class Communicator:
         gpu: also form an NCCL group of these, if each rank has another one; None on all ranks without.
         secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
             who can reach it. Empty where the ranks share none.
+        called_off: True once the group is not wanted any more; asked while it forms.
 
     Raises:
         CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
@@ -80,6 +89,7 @@ class Communicator:
         host: str,
         gpu: int | None = None,
         secret: str = "",
+        called_off: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -118,7 +128,9 @@ class Communicator:
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
-                self._nccl = form_nccl(named, rank, world_size, timeout_s, gpu)
+                forming = begin_nccl(named, rank, world_size, timeout_s)
+                connect_nccl(forming, gpu, until_s, called_off)
+                self._nccl = forming
                 if isinstance(store, BootstrapStore):
                     store.stay_open()
         except (RuntimeError, ValueError) as error:
@@ -159,8 +171,7 @@ class Communicator:
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
-            # An aborted NCCL communicator may hang in the abort itself: a thread of its own keeps the caller free.
-            threading.Thread(target=self._nccl.abort, name="nccl-abort", daemon=True).start()
+            abort_nccl(self._nccl)
 
     def close(self) -> None:
         """Let go of the connections of a group that is out of use; joins gloo's threads, which takes 20 to 80 ms.
@@ -250,6 +261,22 @@ class Communicator:
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
+    @contextlib.contextmanager
+    def batch(self, works: list[Any]) -> Iterator[None]:
+        """Have what is sent and received within start at the end, GPU tensors as one operation, which is added.
+
+        NCCL would make a communicator of two ranks for each pair that sends for itself.
+        """
+        if self._nccl is None:
+            yield
+            return
+        backend = self._nccl
+        self._guard(backend._start_coalescing)
+        try:
+            yield
+        finally:
+            works.append(self._guard(backend._end_coalescing))
+
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
         """Every rank's ``values`` (the same number on each), in rank order; by choice in the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
@@ -303,6 +330,7 @@ class Communicator:
         Raises:
             CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
+        works = [work for work in works if work is not None]  # NCCL's of a batch: one stands for all
         failure: list[str] = []
         done = threading.Event()
 
@@ -447,20 +475,83 @@ def identity_of(gpu: int) -> str:
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
-def form_nccl(store: Any, rank: int, world_size: int, timeout_s: float, gpu: int) -> Any:
-    """An NCCL backend whose communicator can be aborted."""
+def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """An NCCL backend that has not connected yet, and never blocks without end."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_READY_S))
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    # The first collective builds the communicator: do it here, in the background, not in the first step.
-    # In this thread, "cuda" would be another GPU than in the train function's that has called set_device().
-    with torch.cuda.device(gpu):
-        backend.allreduce([torch.ones(1, device="cuda")]).wait()
-        torch.cuda.synchronize()
-    return backend
+    options.config.blocking = 0
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def connect_nccl(backend: Any, gpu: int, until_s: float, called_off: Callable[[], bool]) -> None:
+    """Connect the ranks of an NCCL backend, and start no collective: the present group's are under way on this GPU.
+
+    Two communicators whose collectives start in another order on each rank may wait for each other for ever. So a new
+    one's first collective is the caller's, after the ranks have left the present group in the same step.
+
+    Args:
+        backend: NCCL's.
+        gpu: of this process.
+        until_s: deadline [s, monotonic].
+        called_off: True once the group is not wanted any more.
+
+    Raises:
+        RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    """
+    failure: list[str] = []
+    device = torch.device("cuda", gpu)
+    rank = backend.rank()
+
+    def connect() -> None:
+        try:
+            with torch.cuda.device(device):
+                backend.eager_connect_single_device(device)
+                # A rank's copy to itself meets no peer, and starts when NCCL is ready.
+                mine, own = torch.ones(1, device=device), torch.zeros(1, device=device)
+                backend._start_coalescing()
+                backend.send([mine], rank, 0)
+                backend.recv([own], rank, 0)
+                copying = backend._end_coalescing()
+                while not copying.is_completed():
+                    time.sleep(CUDA_POLL_S)
+        except RuntimeError as error:
+            failure.append(str(error).split("\n", 1)[0])
+
+    connecting = threading.Thread(target=connect, name="nccl-connect", daemon=True)
+    connecting.start()
+    while connecting.is_alive() and time.monotonic() < until_s and not called_off():
+        connecting.join(_FORMING_POLL_S)
+    if connecting.is_alive() or failure:
+        abort_nccl(backend)
+        raise RuntimeError(failure[0] if failure else "NCCL was not ready in time, or the group was called off")
+
+
+def abort_nccl(backend: Any) -> None:
+    """Abort an NCCL backend in a thread of its own; end the process, as one that is lost, where that does not return.
+
+    Kernels of a communicator that cannot be aborted occupy the GPU for ever, whatever else the process does.
+    """
+
+    def abort() -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            logger.warning("NCCL's abort: %s", error)
+
+    def watch() -> None:
+        aborting.join(_ABORT_S)
+        if aborting.is_alive():
+            logger.critical("NCCL's abort has not returned within %g s: this process ends, as a lost one", _ABORT_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    aborting = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    aborting.start()
+    threading.Thread(target=watch, name="nccl-abort-watch", daemon=True).start()
 
 
 def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
