@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
 
 

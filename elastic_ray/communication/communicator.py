@@ -475,7 +475,7 @@ def identity_of(gpu: int) -> str:
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
-def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float, *, blocking: int = 0) -> Any:
     """An NCCL backend that has not connected yet, and never blocks without end."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -484,7 +484,7 @@ def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options.config.blocking = 0
+    options.config.blocking = blocking
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

@@ -315,6 +315,8 @@ def main() -> None:
     name = f"{chosen.strategy}-{chosen.seed}"
     Path(chosen.out, f"{name}.json").write_text(json.dumps(found, indent=1))
     print(summary(found, chosen.bar), flush=True)
+    if found["hangs"] or found["error"]:
+        print("\n".join(line[:110] for line in found["log"][-14:]), flush=True)
     sys.exit(bool(found["hangs"] or found["error"]))
 
 

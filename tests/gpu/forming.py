@@ -105,7 +105,8 @@ def stopped_while_forming(port: int, rank: int) -> str:
             if time.monotonic() - begin_s > 30:
                 break
         left = [t.name for t in threading.enumerate() if t.name.startswith("nccl")]
-        return f"called off after {called_off_s:.2f} s ({error}); threads gone after {time.monotonic() - begin_s:.1f} s, left {left}"
+        gone_s = time.monotonic() - begin_s
+        return f"called off after {called_off_s:.2f} s ({error}); threads gone after {gone_s:.1f} s, left {left}"
     return "it formed?"
 
 
@@ -133,10 +134,64 @@ def killed_in_collective(port: int, rank: int) -> str:
         time.sleep(0.01)
     abort_s = time.monotonic() - begin_s
     torch.cuda.synchronize()
-    return f"completed {completed} after {ended_s:.2f} s, exception {told}; abort {abort_s:.2f} s, CUDA {float(torch.ones(2, device='cuda').sum())}"
+    alive = float(torch.ones(2, device="cuda").sum())
+    return f"completed {completed} after {ended_s:.2f} s, exception {told}; abort {abort_s:.2f} s, CUDA {alive}"
 
 
-CASES = (repeated, moved, killed_in_collective, stopped_while_forming)
+def raw(port: int, rank: int) -> str:
+    """Torch's own backend, connected in each way: seconds until it is made, connected, ready, has reduced and sent."""
+    from elastic_ray.communication.communicator import begin_nccl
+
+    device, found = torch.device("cuda", 0), []
+    for blocking in (0, 1):
+        for eager in (True, False):
+            store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
+            named = dist.PrefixStore(f"raw/{blocking}/{eager}", store)  # type: ignore[attr-defined]
+            begin_s, times = time.monotonic(), []
+
+            def passed(begin_s: float = begin_s, times: list[float] = times) -> None:
+                times.append(round(time.monotonic() - begin_s, 2))
+
+            try:
+                backend = begin_nccl(named, rank, 2, 20.0, blocking=blocking)
+                passed()
+                if eager:
+                    backend.eager_connect_single_device(device)
+                passed()
+                if eager:
+                    backend._start_coalescing()
+                    backend.send([torch.ones(1, device=device)], rank, 0)
+                    backend.recv([torch.ones(1, device=device)], rank, 0)
+                    work = backend._end_coalescing()
+                    while not work.is_completed():
+                        time.sleep(0.001)
+                passed()
+                value = torch.ones(1000, device=device)
+                work = backend.allreduce([value])
+                while not work.is_completed():
+                    time.sleep(0.001)
+                passed()
+                backend._start_coalescing()
+                for _ in range(3):
+                    if rank == 0:
+                        backend.send([value], 1, 0)
+                    else:
+                        backend.recv([value], 0, 0)
+                work = backend._end_coalescing()
+                while not work.is_completed():
+                    time.sleep(0.001)
+                passed()
+                backend.abort()
+                passed()
+                found.append(f"blocking {blocking} eager {int(eager)}: {times}")
+            except Exception as error:
+                found.append(
+                    f"blocking {blocking} eager {int(eager)}: {times} {type(error).__name__} {str(error)[:200]}"
+                )
+    return "; ".join(found)
+
+
+CASES = (raw, repeated, moved, killed_in_collective, stopped_while_forming)
 
 
 def _work(case: Callable[[int, int], str], port: int, rank: int, pipe: Any) -> None:
@@ -164,7 +219,7 @@ def main() -> None:
         ]
         for each in ranks:
             each.start()
-        print(mine.recv() if mine.poll(45.0) else f"{name}: HANGS", flush=True)
+        print(mine.recv() if mine.poll(25.0) else f"{name}: HANGS", flush=True)
         for each in ranks:
             each.kill()
             each.join()

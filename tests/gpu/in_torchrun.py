@@ -22,4 +22,5 @@ if __name__ == "__main__":
             wanted = faults.alone("all_reduce", device, 6)
             over = getattr(group, "_nccl", None) is not None
             size = er.get_context().get_world_size()
-            print(f"torchrun {strategy}: {size} ranks, nccl {over}, apart {faults.apart(found['weights'], wanted['weights']):.1e}", flush=True)
+            apart = faults.apart(found["weights"], wanted["weights"])
+            print(f"torchrun {strategy}: {size} ranks, nccl {over}, apart {apart:.1e}", flush=True)

@@ -5,6 +5,7 @@ Each has a host of its own in NCCL's eyes, so that they form NCCL groups on one 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -324,10 +325,8 @@ class ProcessJob:
             self.news.notify_all()
 
     def send(self, worker: Worker, *words: Any) -> None:
-        try:
+        with contextlib.suppress(OSError):  # it is gone
             worker.pipe.send(words)
-        except OSError:
-            pass
 
     def _take(self, worker: Worker, kind: str, rest: list[Any]) -> None:
         with self.news:
@@ -353,9 +352,8 @@ class ProcessJob:
                 worker.over = "left"
             elif kind == "error":
                 worker.over = f"error: {rest[0]}"
-            elif kind in ("failed", "unformed") and not self._suspected_s:
-                if rest[0] == self.generation or self.generation in self._planned:
-                    self._suspected_s = time.monotonic()
+            elif kind in ("failed", "unformed") and (rest[0] == self.generation or self.generation in self._planned):
+                self._suspected_s = self._suspected_s or time.monotonic()
             self.news.notify_all()
 
     def announce(self, members: Sequence[int], *, void: bool) -> int:

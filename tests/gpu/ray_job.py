@@ -1,4 +1,4 @@
-"""Real jobs on a Ray cluster whose workers share one GPU over NCCL: 1 -> 2 -> 4 -> 3 workers, and a SIGKILL. A program."""
+"""Real jobs on a Ray cluster whose workers share one GPU: 1 -> 2 -> 4 -> 3 workers, and a SIGKILL. A program."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,13 @@ def run(folder: Path, strategy: str, device: str) -> None:
     import ray.train
 
     import elastic_ray as er
-    from tests.gpu import faults
+    from tests.gpu import faults, ray_job
 
-    config = {"strategy": strategy, "device": device, "finish": str(folder / strategy), "result": f"{folder}/{strategy}.json"}
+    config = {"strategy": strategy, "device": device}
+    config |= {"finish": str(folder / strategy), "result": f"{folder}/{strategy}.json"}
     gpu = {"GPU": 0.1} if device == "cuda" else {}
     handle = er.ElasticTrainer(
-        loop,
+        ray_job.loop,  # by its module's name, wherever it is run
         train_loop_config=config,
         scaling_config=ray.train.ScalingConfig(
             num_workers=(1, 4), use_gpu=bool(gpu), resources_per_worker={"CPU": 1, **gpu}
@@ -89,13 +91,16 @@ def run(folder: Path, strategy: str, device: str) -> None:
         for event in handle.events():
             if event.pause_s:
                 parts = ", ".join(f"{k} {v:.3f}" for k, v in event.detail.items() if k.endswith("_s") and v)
-                say(f"{strategy}: {event.kind.value} {event.from_workers}->{event.to_workers}: {event.pause_s:.3f} s ({parts})")
+                sizes = f"{event.from_workers}->{event.to_workers}"
+                say(f"{strategy}: {event.kind.value} {sizes}: {event.pause_s:.3f} s ({parts})")
         wanted = faults.alone("all_reduce", device, found["epochs"])
-        say(f"{strategy}: epochs {found['epochs']} nccl {found['nccl']} apart {faults.apart(found['weights'], wanted['weights']):.1e}")
+        apart = faults.apart(found["weights"], wanted["weights"])
+        say(f"{strategy}: epochs {found['epochs']} nccl {found['nccl']} apart {apart:.1e}")
     except Exception as error:
         say(f"{strategy}: {type(error).__name__} {str(error)[:500]}")
+        traceback.print_exc()
         for event in handle.events()[-12:]:
-            say(f"  {event.kind.value} {event.reason[:160] if event.reason else ''}")
+            say(f"  {str(event)[:200]}")
 
 
 def main() -> None:
@@ -105,13 +110,19 @@ def main() -> None:
     (folder / "sitecustomize.py").write_text(CUSTOMIZE)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ.get('PYTHONPATH', '')}"
     os.environ.update(
-        RAY_AUTH_MODE="disabled", RAY_memory_monitor_refresh_ms="0", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0", RAY_TMPDIR=str(folder)
+        RAY_AUTH_MODE="disabled",
+        RAY_memory_monitor_refresh_ms="0",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_worker_niceness="0",
+        RAY_TMPDIR=str(folder),
     )
     import ray
 
-    ray.init(address="local", num_cpus=16, num_gpus=1 if device == "cuda" else 0, include_dashboard=False, log_to_driver=False)
+    gpus = 1 if device == "cuda" else 0
+    ray.init(address="local", num_cpus=16, num_gpus=gpus, include_dashboard=False, log_to_driver=False)
     say("Ray is up")
-    jobs = [threading.Thread(target=run, args=(folder, name, device), daemon=True) for name in sys.argv[1:] or ["all_reduce", "zero2"]]
+    names = sys.argv[1:] or ["all_reduce", "zero2"]
+    jobs = [threading.Thread(target=run, args=(folder, name, device), daemon=True) for name in names]
     for job in jobs:
         job.start()
     for job in jobs:
@@ -120,6 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.gpu.ray_job import main as run_all
-
-    run_all()
+    main()
