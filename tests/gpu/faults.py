@@ -47,13 +47,16 @@ def train(
     strategy: str, device_name: str, epochs: int, pace_s: float, asked: Callable[[], bool] = asked_to_finish
 ) -> Any:
     """Train until so many epochs are over (0: until some rank is asked to finish); return the model, on each rank."""
+    strategy, _, kind = strategy.partition("+")  # of the optimizer
     device = torch.device(device_name)
     model = Net().double().to(device)
     if strategy == "fully_shard":
         for block in model.blocks:
             er.fully_shard(block)
         er.fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.1, eps=1e-2)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.003, weight_decay=0.1, eps=1e-2, **({kind: True} if kind else {})
+    )
     options = {} if strategy in ("all_reduce", "fully_shard") else {"strategy": strategy}
     wrapped: Any = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", **options)
     ended = 0
@@ -232,7 +235,7 @@ def run(
             faults.spares.clear()
             faults.more()
             for each in first:
-                job.wait(lambda e=each: job.workers[e].ready.is_set() or job.workers[e].over, 60.0, "start")  # type: ignore[misc]
+                job.wait(lambda e=each: job.workers[e].ready.is_set() or job.workers[e].over, 60.0, "start")
             job.announce(first, void=False)
             faults.trained(time.monotonic(), "the beginning")
             for kind in kinds:
@@ -298,12 +301,14 @@ def main() -> None:
     until_s = time.monotonic() + chosen.seconds
     kinds = chosen.kinds.split(",") if chosen.kinds else list(KINDS)
     random.Random(chosen.seed).shuffle(kinds)
-    if chosen.strategy in DIVIDED:  # a rank that leaves and one that dies in the same change may hold both copies
+    if (
+        chosen.strategy.partition("+")[0] in DIVIDED
+    ):  # a rank that leaves and one that dies in the same change may hold both copies
         kinds = [kind for kind in kinds if kind != "swap and kill"]
     kinds = (kinds * chosen.count)[: chosen.count]
     found = run(chosen.strategy, chosen.device, kinds, seed=chosen.seed, until_s=until_s, pace_s=chosen.pace)
     result = found.pop("result", None)
-    if result and chosen.strategy in EQUAL:
+    if result and chosen.strategy.partition("+")[0] in EQUAL:
         try:
             steps = found["steps"]
             epochs = steps * BATCH // len(data())

@@ -76,9 +76,9 @@ def run(folder: Path, strategy: str, device: str) -> None:
     try:
         for size in SIZES:
             handle.resize(size)
-            until(lambda n=size: len(handle.workers()) == n, f"{size} workers")  # type: ignore[misc]
+            until(lambda n=size: len(handle.workers()) == n, f"{size} workers")
             step = handle.status().step
-            until(lambda s=step: handle.status().step > s + 2, f"a step of {size}")  # type: ignore[misc]
+            until(lambda s=step: handle.status().step > s + 2, f"a step of {size}")
             say(f"{strategy}: {size} workers at step {handle.status().step}")
         victim = handle.workers()[-1]
         os.kill(victim.pid, signal.SIGKILL)
