@@ -129,7 +129,7 @@ class Communicator:
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
                 forming = begin_nccl(named, rank, world_size, timeout_s)
-                connect_nccl(forming, gpu, until_s, called_off)
+                connect_nccl(forming, torch.device("cuda", gpu), until_s, called_off)
                 self._nccl = forming
                 if isinstance(store, BootstrapStore):
                     store.stay_open()
@@ -488,7 +488,7 @@ def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float, *, bloc
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
-def connect_nccl(backend: Any, gpu: int, until_s: float, called_off: Callable[[], bool]) -> None:
+def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off: Callable[[], bool]) -> None:
     """Connect the ranks of an NCCL backend, and start no collective: the present group's are under way on this GPU.
 
     Two communicators whose collectives start in another order on each rank may wait for each other for ever. So a new
@@ -496,7 +496,7 @@ def connect_nccl(backend: Any, gpu: int, until_s: float, called_off: Callable[[]
 
     Args:
         backend: NCCL's.
-        gpu: of this process.
+        device: of this process.
         until_s: deadline [s, monotonic].
         called_off: True once the group is not wanted any more.
 
@@ -504,21 +504,19 @@ def connect_nccl(backend: Any, gpu: int, until_s: float, called_off: Callable[[]
         RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
     """
     failure: list[str] = []
-    device = torch.device("cuda", gpu)
     rank = backend.rank()
 
     def connect() -> None:
         try:
-            with torch.cuda.device(device):
-                backend.eager_connect_single_device(device)
-                # A rank's copy to itself meets no peer, and starts when NCCL is ready.
-                mine, own = torch.ones(1, device=device), torch.zeros(1, device=device)
-                backend._start_coalescing()
-                backend.send([mine], rank, 0)
-                backend.recv([own], rank, 0)
-                copying = backend._end_coalescing()
-                while not copying.is_completed():
-                    time.sleep(CUDA_POLL_S)
+            backend.eager_connect_single_device(device)
+            # A rank's copy to itself meets no peer, and starts when NCCL is ready.
+            mine, own = torch.ones(1, device=device), torch.zeros(1, device=device)
+            backend._start_coalescing()
+            backend.send([mine], rank, 0)
+            backend.recv([own], rank, 0)
+            copying = backend._end_coalescing()
+            while not copying.is_completed():
+                time.sleep(CUDA_POLL_S)
         except RuntimeError as error:
             failure.append(str(error).split("\n", 1)[0])
 
