@@ -525,8 +525,9 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
     while connecting.is_alive() and time.monotonic() < until_s and not called_off():
         connecting.join(_FORMING_POLL_S)
     if connecting.is_alive() or failure:
+        why = failure[0] if failure else "NCCL was not ready in time, or the group was called off"
         abort_nccl(backend)
-        raise RuntimeError(failure[0] if failure else "NCCL was not ready in time, or the group was called off")
+        raise RuntimeError(why)
 
 
 def abort_nccl(backend: Any) -> None:
