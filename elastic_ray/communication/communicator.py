@@ -36,8 +36,9 @@ _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answe
 _PARTING_POLL_S = 2e-3
 CUDA_POLL_S = 2e-4
 _FORMING_POLL_S = 0.05
-_READY_S = 10  # once all ranks have come, NCCL connects them in less than one
-_ABORT_S = _READY_S + 5.0  # an abort waits for a thread that waits for NCCL to be ready
+# An operation that NCCL cannot start for so long has failed; until then nothing can abort it.
+_START_S = 5
+_ABORT_S = _START_S + 10.0
 
 
 class CommunicationFailedError(Exception):
@@ -262,20 +263,22 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
     @contextlib.contextmanager
-    def batch(self, works: list[Any]) -> Iterator[None]:
-        """Have what is sent and received within start at the end, GPU tensors as one operation, which is added.
+    def batch(self) -> Iterator[list[Any]]:
+        """Start what NCCL sends and receives within as one operation, at the end: the one of the list, if any.
 
         NCCL would make a communicator of two ranks for each pair that sends for itself.
         """
+        batched: list[Any] = []
         if self._nccl is None:
-            yield
+            yield batched
             return
         backend = self._nccl
         self._guard(backend._start_coalescing)
         try:
-            yield
+            yield batched
         finally:
-            works.append(self._guard(backend._end_coalescing))
+            work = self._guard(backend._end_coalescing)
+            batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
         """Every rank's ``values`` (the same number on each), in rank order; by choice in the gradient group."""
@@ -324,13 +327,17 @@ class Communicator:
         """A peer does not keep to the protocol: operations may be pending for ever."""
         self.broken = True
 
-    def wait_all(self, works: Sequence[Any]) -> None:
+    def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
         """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
+
+        Args:
+            works: of sends and receives; None for those in a batch.
+            batched: what the batch has started.
 
         Raises:
             CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
-        works = [work for work in works if work is not None]  # NCCL's of a batch: one stands for all
+        works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
         done = threading.Event()
 
@@ -338,8 +345,11 @@ class Communicator:
             try:
                 for work in works:
                     work.wait()
-                if self._nccl is not None and not has_run(works, self._voided, deadline):
-                    return
+                if self._nccl is not None:
+                    if not has_run(works, self._voided, deadline):
+                        return
+                    for work in batched:
+                        work.wait()  # one that has failed has "run", too: now it says so
             except RuntimeError as error:
                 failure.append(str(error).split("\n", 1)[0])
             done.set()
@@ -480,7 +490,7 @@ def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float, *, bloc
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_READY_S))
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_START_S))
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -504,17 +514,25 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
         RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
     """
     failure: list[str] = []
+    stopped = threading.Event()
     rank = backend.rank()
 
     def connect() -> None:
         try:
             backend.eager_connect_single_device(device)
-            # A rank's copy to itself meets no peer, and starts when NCCL is ready.
+            # A rank's copy to itself meets no peer, and starts when NCCL is ready: many ranks take long.
             mine, own = torch.ones(1, device=device), torch.zeros(1, device=device)
-            backend._start_coalescing()
-            backend.send([mine], rank, 0)
-            backend.recv([own], rank, 0)
-            copying = backend._end_coalescing()
+            copying = None
+            while copying is None:
+                backend._start_coalescing()
+                try:
+                    backend.send([mine], rank, 0)
+                    backend.recv([own], rank, 0)
+                except RuntimeError as error:
+                    if "NCCL timeout" not in str(error) or time.monotonic() > until_s or stopped.is_set():
+                        raise
+                finally:
+                    copying = backend._end_coalescing()
             while not copying.is_completed():
                 time.sleep(CUDA_POLL_S)
         except RuntimeError as error:
@@ -525,6 +543,7 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
     while connecting.is_alive() and time.monotonic() < until_s and not called_off():
         connecting.join(_FORMING_POLL_S)
     if connecting.is_alive() or failure:
+        stopped.set()
         why = failure[0] if failure else "NCCL was not ready in time, or the group was called off"
         abort_nccl(backend)
         raise RuntimeError(why)
@@ -628,9 +647,10 @@ class GradientGroup:
         self._traffic["all_to_all"] += tensor.nbytes
         backend = self._of(tensor)
         options = dist.AllToAllOptions()
-        return self._guard(
-            lambda: backend.alltoall_base(output, tensor, list(output_splits), list(input_splits), options)
-        )
+        # Without splits torch calls ncclAlltoAll, and takes "in progress", as it is without blocking, for an error.
+        into = list(output_splits) or [len(output) // self.world_size] * self.world_size
+        out = list(input_splits) or [len(tensor) // self.world_size] * self.world_size
+        return self._guard(lambda: backend.alltoall_base(output, tensor, into, out, options))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""

@@ -198,7 +198,7 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
     works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
     works.append(communicator.send(header, destination, _TAG))
     kept = [header]  # gloo reads from these until the work is done
-    with communicator.batch(works):
+    with communicator.batch() as batched:
         for cuda in (False, True):
             small = [
                 _bytes_of(t) for t, s in zip(tensors, specs, strict=True) if s.cuda == cuda and s.nbytes < _SMALL_BYTES
@@ -210,7 +210,7 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
             if spec.nbytes >= _SMALL_BYTES:
                 kept.append(_bytes_of(tensor))
                 works.append(communicator.send(kept[-1], destination, _TAG))
-    communicator.wait_all(works)
+    communicator.wait_all(works, batched)
 
 
 def receive_state(
@@ -231,9 +231,8 @@ def receive_state(
     """
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
-    works: list[Any] = []
-    small = []
-    with communicator.batch(works):
+    works, small = [], []
+    with communicator.batch() as batched:
         for cuda in (False, True):
             members = [i for i, s in enumerate(specs) if s.cuda == cuda and s.nbytes < _SMALL_BYTES]
             total = sum(specs[i].nbytes for i in members)
@@ -244,7 +243,7 @@ def receive_state(
         for tensor, spec in zip(tensors, specs, strict=True):
             if spec.nbytes >= _SMALL_BYTES:
                 works.append(communicator.receive(tensor.reshape(-1).view(torch.uint8), source, _TAG))
-    communicator.wait_all(works)
+    communicator.wait_all(works, batched)
     for members, flat in small:
         offset = 0
         for i in members:

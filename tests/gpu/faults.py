@@ -23,9 +23,9 @@ from tests.gpu.processes import ProcessJob, asked_to_finish
 from tests.membership.groups import local_controller
 from tests.sync.sharded_parameters.sharded import Net, data
 
-EQUAL = ("all_reduce", "zero1", "zero2", "ps_balanced", "partitioned_ar", "fully_shard")  # as one worker alone
+EQUAL = ("all_reduce", "zero1", "zero2", "ps_balanced", "partitioned_ar", "fully_shard", "hsdp")  # as one worker alone
 UNEQUAL = ("int8", "powersgd", "local_sgd", "diloco")  # what is sent is rounded, or sent seldom
-DIVIDED = ("zero1", "zero2", "ps_balanced", "fully_shard")
+DIVIDED = ("zero1", "zero2", "ps_balanced", "fully_shard", "hsdp")
 BATCH = 12
 HANGS_S = 25.0
 CLOSE = 1e-6
@@ -50,14 +50,15 @@ def train(
     strategy, _, kind = strategy.partition("+")  # of the optimizer
     device = torch.device(device_name)
     model = Net().double().to(device)
-    if strategy == "fully_shard":
+    if strategy in ("fully_shard", "hsdp"):
+        size = {"shard_size": 2} if strategy == "hsdp" else {}
         for block in model.blocks:
-            er.fully_shard(block)
-        er.fully_shard(model)
+            er.fully_shard(block, **size)
+        er.fully_shard(model, **size)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.003, weight_decay=0.1, eps=1e-2, **({kind: True} if kind else {})
     )
-    options = {} if strategy in ("all_reduce", "fully_shard") else {"strategy": strategy}
+    options = {} if strategy in ("all_reduce", "fully_shard", "hsdp") else {"strategy": strategy}
     wrapped: Any = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none", **options)
     ended = 0
     for _ in er.remaining_epochs_until(epochs or 10**6):
@@ -222,7 +223,15 @@ def apart(mine: Any, wanted: Any) -> float:
 
 
 def run(
-    strategy: str, device: str, kinds: list[str], *, seed: int, until_s: float, pace_s: float, workers: int = 3
+    strategy: str,
+    device: str,
+    kinds: list[str],
+    *,
+    seed: int,
+    until_s: float,
+    pace_s: float,
+    workers: int = 3,
+    spares: int = 2,
 ) -> dict[str, Any]:
     """One job that all these faults strike, as far as time allows."""
     found: dict[str, Any] = {"strategy": strategy, "seed": seed, "faults": [], "hangs": [], "error": ""}
@@ -233,7 +242,7 @@ def run(
             faults.more(workers)
             first = list(faults.spares)
             faults.spares.clear()
-            faults.more()
+            faults.more(spares)
             for each in first:
                 job.wait(lambda e=each: job.workers[e].ready.is_set() or job.workers[e].over, 60.0, "start")
             job.announce(first, void=False)
@@ -312,7 +321,8 @@ def main() -> None:
         try:
             steps = found["steps"]
             epochs = steps * BATCH // len(data())
-            wanted = alone("all_reduce", chosen.device, epochs)
+            same = chosen.strategy.partition("+")  # the optimizer's kind rounds in its own way
+            wanted = alone("".join(("all_reduce", *same[1:])), chosen.device, epochs)
             found["apart"] = apart(result["weights"], wanted["weights"])
             found["epochs"] = steps * BATCH / len(data())
         except Exception as error:

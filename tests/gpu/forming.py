@@ -73,12 +73,14 @@ def moved(port: int, rank: int) -> str:
         group.wait(group.all_reduce(torch.ones(1)))
         torch.cuda.synchronize()
         begin_s = time.monotonic()
+        took_s = 0.0
         if rank == 0:
             send_state(group, 1, {"x": tree})
         else:
             trees, _ = receive_state(group, 0, lambda key: None)
+            took_s = time.monotonic() - begin_s
             assert all(torch.equal(trees["x"][key], value) for key, value in tree.items())
-        found.append(f"{megabytes} MB {time.monotonic() - begin_s:.3f} s")
+        found.append(f"{megabytes} MB {took_s:.3f} s")
         again_s = time.monotonic()
         if rank == 0:
             send_state(group, 1, {"x": tree})
@@ -110,6 +112,55 @@ def stopped_while_forming(port: int, rank: int) -> str:
     return "it formed?"
 
 
+def collectives(port: int, rank: int) -> str:
+    """All of the gradient group's, of each kind of number."""
+    group = made(port, "collectives", rank)
+    gradients, world = group.gradients, 2
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.int64):
+        mine = torch.full((6,), rank + 1, device="cuda").to(dtype)
+        for name, start, wanted in (
+            ("all_reduce", gradients.all_reduce, 3),
+            ("broadcast", lambda t: gradients.broadcast(t, 1), 2),
+            ("reduce", lambda t: gradients.reduce(t, rank), 3),
+        ):
+            if name == "reduce" and rank == 1:
+                start, wanted = (lambda t: gradients.reduce(t, 0)), None
+            elif name == "reduce":
+                start = lambda t: gradients.reduce(t, 0)  # noqa: E731
+            tensor = mine.clone()
+            group.wait(start(tensor))
+            assert wanted is None or tensor.tolist() == [wanted] * 6, (dtype, name, tensor)
+        out = torch.zeros(12, device="cuda").to(dtype)
+        group.wait(gradients.all_gather(out, mine))
+        assert out.tolist() == [1] * 6 + [2] * 6, (dtype, "all_gather", out)
+        for splits in ((), ([3, 3], [3, 3])):
+            out = torch.zeros(6, device="cuda").to(dtype)
+            group.wait(gradients.all_to_all(out, mine, *splits))
+            assert out.tolist() == [1] * 3 + [2] * 3, (dtype, "all_to_all", out)
+        out = torch.zeros(5 if rank == 0 else 7, device="cuda").to(dtype)
+        into, parts = ([1, 4], [1, 5]) if rank == 0 else ([5, 2], [4, 2])
+        group.wait(gradients.all_to_all(out, mine, into, parts))
+        assert out.tolist() == [1] * into[0] + [2] * into[1], (dtype, "unequal", out)
+    assert world == group.world_size
+    return "right"
+
+
+def torn_while_state_moves(port: int, rank: int) -> str:
+    """The source is killed with bytes on the way: the receiver must not take what has come for a state."""
+    group = made(port, "torn", rank)
+    tree = {f"p{i}": torch.full((1 << 22,), float(i + 1), device="cuda") for i in range(64)}
+    if rank == 0:
+        group.wait_all = lambda works, batched=(): (time.sleep(0.05), os.kill(os.getpid(), signal.SIGKILL))
+        send_state(group, 1, {"x": tree})
+    begin_s = time.monotonic()
+    try:
+        trees, _ = receive_state(group, 0, lambda key: None)
+        whole = all(torch.equal(trees["x"][key], value) for key, value in tree.items())
+        return f"received after {time.monotonic() - begin_s:.2f} s, whole {whole}"
+    except CommunicationFailedError as error:
+        return f"refused after {time.monotonic() - begin_s:.2f} s: {str(error)[:80]}"
+
+
 def killed_in_collective(port: int, rank: int) -> str:
     """What a work says whose peer was killed, before anybody aborts it."""
     group = made(port, "killed", rank)
@@ -128,6 +179,12 @@ def killed_in_collective(port: int, rank: int) -> str:
     except Exception as error:
         told = f"raises {type(error).__name__} {str(error)[:60]!r}"
     completed = work.is_completed()
+    wait_s = time.monotonic()
+    try:
+        work.wait()
+        told += "; wait() returns"
+    except RuntimeError as error:
+        told += f"; wait() raises after {time.monotonic() - wait_s:.2f} s {str(error)[:60]!r}"
     begin_s = time.monotonic()
     group.void()
     while any(t.name == "nccl-abort" for t in threading.enumerate()) and time.monotonic() - begin_s < 20:
@@ -191,7 +248,7 @@ def raw(port: int, rank: int) -> str:
     return "; ".join(found)
 
 
-CASES = (raw, repeated, moved, killed_in_collective, stopped_while_forming)
+CASES = (repeated, collectives, moved, torn_while_state_moves, killed_in_collective, stopped_while_forming)
 
 
 def _work(case: Callable[[int, int], str], port: int, rank: int, pipe: Any) -> None:

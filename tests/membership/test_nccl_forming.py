@@ -83,6 +83,25 @@ def test_one_that_does_not_connect_is_aborted_once_it_is_called_off_or_its_time_
     assert time.monotonic() - begin_s < 15.0 and backend.aborted.wait(20.0)
 
 
+class Slow(Connecting):
+    """NCCL takes longer to be ready than torch lets an operation wait."""
+
+    def _end_coalescing(self) -> Any:
+        super()._end_coalescing()
+        return Ended() if "receive 1" in self.calls else None
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> None:
+        super().send(tensors, rank, tag)
+        if self.calls.count("send 1") < 3:
+            raise RuntimeError("NCCL timeout in: NCCLUtils.cpp")
+
+
+def test_a_group_that_takes_long_to_connect_is_waited_for() -> None:
+    backend = Slow()
+    connect_nccl(backend, CPU, time.monotonic() + 30.0, lambda: False)
+    assert backend.calls.count("start") == backend.calls.count("end") == 3 and not backend.aborted.is_set()
+
+
 def test_why_it_could_not_connect_is_told() -> None:
     backend = Connecting(fails="a remote process exited\nat some line")
     with pytest.raises(RuntimeError, match=r"^a remote process exited$"):
@@ -122,15 +141,14 @@ def test_what_is_sent_in_a_batch_is_one_operation() -> None:
     communicator = Communicator(
         None, "alone", rank=0, world_size=1, timeout_s=5.0, form_timeout_s=5.0, host="127.0.0.1"
     )
-    works: list[Any] = []
-    with communicator.batch(works):
-        assert works == [], "gloo starts each at once"
+    with communicator.batch() as batched:
+        pass
+    assert batched == [], "gloo starts each at once"
     backend = communicator._nccl = Connecting()
-    with communicator.batch(works):
-        works.append(None)  # what NCCL returns for one of several
+    with communicator.batch() as batched:
         assert backend.calls == ["start"]
-    assert backend.calls == ["start", "end"] and len(works) == 2
-    communicator.wait_all(works)
-    with pytest.raises(ValueError, match="mine"), communicator.batch(works):
+    assert backend.calls == ["start", "end"] and len(batched) == 1
+    communicator.wait_all([None], batched)
+    with pytest.raises(ValueError, match="mine"), communicator.batch():
         raise ValueError("mine")
     assert backend.calls[-1] == "end", "NCCL would wait for more for ever"
