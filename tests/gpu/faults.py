@@ -185,6 +185,12 @@ class Faults:
     def strike(self, kind: str) -> dict[str, Any]:
         what, _, where = kind.partition(" ")
         sent = signal.SIGSTOP if what == "stop" else signal.SIGKILL
+        if kind == "join":
+            return {"next_s": self.join()}
+        if kind == "leave":
+            begin_s = time.monotonic()
+            self.job.announce(self.job.members[:-1], void=False)
+            return {"next_s": self.trained(begin_s, kind) - begin_s}
         if where == "receiving":
             return self.kill_in_transfer(source=False)
         if where == "source":
@@ -283,6 +289,9 @@ def summary(found: dict[str, Any], bar_s: float) -> str:
     late = [f"{each['kind']}:{each['next_s']:.2f}" for each in found["faults"] if each["next_s"] > bar_s]
     middle: Callable[[list[float]], float] = lambda values: statistics.median(values) if values else 0.0  # noqa: E731
     waits = [sum(p[part] or 0.0 for part in ("vote_s", "group_s", "state_s")) for p in found["planned"]]
+    if found["shown"]:
+        print(" ".join(f"{each['kind']} {each['next_s']:.2f}" for each in found["faults"]))
+        print("pauses of each rank", " ".join(f"{each:.3f}" for each in waits))
     states = [p["state_s"] for p in found["planned"] if p["state_s"]]
     return (
         f"{found['strategy']:14} n={len(times):3} hangs={found['hangs']} err={found['error'][-300:]!r} "
@@ -305,17 +314,29 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--kinds", default="")
     parser.add_argument("--out", default=".")
+    parser.add_argument("--show", action="store_true", help="print each fault's times")
+    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--bar", type=float, default=0.7)
     chosen = parser.parse_args()
     until_s = time.monotonic() + chosen.seconds
     kinds = chosen.kinds.split(",") if chosen.kinds else list(KINDS)
-    random.Random(chosen.seed).shuffle(kinds)
     if (
         chosen.strategy.partition("+")[0] in DIVIDED
     ):  # a rank that leaves and one that dies in the same change may hold both copies
         kinds = [kind for kind in kinds if kind != "swap and kill"]
     kinds = (kinds * chosen.count)[: chosen.count]
-    found = run(chosen.strategy, chosen.device, kinds, seed=chosen.seed, until_s=until_s, pace_s=chosen.pace)
+    if not chosen.kinds:
+        random.Random(chosen.seed).shuffle(kinds)
+    found = run(
+        chosen.strategy,
+        chosen.device,
+        kinds,
+        seed=chosen.seed,
+        until_s=until_s,
+        pace_s=chosen.pace,
+        workers=chosen.workers,
+    )
+    found["shown"] = chosen.show
     result = found.pop("result", None)
     if result and chosen.strategy.partition("+")[0] in EQUAL:
         try:
