@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+_LOOK_S = 1.0  # between two looks whether the group is still wanted
 
 
 class Caller(Protocol):
@@ -36,13 +38,23 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             store is to :meth:`stay_open`.
         rank: rank of the member.
         world_size: number of members.
+        called_off: True once the group is not wanted any more; then nothing is waited for.
 
     Attributes:
         told: what this member has set.
     """
 
-    def __init__(self, caller: Caller, timeout_s: float, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        timeout_s: float,
+        *,
+        rank: int,
+        world_size: int,
+        called_off: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__()
+        self._called_off = called_off
         self._caller = caller
         self._rank = rank
         self._world_size = world_size
@@ -87,10 +99,10 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             until_s = min(until_s, time.monotonic() + timeout.total_seconds())
         while missing := tuple(key for key in keys if key not in self._known):
             left_s = until_s - time.monotonic()
-            if left_s <= 0:
+            if left_s <= 0 or self._called_off():
                 raise RuntimeError(f"in vain waited for {', '.join(missing)}")
             tells, self._untold = self._untold, {}
-            self._known.update(self._caller.ask(self._with_others(missing), left_s, tells))
+            self._known.update(self._caller.ask(self._with_others(missing), min(left_s, _LOOK_S), tells))
         if self._untold and not all(key in self.told for key in keys):
             # The others are ahead, and an earlier answer had this of theirs already: no call is due that would tell it.
             tells, self._untold = self._untold, {}

@@ -6,12 +6,15 @@ one forms in the background while the present one trains, and a broken one can b
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import secrets
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +28,17 @@ from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.measures import OPERATIONS
 
+logger = logging.getLogger(__name__)
+
 _BRIEFLY = timedelta(milliseconds=100)
 _MAC_TAG = 8
 _MAC_TIMEOUT_S = 10.0  # all have come by then, and a peer that is starved answers within that
 _PARTING_POLL_S = 2e-3
 CUDA_POLL_S = 2e-4
+_FORMING_POLL_S = 0.05
+# An operation that NCCL cannot start for so long has failed; until then nothing can abort it.
+_START_S = 5
+_ABORT_S = _START_S + 10.0
 
 
 class CommunicationFailedError(Exception):
@@ -63,6 +72,7 @@ class Communicator:
         gpu: also form an NCCL group of these, if each rank has another one; None on all ranks without.
         secret: what every rank proves to every other one to know, once they have connected: gloo lets anybody connect
             who can reach it. Empty where the ranks share none.
+        called_off: True once the group is not wanted any more; asked while it forms.
 
     Raises:
         CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
@@ -80,6 +90,7 @@ class Communicator:
         host: str,
         gpu: int | None = None,
         secret: str = "",
+        called_off: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -118,7 +129,9 @@ class Communicator:
             for backend in (self._gloo, self._gradients):
                 backend._set_default_timeout(timedelta(seconds=timeout_s))
             if gpu is not None and apart:
-                self._nccl = form_nccl(named, rank, world_size, timeout_s, gpu)
+                forming = begin_nccl(named, rank, world_size, timeout_s)
+                connect_nccl(forming, torch.device("cuda", gpu), until_s, called_off)
+                self._nccl = forming
                 if isinstance(store, BootstrapStore):
                     store.stay_open()
         except (RuntimeError, ValueError) as error:
@@ -159,8 +172,7 @@ class Communicator:
         self._voided.set()
         self._wake.set()
         if self._nccl is not None:
-            # An aborted NCCL communicator may hang in the abort itself: a thread of its own keeps the caller free.
-            threading.Thread(target=self._nccl.abort, name="nccl-abort", daemon=True).start()
+            abort_nccl(self._nccl)
 
     def close(self) -> None:
         """Let go of the connections of a group that is out of use; joins gloo's threads, which takes 20 to 80 ms.
@@ -250,6 +262,24 @@ class Communicator:
             return self._guard(lambda: receive_staged(self._gloo, tensor, source, tag))
         return self._guard(lambda: self._backend(tensor).recv([tensor], source, tag))
 
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[list[Any]]:
+        """Start what NCCL sends and receives within as one operation, at the end: the one of the list, if any.
+
+        NCCL would make a communicator of two ranks for each pair that sends for itself.
+        """
+        batched: list[Any] = []
+        if self._nccl is None:
+            yield batched
+            return
+        backend = self._nccl
+        self._guard(backend._start_coalescing)
+        try:
+            yield batched
+        finally:
+            work = self._guard(backend._end_coalescing)
+            batched += [work] if work is not None else []
+
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
         """Every rank's ``values`` (the same number on each), in rank order; by choice in the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
@@ -297,12 +327,17 @@ class Communicator:
         """A peer does not keep to the protocol: operations may be pending for ever."""
         self.broken = True
 
-    def wait_all(self, works: Sequence[Any]) -> None:
+    def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:
         """Wait for sends and receives, which gloo can neither poll nor call off: a thread of its own blocks on them.
+
+        Args:
+            works: of sends and receives; None for those in a batch.
+            batched: what the batch has started.
 
         Raises:
             CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
+        works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
         done = threading.Event()
 
@@ -310,8 +345,11 @@ class Communicator:
             try:
                 for work in works:
                     work.wait()
-                if self._nccl is not None and not has_run(works, self._voided, deadline):
-                    return
+                if self._nccl is not None:
+                    if not has_run(works, self._voided, deadline):
+                        return
+                    for work in batched:
+                        work.wait()  # one that has failed has "run", too: now it says so
             except RuntimeError as error:
                 failure.append(str(error).split("\n", 1)[0])
             done.set()
@@ -447,20 +485,91 @@ def identity_of(gpu: int) -> str:
     return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
 
 
-def form_nccl(store: Any, rank: int, world_size: int, timeout_s: float, gpu: int) -> Any:
-    """An NCCL backend whose communicator can be aborted."""
+def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float, *, blocking: int = 0) -> Any:
+    """An NCCL backend that has not connected yet, and never blocks without end."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_START_S))
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    backend: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
-    # The first collective builds the communicator: do it here, in the background, not in the first step.
-    # In this thread, "cuda" would be another GPU than in the train function's that has called set_device().
-    with torch.cuda.device(gpu):
-        backend.allreduce([torch.ones(1, device="cuda")]).wait()
-        torch.cuda.synchronize()
-    return backend
+    options.config.blocking = blocking
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off: Callable[[], bool]) -> None:
+    """Connect the ranks of an NCCL backend, and start no collective: the present group's are under way on this GPU.
+
+    Two communicators whose collectives start in another order on each rank may wait for each other for ever. So a new
+    one's first collective is the caller's, after the ranks have left the present group in the same step.
+
+    Args:
+        backend: NCCL's.
+        device: of this process.
+        until_s: deadline [s, monotonic].
+        called_off: True once the group is not wanted any more.
+
+    Raises:
+        RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    """
+    failure: list[str] = []
+    stopped = threading.Event()
+    rank = backend.rank()
+
+    def connect() -> None:
+        try:
+            backend.eager_connect_single_device(device)
+            # A rank's copy to itself meets no peer, and starts when NCCL is ready: many ranks take long.
+            mine, own = torch.ones(1, device=device), torch.zeros(1, device=device)
+            copying = None
+            while copying is None:
+                backend._start_coalescing()
+                try:
+                    backend.send([mine], rank, 0)
+                    backend.recv([own], rank, 0)
+                except RuntimeError as error:
+                    if "NCCL timeout" not in str(error) or time.monotonic() > until_s or stopped.is_set():
+                        raise
+                finally:
+                    copying = backend._end_coalescing()
+            while not copying.is_completed():
+                time.sleep(CUDA_POLL_S)
+        except RuntimeError as error:
+            failure.append(str(error).split("\n", 1)[0])
+
+    connecting = threading.Thread(target=connect, name="nccl-connect", daemon=True)
+    connecting.start()
+    while connecting.is_alive() and time.monotonic() < until_s and not called_off():
+        connecting.join(_FORMING_POLL_S)
+    if connecting.is_alive() or failure:
+        stopped.set()
+        why = failure[0] if failure else "NCCL was not ready in time, or the group was called off"
+        abort_nccl(backend)
+        raise RuntimeError(why)
+
+
+def abort_nccl(backend: Any) -> None:
+    """Abort an NCCL backend in a thread of its own; end the process, as one that is lost, where that does not return.
+
+    Kernels of a communicator that cannot be aborted occupy the GPU for ever, whatever else the process does.
+    """
+
+    def abort() -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            logger.warning("NCCL's abort: %s", error)
+
+    def watch() -> None:
+        aborting.join(_ABORT_S)
+        if aborting.is_alive():
+            logger.critical("NCCL's abort has not returned within %g s: this process ends, as a lost one", _ABORT_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    aborting = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    aborting.start()
+    threading.Thread(target=watch, name="nccl-abort-watch", daemon=True).start()
 
 
 def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
@@ -538,9 +647,10 @@ class GradientGroup:
         self._traffic["all_to_all"] += tensor.nbytes
         backend = self._of(tensor)
         options = dist.AllToAllOptions()
-        return self._guard(
-            lambda: backend.alltoall_base(output, tensor, list(output_splits), list(input_splits), options)
-        )
+        # Without splits torch calls ncclAlltoAll, and takes "in progress", as it is without blocking, for an error.
+        into = list(output_splits) or [len(output) // self.world_size] * self.world_size
+        out = list(input_splits) or [len(tensor) // self.world_size] * self.world_size
+        return self._guard(lambda: backend.alltoall_base(output, tensor, into, out, options))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""

@@ -113,7 +113,7 @@ class WorkerMembership:
     def _take_spec(self, spec: GenerationSpec) -> None:
         """A generation was announced: begin to form its group, unless it is void or old."""
         self._void_below = max(self._void_below, spec.void_below)
-        if self._is_void(spec.generation):
+        if self.is_void(spec.generation):
             return  # its cancellation was faster
         if self._spec is not None and spec.generation <= self._spec.generation:
             return
@@ -128,14 +128,15 @@ class WorkerMembership:
         )
         self._forming.start()
 
-    def _is_void(self, generation: int) -> bool:
+    def is_void(self, generation: int) -> bool:
+        """True once a generation was called off."""
         return generation < self._void_below or generation in self._cancelled
 
     def _void_groups(self) -> None:
         """Call off the groups of generations that are void."""
-        if self.current is not None and self.communicator is not None and self._is_void(self.current.generation):
+        if self.current is not None and self.communicator is not None and self.is_void(self.current.generation):
             self.communicator.void()
-        if self._prepared is not None and self._is_void(self._prepared[0].generation):
+        if self._prepared is not None and self.is_void(self._prepared[0].generation):
             _, communicator = self._prepared
             self._prepared = None
             if communicator is not None and communicator is not self.communicator:
@@ -150,12 +151,12 @@ class WorkerMembership:
             if not isinstance(error, CommunicationFailedError):
                 logger.exception("worker %s: generation %d did not form", self.worker, spec.generation)
             logger.info("worker %s: generation %d did not form: %s", self.worker, spec.generation, error)
-            if not self._is_void(spec.generation):
+            if not self.is_void(spec.generation):
                 self._on_prepare_failed(spec.generation, str(error))
             return
         with self._news:
             stale = self._spec is None or self._spec.generation != spec.generation
-            if stale or self._is_void(spec.generation):
+            if stale or self.is_void(spec.generation):
                 communicator.void()
                 self._retired.retire(communicator)
             else:
@@ -209,7 +210,7 @@ class WorkerMembership:
                 return taken
 
     def _may_take(self) -> bool:
-        return self._prepared is not None and (self.current is None or self._is_void(self.current.generation))
+        return self._prepared is not None and (self.current is None or self.is_void(self.current.generation))
 
     def close(self, *, broken: bool) -> None:
         """Let go of every group; ``broken`` when operations may be pending in them."""

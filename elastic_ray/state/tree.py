@@ -198,18 +198,19 @@ def send_state(communicator: Communicator, destination: int, trees: Mapping[str,
     works = [communicator.send(torch.tensor([header.numel()]), destination, _TAG)]
     works.append(communicator.send(header, destination, _TAG))
     kept = [header]  # gloo reads from these until the work is done
-    for cuda in (False, True):
-        small = [
-            _bytes_of(t) for t, s in zip(tensors, specs, strict=True) if s.cuda == cuda and s.nbytes < _SMALL_BYTES
-        ]
-        if small and sum(piece.numel() for piece in small):
-            kept.append(torch.cat(small))
-            works.append(communicator.send(kept[-1], destination, _TAG))
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if spec.nbytes >= _SMALL_BYTES:
-            kept.append(_bytes_of(tensor))
-            works.append(communicator.send(kept[-1], destination, _TAG))
-    communicator.wait_all(works)
+    with communicator.batch() as batched:
+        for cuda in (False, True):
+            small = [
+                _bytes_of(t) for t, s in zip(tensors, specs, strict=True) if s.cuda == cuda and s.nbytes < _SMALL_BYTES
+            ]
+            if small and sum(piece.numel() for piece in small):
+                kept.append(torch.cat(small))
+                works.append(communicator.send(kept[-1], destination, _TAG))
+        for tensor, spec in zip(tensors, specs, strict=True):
+            if spec.nbytes >= _SMALL_BYTES:
+                kept.append(_bytes_of(tensor))
+                works.append(communicator.send(kept[-1], destination, _TAG))
+    communicator.wait_all(works, batched)
 
 
 def receive_state(
@@ -231,17 +232,18 @@ def receive_state(
     skeletons, specs = _receive_header(communicator, source)
     tensors, in_place = _destinations(skeletons, specs, own)
     works, small = [], []
-    for cuda in (False, True):
-        members = [i for i, s in enumerate(specs) if s.cuda == cuda and s.nbytes < _SMALL_BYTES]
-        total = sum(specs[i].nbytes for i in members)
-        if total:
-            flat = torch.empty(total, dtype=torch.uint8, device="cuda" if cuda else "cpu")
-            works.append(communicator.receive(flat, source, _TAG))
-            small.append((members, flat))
-    for tensor, spec in zip(tensors, specs, strict=True):
-        if spec.nbytes >= _SMALL_BYTES:
-            works.append(communicator.receive(tensor.reshape(-1).view(torch.uint8), source, _TAG))
-    communicator.wait_all(works)
+    with communicator.batch() as batched:
+        for cuda in (False, True):
+            members = [i for i, s in enumerate(specs) if s.cuda == cuda and s.nbytes < _SMALL_BYTES]
+            total = sum(specs[i].nbytes for i in members)
+            if total:
+                flat = torch.empty(total, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+                works.append(communicator.receive(flat, source, _TAG))
+                small.append((members, flat))
+        for tensor, spec in zip(tensors, specs, strict=True):
+            if spec.nbytes >= _SMALL_BYTES:
+                works.append(communicator.receive(tensor.reshape(-1).view(torch.uint8), source, _TAG))
+    communicator.wait_all(works, batched)
     for members, flat in small:
         offset = 0
         for i in members:

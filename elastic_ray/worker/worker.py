@@ -324,8 +324,18 @@ class Worker:
 
         def form(spec: GenerationSpec, rank: int) -> Communicator:
             caller = ControllerCaller(assignment, spec.generation)
+
+            def called_off() -> bool:
+                return membership.is_void(spec.generation)
+
             return Communicator(
-                BootstrapStore(caller, elastic.switch_timeout_s, rank=rank, world_size=spec.world_size),
+                BootstrapStore(
+                    caller,
+                    elastic.switch_timeout_s,
+                    rank=rank,
+                    world_size=spec.world_size,
+                    called_off=called_off,
+                ),
                 f"generation/{spec.generation}",
                 rank=rank,
                 world_size=spec.world_size,
@@ -334,6 +344,7 @@ class Worker:
                 host=self._host,
                 gpu=0 if assignment.gpu_ids else None,  # the process sees no others
                 secret=assignment.secret,
+                called_off=called_off,
             )
 
         self._membership = WorkerMembership(assignment.worker, form, link.could_not_form, self._retired)

@@ -16,11 +16,14 @@ from tests.membership.groups import on_ranks
 class Queued(dist._Work):  # type: ignore[name-defined]
     """One whose ``wait`` ends at once, as NCCL's; it has run once the peer has come, or once it was aborted."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: str = "") -> None:
         super().__init__()
+        self._error = error
         self.ran, self.waited_for = threading.Event(), threading.Event()
 
     def wait(self, timeout: Any = None) -> bool:
+        if self.waited_for.is_set() and self._error:
+            raise RuntimeError(self._error)
         self.waited_for.set()
         return True
 
@@ -78,3 +81,16 @@ def test_what_an_abort_has_ended_is_not_done(wait: Any) -> None:
     assert work.ran.wait(20)
     with pytest.raises(CommunicationFailedError, match="the generation was called off"):
         wait(communicator, work)
+
+
+@pytest.mark.parametrize("error", ["", "remote process exited"])
+def test_one_that_has_failed_counts_as_run_and_is_a_failure(error: str) -> None:
+    work = Queued(error)
+    communicator = alone(work)
+    work.ran.set()
+    if not error:
+        communicator.wait_all([None], [work])
+        return
+    with pytest.raises(CommunicationFailedError, match=error):
+        communicator.wait_all([None], [work])
+    assert communicator.broken
