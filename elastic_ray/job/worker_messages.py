@@ -99,6 +99,8 @@ class WorkerMessages:
             case WorkerNotice(kind=kind, text=text, detail=detail) if not self._is_repeated(text, detail):
                 if kind is not EventKind.STRAGGLER:  # the status tells of those that there are now
                     self._record.user_told(text)
+                if kind is EventKind.OUT_OF_MEMORY:
+                    text += self._memory_advice()
                 self._events.note(kind, text, detail=detail)
                 if detail.get("request", {}).get("kind") == "Pause" and not detail["refused"]:
                     self._pause(text)
@@ -165,10 +167,14 @@ class WorkerMessages:
         self._planner.open(message.loader)
         self._group.take(message)
 
+    def _memory_advice(self) -> str:
+        """Return what the declared need says of a failure, as a clause."""
+        need = self._spec.scheduling.memory
+        return "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
+
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
         """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
-        need = self._spec.scheduling.memory
-        advice = "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
+        advice = self._memory_advice()
         try:
             reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
         except BatchDoesNotFitError as error:

@@ -34,6 +34,7 @@ class HookPoint(enum.Enum):
     UPDATE_LEFT_OUT = enum.auto()  # of whichever model
     SHAPE_CHANGED = enum.auto()  # of the batch, or of the group
     CHECKPOINT_ASKED = enum.auto()  # by a policy
+    BACKWARD_LOST = enum.auto()  # for lack of memory
     BEFORE_END = enum.auto()  # of the train function
     REPLACED = enum.auto()  # by another run of this process
 
@@ -303,6 +304,11 @@ class Registry:
     def have_chosen(self, number: int) -> bool:
         """Whether the strategies of so many models that were wrapped first are not being chosen."""
         return all(each.strategy_key is not None for each in self._gradients[:number])
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether passes of a model wait for other ranks, besides reductions of gradients."""
+        return any(each.meets_in_passes for each in self._gradients)
 
     @property
     def gradients_are_local(self) -> bool:

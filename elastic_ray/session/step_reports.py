@@ -41,4 +41,5 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         learning_rate_factor=run.registry.models.rate_factor,
         first_step_s=run.clock.first_step_s,
         loss=run.registry.monitoring.loss,
+        memory_bound=progress.memory_bound,
     )

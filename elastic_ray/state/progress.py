@@ -62,6 +62,8 @@ class RunProgress:
         meeting: user code is in a collective between steps now.
         joined_at: that collective's number, of the rank whose state a worker that joins has got: what the code does up
             to there is in it. None where it was in none.
+        memory_bound: most samples that a worker may take at once, since one ran out of memory with more; None for none.
+        fits: most that one has taken at once in a committed step of training.
     """
 
     epoch: int = 0
@@ -81,6 +83,8 @@ class RunProgress:
     collectives_before: int = 0
     meeting: bool = False
     joined_at: int | None = None
+    memory_bound: int | None = None
+    fits: int = 0
 
     def declare_epochs(self, epochs: int | None) -> None:
         """The loop has said how many epochs it wants; None where it does not say."""
@@ -149,6 +153,16 @@ class RunProgress:
         """The run has made another report; returns its number, after the ``agreed`` ones that all ranks know of."""
         self.reports = max(self.reports, agreed) + 1
         return self.reports
+
+    def bound_memory(self, failed: int) -> None:
+        """A worker ran out of memory with so many samples at once: half of them are the bound, or more that fit."""
+        fits = self.fits if self.fits <= 0.9 * failed else 0
+        self.limit_memory(max(1, failed // 2, fits))
+
+    def limit_memory(self, bound: int | None) -> None:
+        """No worker may take more samples at once than this, nor than before; None for any number."""
+        if bound is not None:
+            self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
         """What all ranks have added, by accumulator and name."""

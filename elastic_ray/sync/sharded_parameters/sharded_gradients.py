@@ -310,6 +310,9 @@ class ShardedGradients:
         """Whether gradients wait for the optimizer."""
         return self._waits
 
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """Do nothing: the step has failed here, and the next call of the model begins anew."""
+
     def before_update(self) -> None:
         """The optimizer was asked to step; raises RuntimeError where no pass has averaged its gradients."""
         step = self._run.ledger.step
@@ -391,6 +394,7 @@ class ShardedGradients:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
+    meets_in_passes = True
     local = drifts = tabled = False
     marker = 0
     scaler = None
