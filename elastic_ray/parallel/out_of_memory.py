@@ -56,7 +56,7 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
     output = in_parts(module, args, kwargs, exact=False)
     leaves, spec = tree_flatten(output)
     ends = list(params) or [torch.zeros((), requires_grad=True)]
-    through: Callable[..., Tensor] = _Lost.apply  # type: ignore[assignment]
+    through: Callable[..., Tensor] = _Lost.apply
     return tree_unflatten([through(each, *ends) if _is_real(each) else each for each in leaves], spec)
 
 

@@ -264,6 +264,8 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
         """The module's output, a part of the samples at a time; of a step that is lost where the model trains."""
+        if self._sharded:  # torch takes the failed pass as in progress
+            self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
             return in_parts(self.module, args, kwargs, exact=True)
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)

@@ -311,7 +311,9 @@ class ShardedGradients:
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """Do nothing: the step has failed here, and the next call of the model begins anew."""
+        """The step has failed here: have the model hold its shards, for torch takes the pass as in progress."""
+        self._task = -1
+        to_sharded(self._module)
 
     def before_update(self) -> None:
         """The optimizer was asked to step; raises RuntimeError where no pass has averaged its gradients."""
