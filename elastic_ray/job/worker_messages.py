@@ -125,6 +125,8 @@ class WorkerMessages:
     def _beat(self, message: WorkerHeartbeat) -> None:
         self._group.beat(message)
         self._record.waits(message.worker, "" if message.ending else message.waits)
+        if message.gpu_memory is not None:
+            self._record.gpu_memory[message.worker] = message.gpu_memory
         if message.report is not None:
             self._observe(message.report)
 

@@ -19,6 +19,7 @@ from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
+from elastic_ray.parallel.flops import ForwardFlops, peak_of
 from elastic_ray.parallel.inner_optimizers import complete, inner_optimizers
 from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.model_copy import ModelCopy, copied
@@ -185,6 +186,11 @@ class AdaptiveDataParallel(torch.nn.Module):
             session.fail_opening()
             raise
         self._patch()
+        device = self._trainable.params[0].device
+        peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" and not self._sharded else None
+        self._flops = counted = None if peak is None else ForwardFlops()
+        if counted is not None and peak is not None:
+            run.registry.add_effort(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
@@ -244,6 +250,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         try:
             if self._run.faults is not None:
                 self._run.moment("forward")
+            if self._flops is not None and self._run.ledger.outermost is not None:
+                return self._flops.call(self.module, args, kwargs)
             return self.module(*args, **kwargs)
         except ValueError as error:
             if not str(error).startswith(_ONE_VALUE):

@@ -183,6 +183,7 @@ class Registry:
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[BufferSync] = []
         self._gradients: list[GroupDependent] = []
+        self._efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()
         self._least_share = 1
         self.halving_changes = 0
@@ -240,6 +241,16 @@ class Registry:
         """
         for buffers in self._buffers:
             buffers(communicator)
+
+    def add_effort(self, seconds: Callable[[], float | None]) -> None:
+        """A model whose operations for one sample take so long at the peak of its GPU [s]; None while not known."""
+        self._efforts.append(seconds)
+
+    @property
+    def peak_s(self) -> float | None:
+        """Time that all models need for one sample at the GPU's peak [s]; None where that is not known."""
+        found = [effort() for effort in self._efforts]
+        return sum(each for each in found if each) if found and None not in found else None
 
     def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""

@@ -28,3 +28,10 @@ def free_caches() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def gpu_memory() -> tuple[int, int] | None:
+    """Bytes that tensors of this process have held of its GPU at most, and that it has reserved; None without one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
