@@ -106,11 +106,11 @@ def check_gpu() -> Check:
             detail=f"there is an NVIDIA driver, but torch {torch.__version__} ({built}) sees no GPU: check nvidia-smi, "
             "CUDA_VISIBLE_DEVICES, and that torch is a build for this driver",
         )
-    names, built = [], set(torch.cuda.get_arch_list())
+    names, kernels = [], set(torch.cuda.get_arch_list())
     for number in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(number)
-        newest = max((int(arch.partition("_")[2].rstrip("abcdef")) for arch in built if "_" in arch), default=0)
-        if built and f"sm_{major}{minor}" not in built and not any(arch.startswith(f"sm_{major}") for arch in built):
+        newest = max((int(arch.partition("_")[2].rstrip("abcdef")) for arch in kernels if "_" in arch), default=0)
+        if kernels and not any(arch.startswith(f"sm_{major}") for arch in kernels):
             way = "a newer torch" if newest < 10 * major + minor else "an older torch"
             detail = f"torch {torch.__version__} has no kernels for GPU {number} (sm_{major}{minor}): install {way}"
             return Check(name="GPU", state="fail", detail=detail)
@@ -208,9 +208,8 @@ TRAPS = {
 
 def check_traps() -> Check:
     """Settings of the environment that slow NCCL and CUDA down, or have them fail, by name."""
-    found = [
-        f"{name}={value}: {TRAPS[name]}" for name in TRAPS if (value := os.environ.get(name, "0")) not in ("", "0")
-    ]
+    here = {name: os.environ.get(name, "0") for name in TRAPS}
+    found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
     interfaces = Path("/sys/class/net")
     if wanted and interfaces.is_dir() and not _is_there(wanted, [each.name for each in interfaces.iterdir()]):
@@ -221,7 +220,7 @@ def check_traps() -> Check:
 
 
 def _is_there(wanted: str, names: list[str]) -> bool:
-    """Return True if an interface matches, as NCCL reads it: prefixes, with ``^`` those not to use, ``=`` whole names."""
+    """Return True if an interface matches as NCCL reads it: prefixes, ``=`` whole names, ``^`` all but these."""
     if wanted.startswith("^"):
         return True
     exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")
