@@ -212,14 +212,14 @@ def check_traps() -> Check:
     found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
     interfaces = Path("/sys/class/net")
-    if wanted and interfaces.is_dir() and not _is_there(wanted, [each.name for each in interfaces.iterdir()]):
+    if wanted and interfaces.is_dir() and not is_there(wanted, [each.name for each in interfaces.iterdir()]):
         found.append(f"NCCL_SOCKET_IFNAME={wanted}: this machine has no such interface, and NCCL would find no way out")
     if found:
         return Check(name="GPU traps", state="warn", detail="; ".join(found))
     return Check(name="GPU traps", state="ok", detail="no variable of CUDA or NCCL is set that is known to do harm")
 
 
-def _is_there(wanted: str, names: list[str]) -> bool:
+def is_there(wanted: str, names: list[str]) -> bool:
     """Return True if an interface matches as NCCL reads it: prefixes, ``=`` whole names, ``^`` all but these."""
     if wanted.startswith("^"):
         return True

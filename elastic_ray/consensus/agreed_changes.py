@@ -96,6 +96,14 @@ class AgreedChanges:
         batch, self.batch = self.batch, None
         return batch
 
+    def run_out(self) -> None:
+        """This rank has run out of memory."""
+        self.ran_out = True
+
+    def forget_ran_out(self) -> None:
+        """The step is undone."""
+        self.ran_out = False
+
     def count_reports(self, reports: int) -> None:
         """The run has made so many reports on this rank."""
         self.reports = reports

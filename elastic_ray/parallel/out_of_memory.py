@@ -44,7 +44,7 @@ def watch_backward() -> None:
         free_caches()
         session.registry.call(HookPoint.BACKWARD_LOST)
 
-    torch.autograd.backward = backward
+    setattr(torch.autograd, "backward", backward)  # noqa: B010
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
@@ -104,6 +104,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any
 
 
 def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
+    """What all parts have given at one place of their outputs, as one."""
     if all(_is_of(each, size) for each, size in zip(column, sizes, strict=True)):
         return torch.cat(list(column))
     if exact and column[0] is not None:
@@ -129,13 +130,13 @@ class _Lost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
         """The tensor."""
-        ctx.params = params
+        ctx.save_for_backward(*params)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Zeros, which take no memory of their own."""
-        return None, *(each.new_zeros(()).expand(each.shape) for each in ctx.params)
+        return None, *(each.new_zeros(()).expand(each.shape) for each in ctx.saved_tensors)
 
 
 def give_zero_gradients(params: Sequence[Tensor]) -> None:

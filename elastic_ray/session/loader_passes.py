@@ -233,7 +233,7 @@ class LoaderPasses:
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain)
         if not nested:
             if step.leads and trained:
-                run.progress.fits = max(run.progress.fits, *map(max, step.sizes))
+                run.progress.note_fit(max(map(max, step.sizes)))
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
@@ -330,6 +330,7 @@ class LoaderPasses:
             self._changes.between_steps(can_switch)
 
     def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
+        """Agree in a collective of its own, and count what accumulators were given."""
         run = self._run
         added = run.sums.take(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
@@ -351,7 +352,7 @@ class LoaderPasses:
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
         """A worker ran out of memory in a step: undo it, and have it drawn again with fewer samples at once."""
         run = self._run
-        run.agreed.ran_out = False
+        run.agreed.forget_ran_out()
         run.sums.undo_beyond(run.ledger.depth)
         run.ledger.undo(step)
         run.ledger.clear_failure()

@@ -159,6 +159,10 @@ class RunProgress:
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
 
+    def note_fit(self, samples: int) -> None:
+        """A committed step of training had so many samples at once on a worker."""
+        self.fits = max(self.fits, samples)
+
     def limit_memory(self, bound: int | None) -> None:
         """No worker may take more samples at once than this, nor than before; None for any number."""
         if bound is not None:

@@ -284,7 +284,7 @@ class Worker:
             if kept is not None:
                 return kept
             progress = _start_of(assignment) or RunProgress()  # half of an optimizer step is no state: others have one
-            progress.memory_bound = session.progress.memory_bound
+            progress.limit_memory(session.progress.memory_bound)
             return None, progress
         finally:
             set_worker_session(None)

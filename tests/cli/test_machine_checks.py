@@ -67,4 +67,4 @@ def test_known_traps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     [("lo", True), ("=lo", True), ("=l", False), ("eth,lo", True), ("^docker", True), ("ib", False)],
 )
 def test_interfaces_are_matched_as_nccl_does(wanted: str, there: bool) -> None:
-    assert checks._is_there(wanted, ["lo", "ens3"]) is there
+    assert checks.is_there(wanted, ["lo", "ens3"]) is there

@@ -111,7 +111,7 @@ KINDS = {"plain": 1e-4, "fused": 1e-4, "sharded": 1e-4, "scaled": 2e-2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_with_little_room_ends_as_one_with_enough(kind: str, little_room: None) -> None:
+def test_little_room_gives_what_enough_gives(kind: str, little_room: None) -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
     roomy = trained(kind)
     bound_room()

@@ -147,7 +147,7 @@ def trained(
 
 @pytest.mark.parametrize("amp", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_loop_alone_goes_on_and_the_batch_stays(moment: str, amp: bool) -> None:
+def test_a_loop_alone_goes_on(moment: str, amp: bool) -> None:
     calm = trained(moment, 1000, amp=amp)
     set_session(None)
     outputs, refused, steps, bound, samples = trained(moment, 9, amp=amp)
@@ -221,7 +221,7 @@ class Doubling(Policy):
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-def test_a_batch_that_a_policy_doubles_ends_where_memory_does(accumulates: bool) -> None:
+def test_a_batch_that_doubles_ends_where_memory_does(accumulates: bool) -> None:
     adapt = {"max_batch_size": SAMPLES, "gradient_accumulation": accumulates}
     _, refused, steps, bound, samples = trained("backward", 20, 8, epochs=6, adapt=adapt, policy=Doubling())
     assert samples == 6 * SAMPLES and bound == 16, "16 fit, 32 do not"
@@ -239,7 +239,7 @@ def test_so_does_a_ramp() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "powersgd"])
-def test_one_worker_has_the_same_way_out_under_every_strategy(strategy: str) -> None:
+def test_so_it_does_alone_under_other_strategies(strategy: str) -> None:
     assert trained("forward", 20, 32, strategy=strategy)[3:] == (16, 2 * SAMPLES)
 
 
