@@ -211,6 +211,11 @@ class JobStatus:
         last_pause: the last pause by what it was waiting for; None before the first.
         learning_rate_factor: what the first model's learning rates are multiplied by, for its batch and by policies;
             None before the first step.
+        gpu_memory_used_bytes: most that tensors of a worker have held of its GPU; None without GPUs.
+        gpu_memory_reserved_bytes: most that a worker has reserved of it, caches included.
+        memory_bound: most samples that a worker takes at once, since one ran out of memory with more; None for none.
+        backend: carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
+        mfu: model FLOPs utilisation, 0 to 1; None where operations, or the GPU's peak, are not known.
         reports: reports of rank 0 so far, those of earlier runs that it goes on from included.
         checkpoint: path of what a restart would go on from, reported or automatic; empty before the first.
     """
@@ -246,6 +251,11 @@ class JobStatus:
     training_s: float = 0.0
     last_pause: Pause | None = None
     learning_rate_factor: float | None = None
+    gpu_memory_used_bytes: int | None = None
+    gpu_memory_reserved_bytes: int | None = None
+    memory_bound: int | None = None
+    backend: str = ""
+    mfu: float | None = None
     reports: int = 0
     checkpoint: str = ""
 
@@ -316,6 +326,7 @@ class WorkerInfo:
     Attributes:
         silence_s: time since it was last heard of [s]; None before it has been.
         slowness: its time for equal work over the group's median; None before enough steps were measured.
+        gpu_memory_used_bytes, gpu_memory_reserved_bytes: as of ``JobStatus``, of this worker's GPU.
     """
 
     rank: int
@@ -325,6 +336,8 @@ class WorkerInfo:
     worker: str
     silence_s: float | None = None
     slowness: float | None = None
+    gpu_memory_used_bytes: int | None = None
+    gpu_memory_reserved_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

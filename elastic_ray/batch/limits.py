@@ -169,6 +169,20 @@ def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoi
     )
 
 
+def bounded(limits: BatchLimits, cut: BatchChoice, bound: int | None) -> BatchChoice:
+    """The same cut with at most ``bound`` samples at once on a worker, since more do not fit into memory.
+
+    More and smaller micro-steps keep the batch, where it is fixed or accumulation is allowed; else it falls.
+    """
+    if bound is None or cut.atomic_bsz <= bound:
+        return cut
+    if not (limits.fixed or limits.gradient_accumulation):
+        return BatchChoice(atomic_bsz=bound)
+    share = cut.atomic_bsz * (cut.accum_steps + 1)
+    k = -(-share // bound)
+    return BatchChoice(atomic_bsz=-(-share // k), accum_steps=k - 1)
+
+
 def _positive(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be a whole number of samples, but got {value!r}")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.reports import LoaderInfo, StepReport, outdated
 from elastic_ray.batch.tuner import BatchTuner, TunerSnapshot
 from placement.goodput.fitting import Observation
@@ -178,7 +178,11 @@ class BatchPlanner:
         self._before = (self._choice, self._replicas, self._gpu)
         tuner = self._tuner_on(gpu, self.loader.limits)
         decision = tuner.decide(group.nodes, group.world_size, self._choice, current_replicas=self._replicas)
-        choice = decision.choice if self._held is None else cut_within(self.loader.limits, self._held, group.world_size)
+        choice = decision.choice
+        if self._held is not None:
+            choice = bounded(
+                self.loader.limits, cut_within(self.loader.limits, self._held, group.world_size), tuner.upper
+            )
         self._choice, self._replicas, self._chosen_for = choice, group.world_size, group.generation
         self._gpu = self._gpus[group.generation] = gpu
         for generation in sorted(self._gpus)[:-_GENERATIONS]:
@@ -210,6 +214,8 @@ class BatchPlanner:
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self._held = report, report.held_batch
+        if self.tuner is not None and self.tuner.limit_local(report.memory_bound):
+            self._choice = report.shape or self._choice  # what they have cut by themselves
         if report.shape is None or report.steps == 0:
             return None
         before, self._measured = self._measured, report

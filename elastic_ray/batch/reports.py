@@ -102,7 +102,9 @@ class StepReport:
     rates are multiplied by, for its batch and by policies; the mean over its parameter groups. ``first_step_s`` is the
     time of the first step after the last change of group; None before that was committed, and before any change.
     ``signal`` is what is known of the gradient's signal beside its ``noise``. ``loss`` is the metric of that name that
-    the loop has reported last, after the report's number; None where it has none.
+    the loop has reported last, after the report's number; None where it has none. ``memory_bound`` is the most samples
+    that a worker may take at once, since one ran out of memory with more. ``backend`` carries
+    gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None where that is not known.
     """
 
     generation: int
@@ -129,3 +131,6 @@ class StepReport:
     first_step_s: float | None = None
     signal: NoiseSignal | None = None
     loss: tuple[int, float] | None = None
+    memory_bound: int | None = None
+    backend: str = ""
+    mfu: float | None = None

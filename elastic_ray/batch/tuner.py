@@ -277,6 +277,13 @@ class BatchTuner:
         self._upper = bound
         return f"{failed}; the local bound is now {bound}"
 
+    def limit_local(self, bound: int | None) -> bool:
+        """Take no larger local batch than ``bound``, which ranks have found out; returns whether that is news."""
+        if bound is None or (self._upper is not None and self._upper <= bound):
+            return False
+        self._upper = bound
+        return True
+
     def decide(
         self, nodes: int, replicas: int, current: BatchChoice | None, *, current_replicas: int | None = None
     ) -> BatchDecision:

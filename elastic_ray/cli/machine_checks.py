@@ -22,6 +22,7 @@ _LEAST_SHARED_BYTES = 1 << 30
 _WORD = b"heard"
 _REACH_S = 5.0
 _STORAGE_S = 30.0
+_COPIED_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ def machine_checks() -> tuple[Check, ...]:
         "versions": check_versions,
         "GPU": check_gpu,
         "NCCL": check_nccl,
+        "GPU links": check_links,
+        "GPU traps": check_traps,
         "ports": check_ports,
         "shared memory": check_shared_memory,
         "Ray's folders": check_session,
@@ -103,14 +106,30 @@ def check_gpu() -> Check:
             detail=f"there is an NVIDIA driver, but torch {torch.__version__} ({built}) sees no GPU: check nvidia-smi, "
             "CUDA_VISIBLE_DEVICES, and that torch is a build for this driver",
         )
-    names = []
+    names, kernels = [], set(torch.cuda.get_arch_list())
     for number in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(number)
+        newest = max((int(arch.partition("_")[2].rstrip("abcdef")) for arch in kernels if "_" in arch), default=0)
+        if kernels and not any(arch.startswith(f"sm_{major}") for arch in kernels):
+            way = "a newer torch" if newest < 10 * major + minor else "an older torch"
+            detail = f"torch {torch.__version__} has no kernels for GPU {number} (sm_{major}{minor}): install {way}"
+            return Check(name="GPU", state="fail", detail=detail)
         ones = torch.ones(8, 8, device=f"cuda:{number}")
         if float((ones @ ones).sum()) != 512.0:
             return Check(name="GPU", state="fail", detail=f"GPU {number} computes wrong results")
         names.append(torch.cuda.get_device_name(number))
     kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return Check(name="GPU", state="ok", detail=f"{kinds}, CUDA {torch.version.cuda}")
+    memory = torch.cuda.get_device_properties(0).total_memory / (1 << 30)
+    driver = f", driver {version}" if (version := _driver_version()) else ""
+    return Check(name="GPU", state="ok", detail=f"{kinds}, {memory:.0f} GiB, CUDA {torch.version.cuda}{driver}")
+
+
+def _driver_version() -> str:
+    """Version of NVIDIA's driver; empty where it is not told."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().split("  ")[1].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def check_nccl() -> Check:
@@ -135,6 +154,77 @@ def check_nccl() -> Check:
         return Check(name="NCCL", state="fail", detail=f"an all-reduce over {count(len(ones), 'GPU')} gave a wrong sum")
     version = ".".join(str(part) for part in nccl.version())  # type: ignore[no-untyped-call]
     return Check(name="NCCL", state="ok", detail=f"{version}; an all-reduce over {count(len(ones), 'GPU')} is right")
+
+
+def check_links() -> Check:
+    """How ranks of this machine reach each other's GPUs, and how fast its memory is copied."""
+    import torch
+
+    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not number:
+        return Check(name="GPU links", state="ok", detail="none without GPUs")
+    if number == 1:
+        rate = _copied("cuda:0", "cpu")
+        several = "several ranks on it talk by TCP, if each has a NCCL_HOSTID of its own; else over gloo"
+        return Check(name="GPU links", state="ok", detail=f"one GPU, {rate:.1f} GB/s to the host; {several}")
+    pairs = [(a, b) for a in range(number) for b in range(a + 1, number)]
+    cut_off = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    rates = sorted(_copied(f"cuda:{a}", f"cuda:{b}") for a, b in pairs)
+    detail = f"{count(number, 'GPU')}, one rank on each; copies between two: {rates[0]:.1f} to {rates[-1]:.1f} GB/s"
+    if not cut_off:
+        return Check(name="GPU links", state="ok", detail=f"{detail}, all by NVLink or PCIe peer access")
+    named = ", ".join(f"{a} and {b}" for a, b in cut_off[:4])
+    return Check(name="GPU links", state="warn", detail=f"{detail}; no peer access between {named}: by host memory")
+
+
+def _copied(source: str, target: str) -> float:
+    """Rate of a copy [GB/s], the best of three."""
+    import time
+
+    import torch
+
+    given = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=source)
+    taken = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=target, pin_memory=target == "cpu")
+    rates = []
+    for _ in range(4):
+        torch.cuda.synchronize(source)
+        since_s = time.perf_counter()
+        taken.copy_(given)
+        torch.cuda.synchronize(source)
+        rates.append(_COPIED_BYTES / (time.perf_counter() - since_s) / 1e9)
+    return max(rates[1:])
+
+
+TRAPS = {
+    "CUDA_LAUNCH_BLOCKING": "each kernel is waited for, which makes steps slow",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "each tensor is allocated by the driver, which makes steps slow",
+    "NCCL_P2P_DISABLE": "GPUs of one machine talk by host memory",
+    "NCCL_SHM_DISABLE": "ranks of one machine talk by the network",
+    "NCCL_IB_DISABLE": "NCCL leaves InfiniBand out, and talks by TCP",
+    "CUDA_MPS_PIPE_DIRECTORY": "under MPS a worker that dies with work outstanding leaves the others undefined",
+}
+"""Environment variables that are set by mistake, or left from a test, and what they do."""
+
+
+def check_traps() -> Check:
+    """Settings of the environment that slow NCCL and CUDA down, or have them fail, by name."""
+    here = {name: os.environ.get(name, "0") for name in TRAPS}
+    found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    interfaces = Path("/sys/class/net")
+    if wanted and interfaces.is_dir() and not is_there(wanted, [each.name for each in interfaces.iterdir()]):
+        found.append(f"NCCL_SOCKET_IFNAME={wanted}: this machine has no such interface, and NCCL would find no way out")
+    if found:
+        return Check(name="GPU traps", state="warn", detail="; ".join(found))
+    return Check(name="GPU traps", state="ok", detail="no variable of CUDA or NCCL is set that is known to do harm")
+
+
+def is_there(wanted: str, names: list[str]) -> bool:
+    """Return True if an interface matches as NCCL reads it: prefixes, ``=`` whole names, ``^`` all but these."""
+    if wanted.startswith("^"):
+        return True
+    exact, given = wanted.startswith("="), wanted.lstrip("=").split(",")
+    return any(name == each if exact else name.startswith(each) for name in names for each in given)
 
 
 def check_ports() -> Check:

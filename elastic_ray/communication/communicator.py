@@ -183,6 +183,11 @@ class Communicator:
         self._closed = True
         self._gloo = self._gradients = self._nccl = None
 
+    @property
+    def backend(self) -> str:
+        """What carries gradients on a GPU: ``nccl`` or ``gloo``; empty for a rank alone."""
+        return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
+
     def leave(self, timeout_s: float) -> None:
         """End all operations and gloo's threads, before the interpreter ends: afterwards neither may come back to it.
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from elastic_ray.membership.worker_side import WorkerMembership
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
-# preemption, how often rank 0 has reported, and its wishes that all ranks hold the same model (1) and compare it (2).
-CONTROL_SIZE = 8
+# preemption, how often rank 0 has reported, its wishes that all ranks hold the same model (1) and compare it (2), and
+# whether a rank ran out of memory.
+CONTROL_SIZE = 9
 # A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
@@ -42,6 +43,7 @@ class AgreedChanges:
         preempted: it stops there to go on another time.
         batch: batch shape to change to, None to go on as it is.
         comparison: all ranks are to compare their models with the next announcement that they make.
+        ran_out: a rank ran out of memory in the step in progress: this one, or, once the sums are known, any.
         saves: checkpoints are reported in the present group.
         reports: rank 0's calls of ``report``; another rank may take its place, and need not have called it as often.
 
@@ -54,6 +56,7 @@ class AgreedChanges:
         self.generation = 0
         self.stop = False
         self.preempted = False
+        self.ran_out = False
         self.reports = 0
         self.batch: BatchChoice | None = None
         self._wants_consensus = self._consensus = False
@@ -62,7 +65,7 @@ class AgreedChanges:
 
     def begin(self) -> None:
         """A group was entered: nothing that another one agreed on counts in it."""
-        self.generation, self.batch = 0, None
+        self.generation, self.batch, self.ran_out = 0, None, False
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self.comparison = self.saves = False
 
@@ -93,6 +96,14 @@ class AgreedChanges:
         batch, self.batch = self.batch, None
         return batch
 
+    def run_out(self) -> None:
+        """This rank has run out of memory."""
+        self.ran_out = True
+
+    def forget_ran_out(self) -> None:
+        """The step is undone."""
+        self.ran_out = False
+
     def count_reports(self, reports: int) -> None:
         """The run has made so many reports on this rank."""
         self.reports = reports
@@ -116,6 +127,7 @@ class AgreedChanges:
             float(wishes.preempting),
             float(self.reports) if rank == 0 else 0.0,
             float(self._wants_consensus + 2 * self._wants_comparison) if rank == 0 else 0.0,
+            float(self.ran_out),
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -131,6 +143,7 @@ class AgreedChanges:
             self._wants_consensus, self._consensus = False, True
         if wishes & 2:
             self._wants_comparison, self.comparison, self.saves = False, True, True
+        self.ran_out = self.ran_out or sums[8] > 0
         if sums[3] > 0:
             self.batch = BatchChoice(atomic_bsz=round(sums[3]), accum_steps=round(sums[4]))
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+RAN_OUT = "a worker ran out of memory"
+"""Why a step is lost that all ranks draw again with fewer samples at once; the group stays."""
+
 _READS_DIFFER = (
     "an iterable dataset does not give the same samples in the same order on every worker: each reads all of it and "
     "keeps its share by position, so that samples are used twice or never. Shuffle by a seed and the epoch "
@@ -213,6 +216,8 @@ class RankConsensus:
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """Every rank draws the same conclusions from the sums of all ranks' control values."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
+        if self._changes.ran_out:
+            self._position.fail(RAN_OUT)
         if self._riding:
             self._conclude_parts(sums[CONTROL_SIZE:], world_size)
 

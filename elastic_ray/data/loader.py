@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
 from elastic_ray.batch.halving import Halving
-from elastic_ray.batch.limits import BatchChoice, BatchLimits, cut_within
+from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
 from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
@@ -234,9 +234,10 @@ class AdaptiveDataLoader(ResumableLoader):
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
-        if self._leads and session.shape is not None:
-            return session.shape
-        return cut_within(limits, limits.init_batch_size, session.world_size)
+        if not self._leads:
+            return cut_within(limits, limits.init_batch_size, session.world_size)
+        shape = session.shape or cut_within(limits, limits.init_batch_size, session.world_size)
+        return bounded(limits, shape, session.progress.memory_bound)
 
     @property
     def current_local_bsz(self) -> int:
@@ -443,7 +444,8 @@ class AdaptiveDataLoader(ResumableLoader):
         if weights is None:
             return None
         least = 1 if self._limits.fixed else self._limits.lower
-        return Shares(weights=weights, least=least, most=self._limits.upper)
+        most = [each for each in (self._limits.upper, self._session.progress.memory_bound) if each is not None]
+        return Shares(weights=weights, least=least, most=min(most, default=None))
 
     def _pass_total(self, loader_pass: PassProgress) -> int:
         return loader_pass.position if self.dataset_size is None else self.dataset_size

@@ -236,12 +236,10 @@ def _check_failures(config: FailureConfig) -> None:
     _refuse("FailureConfig", "max_preemption_failures", given, default, reason)
     # What the other two ask for holds in every elastic job: no collective waits for workers that are gone, and no
     # survivor is ever torn down.
-    if not isinstance(config.relax_collectives_on_preemption, bool):
-        raise ValueError(
-            "FailureConfig(relax_collectives_on_preemption) must be True or False, but got "
-            f"{config.relax_collectives_on_preemption!r}"
-        )
-    grace_s = config.preemption_grace_s
+    relax = getattr(config, "relax_collectives_on_preemption", False)  # from Ray 2.60 on
+    if not isinstance(relax, bool):
+        raise ValueError(f"FailureConfig(relax_collectives_on_preemption) must be True or False, but got {relax!r}")
+    grace_s = getattr(config, "preemption_grace_s", 0)
     if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0 <= grace_s < math.inf:
         raise ValueError(
             f"FailureConfig(preemption_grace_s) must be a finite number of seconds from 0, but got {grace_s!r}"

@@ -100,6 +100,8 @@ class WorkerMessages:
                 # The status tells of slow workers that there are now.
                 if kind not in (EventKind.STRAGGLER, EventKind.PASS):
                     self._record.user_told(text)
+                if kind is EventKind.OUT_OF_MEMORY:
+                    text += self._memory_advice()
                 self._events.note(kind, text, detail=detail)
                 if detail.get("request", {}).get("kind") == "Pause" and not detail["refused"]:
                     self._pause(text)
@@ -124,6 +126,8 @@ class WorkerMessages:
     def _beat(self, message: WorkerHeartbeat) -> None:
         self._group.beat(message)
         self._record.waits(message.worker, "" if message.ending else message.waits)
+        if message.gpu_memory is not None:
+            self._record.gpu_memory[message.worker] = message.gpu_memory
         if message.report is not None:
             self._observe(message.report)
 
@@ -166,10 +170,14 @@ class WorkerMessages:
         self._planner.open(message.loader)
         self._group.take(message)
 
+    def _memory_advice(self) -> str:
+        """Return what the declared need says of a failure, as a clause."""
+        need = self._spec.scheduling.memory
+        return "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
+
     def _out_of_memory(self, message: WorkerOutOfMemory) -> None:
         """A worker starts over, and all take smaller batches or equal shares; ends the job where nothing is smaller."""
-        need = self._spec.scheduling.memory
-        advice = "" if need is None else f"; {need.after_failure(max(1, self._group.machine.world_size))}"
+        advice = self._memory_advice()
         try:
             reason = self._planner.out_of_memory(message.atomic_bsz, more_than_equal=message.more_than_equal)
         except BatchDoesNotFitError as error:

@@ -19,11 +19,13 @@ from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
+from elastic_ray.parallel.flops import ForwardFlops, peak_of
 from elastic_ray.parallel.inner_optimizers import complete, inner_optimizers
 from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.model_copy import ModelCopy, copied
 from elastic_ray.parallel.model_parts import ModelParts
 from elastic_ray.parallel.nonfinite import check_choice
+from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
 from elastic_ray.parallel.patches import (
     after_step,
     check_schedule,
@@ -54,6 +56,7 @@ from elastic_ray.parallel.torch_state_dicts import follow_in_torch
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.registered import ModuleExtras
 from elastic_ray.state.tree import DictState, OptimizerState
+from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.trainable import Trainable
@@ -183,6 +186,11 @@ class AdaptiveDataParallel(torch.nn.Module):
             session.fail_opening()
             raise
         self._patch()
+        device = self._trainable.params[0].device
+        peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" and not self._sharded else None
+        self._flops = counted = None if peak is None else ForwardFlops()
+        if counted is not None and peak is not None:
+            run.registry.add_effort(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
 
     def _join_run(self, nonfinite: str, strategy: Any) -> None:
         """Make the model's parts, each with what it needs of the run."""
@@ -218,6 +226,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def _patch(self) -> None:
         """Route the optimizer's methods through this wrapper."""
+        watch_backward()
         patch_step(self._optimizer, self._step)
         patch_state_dict(self._optimizer, self._tiles)
         follow_in_torch(self, self.module, self._optimizer, self._tiles)
@@ -226,8 +235,6 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        if self._run.faults is not None:
-            self._run.moment("forward")
         vars(self)["_called"] = True
         self._sync.before_forward()
         if (step := self._run.ledger.outermost) is not self._forwarded:
@@ -241,11 +248,42 @@ class AdaptiveDataParallel(torch.nn.Module):
         if self._bounded_tables:
             refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         try:
+            if self._run.faults is not None:
+                self._run.moment("forward")
+            if self._flops is not None and self._run.ledger.outermost is not None:
+                return self._flops.call(self.module, args, kwargs)
             return self.module(*args, **kwargs)
         except ValueError as error:
             if not str(error).startswith(_ONE_VALUE):
                 raise
             raise ValueError(self._too_few(str(error))) from error
+        except (MemoryError, RuntimeError) as error:
+            trains = torch.is_grad_enabled()
+            lost = is_out_of_memory(error) and (self._lose_step() if trains else not self.module.training)
+            if not lost:
+                raise
+            let_go(error)
+        return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
+
+    def _lose_step(self) -> bool:
+        """The step in progress does not fit into memory; False where the error is to leave the loop."""
+        amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
+        return not amp and self._run.run_out_of_memory()
+
+    def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
+        """The module's output, a part of the samples at a time; of a step that is lost where the model trains."""
+        if self._sharded:  # torch takes the failed pass as in progress
+            self._sync.end_lost_pass(give_zero_gradients)
+        if not trains:
+            return in_parts(self.module, args, kwargs, exact=True)
+        return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
+
+    def _end_lost_pass(self) -> None:
+        """A backward pass has run out of memory: take part in what other ranks reduce."""
+        self._sync.end_lost_pass(give_zero_gradients)
+        if self._scaler is not None:  # it asks for gradients
+            for param in () if self._sharded else self._trainable.params:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _too_few(self, torchs: str) -> str:
         """BatchNorm has met one sample: which split has led to it, and the way out."""
@@ -343,6 +381,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
         registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)
+        registry.add_hook(HookPoint.BACKWARD_LOST, self._end_lost_pass)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._ask_for_shares)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
@@ -411,10 +450,21 @@ class AdaptiveDataParallel(torch.nn.Module):
         step = ledger.outermost
         scale = step.scale if step is not None else 1.0
         self._tracker.advance(scale)
+        # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
+        untouched = None
+        if step is not None and (not self._optimizer.state or max(map(max, step.sizes)) > self._run.progress.fits):
+            untouched = Untouched(self._optimizer, self._trainable.params)
         ledger.begin_update()
         rates = self._learning_rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
             result = self._update(apply, **kwargs)
+        except (MemoryError, RuntimeError) as error:
+            lost = is_out_of_memory(error) and untouched is not None and not self._tiles.divided and untouched.undo()
+            if not lost or not self._lose_step():
+                raise
+            ledger.cancel_update()
+            let_go(error)
+            return value
         finally:
             if rates is not None:
                 self._learning_rates.restore(rates)

@@ -60,6 +60,7 @@ class JobRecord:
         self._is_trial = spec.trial is not None
         self._start = spec.trial.start_from if spec.trial is not None else None
         self._waits: dict[str, str] = {}
+        self.gpu_memory: dict[str, tuple[int, int]] = {}  # by worker: used at most, and reserved
         self.looked = False
 
     def found(self, stored: StoredProgress) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ from placement.cluster.jobs import JobView
 from placement.cluster.node_record import NodeFailure
 from placement.cluster.progress import Progress
 
+_NO_GPU = None, None
+
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
     """Most workers that the job has a use for, never fewer than its minimum."""
@@ -180,6 +182,7 @@ def job_status(
     report, ended, waiting = planner.latest, record.phase.ended, record.phase is JobPhase.WAITING
     spent = time_spent(record.events, submitted_s, now_s, started_for_s)
     first_step_s = report.first_step_s if report is not None else None
+    gpus = [record.gpu_memory[each.worker] for each in machine.members() if each.worker in record.gpu_memory]
     status = JobStatus(
         job=spec.job,
         phase=record.phase,
@@ -201,6 +204,11 @@ def job_status(
         productive_share=spent.productive_share,
         last_pause=last_pause(record.events, report.generation if report is not None else 0, first_step_s),
         learning_rate_factor=report.learning_rate_factor if report is not None else None,
+        gpu_memory_used_bytes=max((used for used, _ in gpus), default=None),
+        gpu_memory_reserved_bytes=max((reserved for _, reserved in gpus), default=None),
+        memory_bound=report.memory_bound if report is not None else None,
+        backend=report.backend if report is not None else "",
+        mfu=report.mfu if report is not None else None,
         reports=record.last_report,
         checkpoint=record.newest_checkpoint,
         **dataclasses.asdict(spent),
@@ -304,6 +312,8 @@ def members(
             worker=member.worker,
             silence_s=silence_s.get(member.worker),
             slowness=ratios.get(member.worker),
+            gpu_memory_used_bytes=record.gpu_memory.get(member.worker, _NO_GPU)[0],
+            gpu_memory_reserved_bytes=record.gpu_memory.get(member.worker, _NO_GPU)[1],
         )
         for rank, member in enumerate(spec.members)
         if member.worker in processes

@@ -34,6 +34,7 @@ class HookPoint(enum.Enum):
     UPDATE_LEFT_OUT = enum.auto()  # of whichever model
     SHAPE_CHANGED = enum.auto()  # of the batch, or of the group
     CHECKPOINT_ASKED = enum.auto()  # by a policy
+    BACKWARD_LOST = enum.auto()  # for lack of memory
     BEFORE_END = enum.auto()  # of the train function
     REPLACED = enum.auto()  # by another run of this process
 
@@ -182,6 +183,7 @@ class Registry:
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[BufferSync] = []
         self._gradients: list[GroupDependent] = []
+        self._efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()
         self._least_share = 1
         self.halving_changes = 0
@@ -239,6 +241,16 @@ class Registry:
         """
         for buffers in self._buffers:
             buffers(communicator)
+
+    def add_effort(self, seconds: Callable[[], float | None]) -> None:
+        """A model whose operations for one sample take so long at the peak of its GPU [s]; None while not known."""
+        self._efforts.append(seconds)
+
+    @property
+    def peak_s(self) -> float | None:
+        """Time that all models need for one sample at the GPU's peak [s]; None where that is not known."""
+        found = [effort() for effort in self._efforts]
+        return sum(each for each in found if each) if found and None not in found else None
 
     def add_gradients(self, gradients: GroupDependent) -> None:
         """A model's gradients."""
@@ -303,6 +315,11 @@ class Registry:
     def have_chosen(self, number: int) -> bool:
         """Whether the strategies of so many models that were wrapped first are not being chosen."""
         return all(each.strategy_key is not None for each in self._gradients[:number])
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether passes of a model wait for other ranks, besides reductions of gradients."""
+        return any(each.meets_in_passes for each in self._gradients)
 
     @property
     def gradients_are_local(self) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.batch.limits import BatchChoice
+from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.consensus.agreed_changes import AgreedChanges
-from elastic_ray.consensus.consensus import RankConsensus
+from elastic_ray.consensus.consensus import RAN_OUT, RankConsensus
 from elastic_ray.events import EventKind
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
@@ -30,6 +30,8 @@ from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
     import torch
+
+    from elastic_ray.steps.step import LoaderStep
 
 
 class Run:
@@ -88,7 +90,7 @@ class Run:
         self.synced, self.shape_changes, self.models = False, 0, 0
         self.group = group = Group(worker, membership, expected, most_workers)
         self.states = SharedState(progress)
-        self.ledger = StepLedger(self.states, recoverable=elastic, moment=self.moment if faults is not None else None)
+        self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
         self.agreed = AgreedChanges(membership)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
@@ -141,6 +143,54 @@ class Run:
     def mark_synced(self) -> None:
         """This worker has become part of the job."""
         self.synced = True
+
+    def run_out_of_memory(self) -> bool:
+        """This rank has run out of memory in the step in progress; False where smaller micro-batches are no way out.
+
+        Where it has taken more than an equal share, or its gradients are averaged already, the group has to change.
+        """
+        step, info = self.ledger.outermost, self.registry.loaders.info
+        if step is None or info is None or not step.leads or self.ledger.step is not step:
+            return False
+        if self.ledger.failed or self.agreed.ran_out:
+            return True
+        most = max(step.sizes[self.group.rank])
+        least = 1 if info.limits.fixed else info.limits.lower
+        if most <= least or most > step.equal_bsz:
+            return False
+        together = not (self.registry.meets_in_passes or self.registry.drifts or self.ledger.reduced)
+        if self.group.world_size == 1 or (together and self.models == 1):
+            self.agreed.run_out()
+            if self.group.world_size == 1:
+                self.ledger.fail(RAN_OUT)
+            return True
+        if not self.elastic:
+            return False
+        # The others are, or will be, in collectives that this rank cannot take part in: the group is formed anew.
+        self.progress.bound_memory(most)
+        cause = f"{RAN_OUT} with {most} samples at once; the local bound is now {self.progress.memory_bound}"
+        self.ledger.fail(cause)
+        self.controller.tell(EventKind.OUT_OF_MEMORY.value, cause, {"memory_bound": self.progress.memory_bound})
+        return True
+
+    def bound_memory(self, step: LoaderStep) -> None:
+        """All ranks take fewer samples at once from now on than in a step that did not fit into a worker's memory."""
+        failed, progress, info = max(map(max, step.sizes)), self.states.progress, self.registry.loaders.info
+        progress.bound_memory(failed)
+        assert info is not None and progress.memory_bound is not None, "the loader leads"
+        cut = bounded(info.limits, step.shape, progress.memory_bound)
+        before, now = step.shape.batch_size(self.group.world_size), cut.batch_size(self.group.world_size)
+        way = f"steps have {cut.accum_steps + 1} micro-batches now"
+        if now < before and not info.limits.fixed:
+            way = f"the batch falls from {before} to {now}, which gradient_accumulation=True would keep"
+        self.shape_changes += 1
+        self.registry.call(HookPoint.SHAPE_CHANGED)
+        self.tell(
+            EventKind.OUT_OF_MEMORY.value,
+            f"a worker ran out of memory with {failed} samples at once, and its step is drawn again; the local bound "
+            f"is now {progress.memory_bound}: {way}",
+            {"failed": failed, "memory_bound": progress.memory_bound},
+        )
 
     def set_shape(self, shape: BatchChoice | None) -> None:
         """Take another batch shape from the next step on, None for the loader's own."""

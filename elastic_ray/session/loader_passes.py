@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.consensus import RAN_OUT
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError, returned_early
 from elastic_ray.events import EventKind
 from elastic_ray.run.run import Run
@@ -14,10 +15,11 @@ from elastic_ray.session.adaptation import Adaptation
 from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.state.layout import DataPlan
 from elastic_ray.state.progress import PassProgress
+from elastic_ray.steps.out_of_memory import free_caches
 from elastic_ray.steps.step import LoaderStep
 
 _LOST = (
-    "a worker was lost in the step in which break left the loop over the loader. Code that has gone on cannot draw it "
+    "a worker {what} in the step in which break left the loop over the loader. Code that has gone on cannot draw it "
     "again, so its {count} samples are not used. A loop that is to lose none ends with its data"
 )
 _LOST_SUMS = (
@@ -211,15 +213,19 @@ class LoaderPasses:
             run.moment("edge")
         nested = ledger.step is not None
         try:
-            if failure is not None:
+            known = failure == RAN_OUT and run.agreed.ran_out  # on all ranks, by the step's own reductions
+            if failure is not None and not known:
                 raise CommunicationFailedError(failure)
             plan = self._due[1] if not nested and self._due[0] == run.group.generation else None
-            if ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch):
+            if not known and (ledger.needs_vote or plan is not None or run.sums.expected(run.states.progress.epoch)):
                 averaged = 0 if nested else run.registry.drift_layout(trained=ledger.trains)
                 if not nested:
                     run.tally.end(step)
                 self._vote(Announced(Intent.EDGE, ledger.depth + 1, averaged), step, plan)
                 self._due = self._due if nested else (0, None)
+            if run.agreed.ran_out and not nested:
+                self._draw_in_parts(step, abandoned=abandoned)
+                return False
         except CommunicationFailedError as error:
             if abandoned and not nested:
                 self._give_up(step, str(error))
@@ -231,6 +237,8 @@ class LoaderPasses:
         hashes = run.tally.take(step, run.group.world_size) if not nested else None
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
+            if step.leads and trained:
+                run.progress.note_fit(max(map(max, step.sizes)))
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)
@@ -352,13 +360,16 @@ class LoaderPasses:
             self._changes.between_steps(can_switch)
 
     def _vote(self, what: Announced, step: LoaderStep | None = None, plan: DataPlan | None = None) -> None:
+        """Agree in a collective of its own, and count what accumulators were given."""
         run = self._run
         added = run.sums.take(run.ledger.depth + 1)
         if step is None or not step.leaves_ranks_idle:
-            self._run.states.progress.add_sums(run.consensus.vote(what, added, plan=plan))
-            return
-        join = run.registry.join if step.is_idle(run.group.communicator.rank) else None
-        self._run.states.progress.add_sums(run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan))
+            sums = run.consensus.vote(what, added, plan=plan)
+        else:
+            join = run.registry.join if step.is_idle(run.group.communicator.rank) else None
+            sums = run.consensus.vote(what, added, some_are_idle=True, join=join, plan=plan)
+        if not run.agreed.ran_out:  # else the step is drawn again
+            run.states.progress.add_sums(sums)
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
         """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
@@ -367,6 +378,19 @@ class LoaderPasses:
         lost = run.ledger.undo(step, gradients_wait=run.registry.gradients_wait)
         self._changes.regroup(cause)
         run.ledger.resume(lost, cause)
+
+    def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
+        """A worker ran out of memory in a step: undo it, and have it drawn again with fewer samples at once."""
+        run = self._run
+        run.agreed.forget_ran_out()
+        run.sums.undo_beyond(run.ledger.depth)
+        run.ledger.undo(step)
+        run.ledger.clear_failure()
+        free_caches()
+        run.bound_memory(step)
+        if abandoned:
+            self._end_alone(step.loader_pass)
+            run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
         """A step was lost whose loop has been left: count it where its update is in the model, and end its pass."""
@@ -381,4 +405,4 @@ class LoaderPasses:
         self._changes.regroup(cause)
         lost = _LOST if run.ledger.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_follow`.
-        self._run.tell_once("warning", lost.format(count=step.count), run.group.generation)
+        self._run.tell_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)

@@ -15,7 +15,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
     shape, steps, step_time, grad_time = run.clock.take()
     if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
         shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
-    progress = run.states.progress
+    progress, peak_s = run.states.progress, run.registry.peak_s
     return StepReport(
         generation=spec.generation,
         nodes=spec.nodes,
@@ -41,4 +41,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         learning_rate_factor=run.registry.models.rate_factor,
         first_step_s=run.clock.first_step_s,
         loss=run.registry.monitoring.loss,
+        memory_bound=progress.memory_bound,
+        backend=run.group.communicator.backend if run.group.members else "",
+        mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
     )

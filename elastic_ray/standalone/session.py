@@ -173,7 +173,12 @@ class StandaloneController:
 
     def observe(self, report: StepReport) -> None:
         """Learn from rank 0's measurements, and change the batch where that pays."""
-        if self._choice is None or not report.steps or report.shape != self._choice:
+        if self._choice is None or not report.steps or report.shape is None:
+            return
+        bound = report.memory_bound
+        if bound is not None and self._choice.atomic_bsz > bound >= report.shape.atomic_bsz:
+            self._choice = report.shape  # the ranks have cut it smaller by themselves
+        if report.shape != self._choice:
             return
         self._planner.observe(report)
         snapshot = self._planner.due(time.monotonic())

@@ -38,6 +38,10 @@ class GroupDependent(Protocol):
         """Whether optimizer state lies with several ranks; the same on all."""
 
     @property
+    def meets_in_passes(self) -> bool:
+        """Whether forward and backward passes wait for other ranks, besides reductions of gradients."""
+
+    @property
     def tabled(self) -> bool:
         """Whether rows of tables do, which only rank 0 saves."""
 

@@ -73,6 +73,8 @@ class RunProgress:
             to there is in it. None where it was in none.
         proof: latest link of the run's chain of proofs; 0 before the first.
         last_pass: facts of the training pass that ended last, with its link; empty before the first.
+        memory_bound: most samples that a worker may take at once, since one ran out of memory with more; None for none.
+        fits: most that one has taken at once in a committed step of training.
     """
 
     epoch: int = 0
@@ -94,6 +96,8 @@ class RunProgress:
     joined_at: int | None = None
     proof: int = 0
     last_pass: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    memory_bound: int | None = None
+    fits: int = 0
 
     def declare_epochs(self, epochs: int | None) -> None:
         """The loop has said how many epochs it wants; None where it does not say."""
@@ -171,6 +175,20 @@ class RunProgress:
         """The run has made another report; returns its number, after the ``agreed`` ones that all ranks know of."""
         self.reports = max(self.reports, agreed) + 1
         return self.reports
+
+    def bound_memory(self, failed: int) -> None:
+        """A worker ran out of memory with so many samples at once: half of them are the bound, or more that fit."""
+        fits = self.fits if self.fits <= 0.9 * failed else 0
+        self.limit_memory(max(1, failed // 2, fits))
+
+    def note_fit(self, samples: int) -> None:
+        """A committed step of training had so many samples at once on a worker."""
+        self.fits = max(self.fits, samples)
+
+    def limit_memory(self, bound: int | None) -> None:
+        """No worker may take more samples at once than this, nor than before; None for any number."""
+        if bound is not None:
+            self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
         """What all ranks have added, by accumulator and name."""

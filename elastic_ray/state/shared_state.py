@@ -290,6 +290,7 @@ class SharedState:
                 int(self.complete),
                 replicas.marker,
                 digest(layout),
+                run.memory_bound or 0,
                 -1 if samples is None else samples,
             ]
         )
@@ -308,7 +309,7 @@ class SharedState:
         ]
         self.joined = not self.complete and any(each.has_state for each in everyone)
         if not any(each.has_state for each in everyone):
-            _compare(communicator, layout, [row[-2] for row in rows])
+            _compare(communicator, layout, [row[6] for row in rows])
         holders = [each for each in everyone if each.has_state]
         if len(holders) > 1:
             replicas.reconcile(communicator, max(each.averaged for each in holders), holds=self.complete)
@@ -321,6 +322,8 @@ class SharedState:
                     self._receive(communicator, source)
                     received = True
         self.complete, self.loaded = True, False
+        bounds = [row[-2] for row in rows if row[-2]]  # one rank alone may know that it ran out of memory
+        self.progress.limit_memory(min(bounds, default=None))
         # Who is behind has taken over what the furthest have, and may have ended a pass that goes on there.
         furthest = max(each.order() for each in everyone)
         return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))

@@ -36,7 +36,6 @@ class StepLedger:
 
     Args:
         state: of the run.
-        recoverable: whether a lost step is drawn again; else nothing is remembered for it.
         moment: a named moment of the run, for scripted faults; None without any.
 
     Attributes:
@@ -49,9 +48,8 @@ class StepLedger:
         abandoned: steps that user code has left, and that are to be committed.
     """
 
-    def __init__(self, state: SharedState, *, recoverable: bool, moment: Callable[[str], None] | None = None) -> None:
+    def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
         self._state = state
-        self._recoverable = recoverable
         self._moment = moment
         self.step: LoaderStep | None = None
         self.outermost: LoaderStep | None = None
@@ -207,8 +205,7 @@ class StepLedger:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
             self._reduced = self._trains = False
-            if self._recoverable:
-                self._state.snapshot()
+            self._state.snapshot()
         self.step = step
         self._follow()
 
@@ -333,6 +330,11 @@ class StepLedger:
             )
         self._trains = True
 
+    @property
+    def reduced(self) -> bool:
+        """Whether a gradient reduction of the step in progress was completed."""
+        return self._reduced
+
     def mark_reduced(self) -> None:
         """A gradient reduction of this step was completed."""
         self._reduced = True
@@ -383,6 +385,10 @@ class StepLedger:
                 "optimizer.step() failed half-way, and the error was caught: parameters and optimizer state of this "
                 "worker are of no step. Let errors inside optimizer.step() leave the train function"
             )
+
+    def cancel_update(self) -> None:
+        """The optimizer has changed nothing, and the step is lost."""
+        self._updating = False
 
     def applied(self) -> None:
         """The optimizer step was applied, or left out for good."""

@@ -24,6 +24,7 @@ from elastic_ray.membership.signals import PrepareFailed, StepFailed, Switched
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.state.proof import Link
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.steps.out_of_memory import gpu_memory
 from elastic_ray.worker.messages import (
     StateSaved,
     WorkerHeartbeat,
@@ -215,7 +216,10 @@ class ActorControllerClient:
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
         """A sign of life."""
         waits = "" if ending else self.calls.waiting()
-        self.push(WorkerHeartbeat(worker=self._worker, report=report, at=at, ending=ending, waits=waits))
+        beat = WorkerHeartbeat(
+            worker=self._worker, report=report, at=at, ending=ending, waits=waits, gpu_memory=gpu_memory()
+        )
+        self.push(beat)
 
     def report_soon(self) -> None:
         self.wanted.set()

@@ -103,12 +103,14 @@ class WorkerHeartbeat(Signal):
         at: generation and number of committed edges that the worker has reached, None before its first generation.
         ending: the last one, for the run is over.
         waits: what it waits for storage for, as a sentence; empty where storage answers.
+        gpu_memory: bytes of its GPU that it has used at most, and reserved; None without one.
     """
 
     report: StepReport | None = None
     at: tuple[int, int] | None = None
     ending: bool = False
     waits: str = ""
+    gpu_memory: tuple[int, int] | None = None
 
 
 class ControllerAnswer(enum.Enum):

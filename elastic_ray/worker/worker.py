@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import resource
 import threading
 import time
-import traceback
 from typing import Any, TypeVar
 
 import ray
@@ -32,6 +30,7 @@ from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.session import Session
 from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.starting_point import SavedState, StartingPoint
+from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
@@ -267,21 +266,26 @@ class Worker:
             return _end(GroupLost, cause=str(error))
         except BaseException as error:
             broken = True
-            starts_over = _is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
-            whole = not session.ledger.half_updated
+            starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
+            whole, atomic_bsz, more = not session.ledger.half_updated, session.atomic_bsz, session.takes_more
+            if starts_over and not more:
+                session.progress.bound_memory(atomic_bsz)
             kept = session.keep_state() if starts_over else None
             if kept is None and not starts_over:
                 raised = seal_error(error, rank=session.group.rank_info.rank, node=self._host)
                 origin, steps = origin_of(error), session.progress.loader_steps
-                if _is_out_of_memory(error) and not session.synced:
+                if is_out_of_memory(error) and not session.synced:
                     return _end(RunOutOfMemory, error=raised, origin=origin, cause=_first_line(error))
                 where = {"origin": origin, "trained": session.has_trained, "steps": steps, "reused": self._runs > 1}
                 return _end(RunFailed, error=raised, **where)
             logger.warning("job %s rank %d: %s", assignment.job, session.rank, error)
-            atomic_bsz, more = session.atomic_bsz, session.takes_more
-            _let_go(error)
+            let_go(error)
             link.out_of_memory(atomic_bsz, _first_line(error), whole=whole, more_than_equal=more)
-            return kept or (None, _start_of(assignment))  # half of an optimizer step is no state: the others have one
+            if kept is not None:
+                return kept
+            progress = _start_of(assignment) or RunProgress()  # half of an optimizer step is no state: others have one
+            progress.limit_memory(session.progress.memory_bound)
+            return None, progress
         finally:
             set_worker_session(None)
             session.registry.loaders.close()
@@ -428,22 +432,6 @@ def _cuda_used() -> bool:
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    # torch's CPU allocator raises a plain RuntimeError
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
 def _first_line(error: BaseException) -> str:
     # A text of the user's own class would have to be imported to be read: str's own methods give none.
     return str.strip(str(error)).split("\n", 1)[0] or type(error).__name__
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what the failed run's frames hold, activations above all."""
-    traceback.clear_frames(error.__traceback__)
-    error.__traceback__ = None
-    gc.collect()
-    if _cuda_used():
-        torch.cuda.empty_cache()

@@ -13,7 +13,8 @@ from elastic_ray.cli import machine_checks as checks
 
 def test_every_check_of_this_machine_says_something() -> None:
     found = checks.machine_checks()
-    assert [check.name for check in found] == ["versions", "GPU", "NCCL", "ports", "shared memory", "Ray's folders"]
+    names = ["versions", "GPU", "NCCL", "GPU links", "GPU traps", "ports", "shared memory", "Ray's folders"]
+    assert [check.name for check in found] == names
     assert all(check.detail for check in found)
     assert {check.name: check.state for check in found}["ports"] == "ok", found
 
@@ -48,3 +49,22 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(monkeypatch: pyte
     found = {check.name: check for check in checks.machine_checks()}
     assert found["ports"].state == "fail" and found["ports"].detail == "OSError: no such device"
     assert found["shared memory"].state != "fail"
+
+
+def test_known_traps_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*checks.TRAPS, "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
+    assert checks.check_traps().state == "ok"
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere")
+    found = checks.check_traps()
+    assert found.state == "warn" and "NCCL_SHM_DISABLE=1" in found.detail and "no such interface" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there"),
+    [("lo", True), ("=lo", True), ("=l", False), ("eth,lo", True), ("^docker", True), ("ib", False)],
+)
+def test_interfaces_are_matched_as_nccl_does(wanted: str, there: bool) -> None:
+    assert checks.is_there(wanted, ["lo", "ens3"]) is there

@@ -260,6 +260,12 @@ _TORCH = (
         instead="they are kept equal on all ranks, and nothing says so",
     ),
     PrivateNames(
+        home="torch.utils._pytree",
+        names=("tree_flatten", "tree_unflatten"),
+        why="the samples of a model's arguments and outputs, which run out of memory, whatever they lie in",
+        instead="such a step ends the loop, and a job begins it anew",
+    ),
+    PrivateNames(
         home="torch.autograd:Variable",
         names=("_execution_engine",),
         why="a callback at the end of a backward pass",

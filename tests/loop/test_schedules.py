@@ -94,7 +94,7 @@ class _State:
 def test_over_a_pass_the_steps_add_up_to_those_of_the_initial_batch(
     samples: int, first: int, batches: list[int]
 ) -> None:
-    ledger = StepLedger(_State(), recoverable=False)
+    ledger = StepLedger(_State())
     counted, position = 0, 0
     while position < samples:
         batch = min(batches[counted % len(batches)], samples - position)

@@ -44,7 +44,7 @@ def state() -> State:
 
 @pytest.fixture
 def ledger(state: State) -> StepLedger:
-    ledger = StepLedger(state, recoverable=True)
+    ledger = StepLedger(state)
     ledger.begin_epoch()
     return ledger
 

@@ -67,7 +67,7 @@ class Rank:
         membership: Any = Membership(communicator)
         group = Group(membership.worker, membership, RankInfo())
         group.follow()
-        ledger = StepLedger(SharedState(RunProgress(steps=steps)), recoverable=False)
+        ledger = StepLedger(SharedState(RunProgress(steps=steps)))
         self.agreed = AgreedChanges(membership)
         self.consensus = RankConsensus(group, self.agreed, self.replicas, ledger, self.parts)
         self.consensus.follow_group()

@@ -168,7 +168,7 @@ class Run:
         self.stragglers = Stragglers()
         self.meter.ask()
         self.gpu_types = TypeShares(members=lambda: (), measured=lambda: ())
-        self.ledger = StepLedger(self.states, recoverable=True)
+        self.ledger = StepLedger(self.states)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
         self.moment, self.told = self.moments.append, list[tuple[str, str, int]]()

@@ -88,7 +88,7 @@ def test_one_rank_agrees_with_itself_and_takes_each_wish_once() -> None:
     worker = Worker()
     worker.wanted_batch, worker.prepared_ahead = BatchChoice(atomic_bsz=3, accum_steps=1), 2
     agreed = AgreedChanges(worker)
-    ledger = StepLedger(SharedState(RunProgress()), recoverable=False)
+    ledger = StepLedger(SharedState(RunProgress()))
     worker.current = SPEC
     group = Group("a", worker, RankInfo())
     group.follow()

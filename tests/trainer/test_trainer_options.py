@@ -218,7 +218,7 @@ def test_every_field_of_ray_trains_configs_is_accounted_for() -> None:
         },
     }
     for config, fields in known.items():
-        assert {field.name for field in dataclasses.fields(config)} == fields
+        assert {field.name for field in dataclasses.fields(config)} <= fields  # older releases have fewer
 
 
 def test_wrong_types_are_named() -> None:

@@ -18,7 +18,7 @@ _PARTS = (
 
 def outlook_lines(row: JobRow) -> tuple[str, ...]:
     """What a status adds to a job's first line; nothing of what is unknown."""
-    lines = (_waits(row), _left(row), _time(row), _pause(row))
+    lines = (_waits(row), _left(row), _time(row), _gpus(row), _pause(row))
     return tuple(line for line in lines if line)
 
 
@@ -61,6 +61,19 @@ def _time(row: JobRow) -> str:
         return ""
     shares = (f"{name} {seconds / whole_s:.0%}" for name, seconds in parts if seconds > 0)
     return f"{ago(whole_s)} since its submission: " + ", ".join(shares)
+
+
+def _gpus(row: JobRow) -> str:
+    """``GPUs: 31.2 GiB used, 40.0 reserved; nccl; 512 samples/s each; MFU 38%; 32 samples at once at most``."""
+    parts = []
+    if row.gpu_memory_used_bytes is not None and row.gpu_memory_reserved_bytes is not None:
+        used, reserved = (each / (1 << 30) for each in (row.gpu_memory_used_bytes, row.gpu_memory_reserved_bytes))
+        parts.append(f"{used:.1f} GiB used, {reserved:.1f} reserved")
+        parts += [row.backend] if row.backend else []
+        parts += [f"{row.throughput / row.workers:.4g} samples/s each"] if row.workers and row.throughput else []
+        parts.append(f"MFU {percent(row.mfu) or 'unknown'}")
+    bound = f"{row.memory_bound} samples at once at most" if row.memory_bound is not None else ""
+    return "; ".join(part for part in ("GPUs: " + "; ".join(parts) if parts else "", bound) if part)
 
 
 def _pause(row: JobRow) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 from typing import Any
 
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch import callbacks
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.loop import _Loop
@@ -28,6 +28,8 @@ from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.tree import DictState
+
+_AVERAGING: Any = getattr(callbacks, "WeightAveraging", ())  # from Lightning 2.6 on
 
 check_overridden(
     "lightning",
@@ -119,7 +121,7 @@ class ElasticFitLoop(_FitLoop):
         session = current_session()
         epochs = er.Epochs(self._count_epochs())
         session.states.register("lightning", DictState(TrainerState(self.trainer)))
-        averages = (each for each in self.trainer.callbacks if isinstance(each, WeightAveraging))
+        averages = (each for each in self.trainer.callbacks if isinstance(each, _AVERAGING))
         for number, callback in enumerate(averages):  # whose own state_dict() is without the average
             er.register_state(f"lightning average {number}", callback._average_model)
         step = StepState(self.trainer)

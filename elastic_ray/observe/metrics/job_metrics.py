@@ -46,6 +46,9 @@ GOODPUT = _gauge("goodput", "Throughput x statistical efficiency by the fitted m
 EFFICIENCY = _gauge("statistical_efficiency", "Progress per sample relative to the initial batch.")
 NOISE_SCALE = _gauge("noise_scale", "Gradient noise scale [samples].")
 LEARNING_RATE_FACTOR = _gauge("learning_rate_factor", "What the learning rates are multiplied by for the batch.")
+GPU_MEMORY = _gauge("gpu_memory_bytes", "Most of a GPU's memory that a worker has used, or reserved.", "kind")
+MEMORY_BOUND = _gauge("memory_bound", "Samples that a worker takes at once at most, since more do not fit.")
+MFU = _gauge("mfu_ratio", "Model FLOPs utilisation, 0 to 1, where the GPU's peak is known.")
 STEPS = _gauge("steps", "Optimizer steps committed by the run; falls where a restart goes back.")
 PROGRESS = _gauge("progress_ratio", "Part of the declared epochs that is done, 0 to 1.")
 ETA = _gauge("eta_seconds", "Time to the end at the present goodput [s].")
@@ -70,6 +73,9 @@ INSTRUMENTS = (
     EFFICIENCY,
     NOISE_SCALE,
     LEARNING_RATE_FACTOR,
+    GPU_MEMORY,
+    MEMORY_BOUND,
+    MFU,
     STEPS,
     PROGRESS,
     ETA,
@@ -197,6 +203,10 @@ def _speed_samples(
         *EFFICIENCY.sample(speed.efficiency, *whose),
         *NOISE_SCALE.sample(speed.noise_scale, *whose),
         *LEARNING_RATE_FACTOR.sample(report.learning_rate_factor, *whose),
+        *GPU_MEMORY.sample(status.gpu_memory_used_bytes, *whose, "used"),
+        *GPU_MEMORY.sample(status.gpu_memory_reserved_bytes, *whose, "reserved"),
+        *MEMORY_BOUND.sample(status.memory_bound, *whose),
+        *MFU.sample(status.mfu, *whose),
         *ETA.sample(status.eta_s, *whose),
     )
 

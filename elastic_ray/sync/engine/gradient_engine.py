@@ -238,6 +238,10 @@ class GradientEngine:
             )
         return self._reducer.no_sync()
 
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """A backward pass has ended with an exception that is caught: reduce what other ranks reduce."""
+        self._reducer.end_lost_pass(give_zeros)
+
     def before_update(self) -> None:
         """What backward adds from here on is another loss's.
 
@@ -318,6 +322,11 @@ class GradientEngine:
     def tabled(self) -> bool:
         """Whether the model has sharded tables."""
         return bool(self._sharded)
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether passes fetch rows from other ranks."""
+        return self.tabled
 
     def join(self, what: Announced) -> None:
         """This rank has no sample: fetch no rows of a table with those that do."""

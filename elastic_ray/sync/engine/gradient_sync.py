@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from elastic_ray.state.group_dependent import GroupDependent
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.spec import Strategy
+
+if TYPE_CHECKING:
+    import torch
 
 
 class GradientSync(GroupDependent, Protocol):
@@ -47,6 +50,13 @@ class GradientSync(GroupDependent, Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only add to this rank's gradients."""
+
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """A backward pass has ended with an exception that is caught: reduce what other ranks reduce.
+
+        Args:
+            give_zeros: makes a backward pass over parameters that gives nothing.
+        """
 
     def before_update(self) -> None:
         """The optimizer was asked to step."""

@@ -370,6 +370,16 @@ class GradientReducer:
         else:
             self._end_pass()
 
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """A backward pass has ended with an exception: the rest of it gives nothing, and the step is lost."""
+        if self._ledger.failed:
+            self._running = False
+        elif self._running:
+            with torch.no_grad():
+                self._end_pass()
+        else:
+            give_zeros(self._trainable.params)
+
     def _end_pass(self) -> None:
         """As :meth:`_finish`."""
         self._running, self._knows = False, True

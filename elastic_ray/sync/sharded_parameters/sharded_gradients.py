@@ -310,6 +310,11 @@ class ShardedGradients:
         """Whether gradients wait for the optimizer."""
         return self._waits
 
+    def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
+        """The step has failed here: have the model hold its shards, for torch takes the pass as in progress."""
+        self._task = -1
+        to_sharded(self._module)
+
     def before_update(self) -> None:
         """The optimizer was asked to step; raises RuntimeError where no pass has averaged its gradients."""
         step = self._run.ledger.step
@@ -391,6 +396,7 @@ class ShardedGradients:
 
     # -- the group -----------------------------------------------------------------------------------------------------
 
+    meets_in_passes = True
     local = drifts = tabled = False
     marker = 0
     scaler = None

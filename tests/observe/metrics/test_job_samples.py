@@ -20,6 +20,7 @@ from elastic_ray.observe.metrics.job_metrics import (
     FAILURES,
     GLOBAL_BATCH,
     GOODPUT,
+    GPU_MEMORY,
     INSTRUMENTS,
     LOST_STEPS,
     NOISE_SCALE,
@@ -103,11 +104,16 @@ def test_a_running_job_says_all_that_it_knows() -> None:
         progress=0.25,
         eta_s=90.0,
         productive_share=0.8,
+        gpu_memory_used_bytes=1 << 30,
+        gpu_memory_reserved_bytes=2 << 30,
+        memory_bound=32,
+        mfu=0.4,
     )
     speed = Speed(latest=report(learning_rate_factor=1.5), noise_scale=512.0, effect=0.9)
     found = by_name(gauge_samples(status, speed, LABELS))
-    gauges = {each.name for each in INSTRUMENTS if each.kind.value == "gauge"} - {TIME.name}
+    gauges = {each.name for each in INSTRUMENTS if each.kind.value == "gauge"} - {TIME.name, GPU_MEMORY.name}
     assert gauges <= found.keys()
+    assert found["elastic_job_gpu_memory_bytes reserved"] == 2 << 30
     assert found["elastic_job_eta_seconds"] == 90 and found["elastic_job_statistical_efficiency"] == 0.9
     assert found["elastic_job_global_batch"] == 64 and found["elastic_job_steps"] == 7
 

@@ -1,0 +1,264 @@
+"""Memory that runs out in a step: it is drawn again in smaller parts, and the loop goes on, alone and in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import elastic_ray as er
+from elastic_ray.adaptation import Policy, PolicyView, Request, SetBatch
+from elastic_ray.loop.api import current_session
+from elastic_ray.run.current import set_session
+from tests.loop.changing import run_job
+from tests.loop.ranks import Ranks
+
+WIDTH, SAMPLES = 6, 96
+MOMENTS = ("forward", "backward", "update")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    found = Ranks()
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def no_session() -> Iterator[None]:
+    set_session(None)
+    yield
+    set_session(None)
+
+
+class Allocator:
+    """Stands in for one of a GPU: has room for so many samples at once, which it counts at one moment of a step.
+
+    Args:
+        moment: "forward", "backward" or "update".
+        room: samples.
+        rank: whose it is; another rank's has room for all.
+    """
+
+    def __init__(self, moment: str, room: int, rank: int | None = None) -> None:
+        self.moment, self.room, self.rank = moment, room, rank
+        self.refused = 0
+
+    def take(self, moment: str, samples: int) -> None:
+        """Raise torch.OutOfMemoryError where there is no room."""
+        mine = self.rank is None or self.rank == er.get_context().get_world_rank()
+        if mine and moment == self.moment and samples > self.room:
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"CUDA out of memory, as if, at {moment} with {samples} samples")
+
+
+class _Passes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: Allocator) -> Tensor:
+        ctx.memory, ctx.samples = memory, len(x)
+        memory.take("forward", len(x))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.memory.take("backward", ctx.samples)
+        return gradients[0], None
+
+
+class Net(nn.Module):
+    """Two layers, and the allocator between them: a backward pass that it ends has reached the second."""
+
+    def __init__(self, memory: Allocator) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.memory, self.seen = memory, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.seen = len(x)
+        passed: Tensor = _Passes.apply(self.first(x).tanh(), self.memory)
+        return self.second(passed)
+
+
+def rows() -> torch.utils.data.TensorDataset:
+    x = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(3))
+    return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def trained(
+    moment: str,
+    room: int,
+    batch_size: Any = 32,
+    rank: int | None = None,
+    strategy: str | None = None,
+    *,
+    sharded: bool = False,
+    epochs: int = 2,
+    adapt: dict[str, Any] | None = None,
+    policy: Policy | None = None,
+    amp: bool = False,
+) -> tuple[list[float], int, int, int | None, int]:
+    """What the trained model gives, refusals, steps, the bound, and samples that counted."""
+    memory = Allocator(moment, room, rank)
+    net = Net(memory)
+    if sharded:
+        er.fully_shard(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    optimizer.register_step_pre_hook(lambda *_: memory.take("update", net.seen))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=amp)
+    model = er.AdaptiveDataParallel(
+        net,
+        optimizer,
+        scheduler,
+        grad_scaler=scaler if amp else None,
+        scaling_rule="none",
+        schedule="steps",
+        strategy=strategy,
+        policy=policy,
+    )
+    loader = er.AdaptiveDataLoader(rows(), batch_size=batch_size, seed=1)
+    if adapt is not None:
+        loader.autoscale_batch_size(**adapt)
+    samples = 0
+    for _ in er.remaining_epochs_until(epochs):
+        totals = er.Accumulator()
+        for x, y in loader:
+            optimizer.zero_grad()
+            scaler.scale((model(x) - y).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            totals["samples"] += len(x)
+        samples += int(totals["samples"])
+    progress = current_session().progress
+    refused, memory.room = memory.refused, SAMPLES
+    model.eval()
+    with torch.no_grad():
+        outputs = model(rows().tensors[0])
+    return outputs.flatten().tolist(), refused, progress.steps, progress.memory_bound, samples
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["plain", "scaled"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_loop_alone_goes_on(moment: str, amp: bool) -> None:
+    calm = trained(moment, 1000, amp=amp)
+    set_session(None)
+    outputs, refused, steps, bound, samples = trained(moment, 9, amp=amp)
+    assert bound == 8, "32 and 16 samples are refused, 8 fit"
+    if moment == "backward":
+        assert refused == 3, "once with 32, in both micro-batches with 16"
+    assert (steps, samples) == (6, 2 * SAMPLES) == (calm[2], calm[4])
+    assert outputs == pytest.approx(calm[0], abs=1e-5)
+
+
+def same(found: tuple[list[float], int, int, int | None, int], calm: list[float]) -> bool:
+    """Whether memory has run out, and nothing else is other than without."""
+    outputs, _, steps, bound, samples = found
+    return bound == 8 and (steps, samples) == (6, 2 * SAMPLES) and outputs == pytest.approx(calm, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def calm() -> list[float]:
+    """What the model gives where memory does not run out."""
+    set_session(None)
+    return trained("forward", 1000)[0]
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+def test_so_it_does_with_shards(moment: str, calm: list[float]) -> None:
+    assert same(trained(moment, 9, sharded=True), calm)
+
+
+TOGETHER = [
+    ("forward", None, 1),
+    *(
+        pytest.param(moment, strategy, rank, marks=pytest.mark.thorough)
+        for moment in ("forward", "backward")
+        for strategy in (None, "zero1", "zero2")
+        for rank in (1, None)
+    ),
+]
+
+
+@pytest.mark.parametrize(("moment", "strategy", "rank"), TOGETHER)
+def test_so_it_does_under_torchrun(
+    ranks: Ranks, calm: list[float], moment: str, strategy: str | None, rank: int | None
+) -> None:
+    """On one rank, which the others hear of with the step's own reductions, and on all."""
+    assert all(same(found, calm) for found in ranks.run(trained, moment, 9, 32, rank, strategy, world=2))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("moment", "kind"),
+    [
+        *((moment, kind) for moment in MOMENTS for kind in ("replicated", "zero2")),
+        *((moment, "sharded") for moment in ("forward", "backward")),
+    ],
+)
+@pytest.mark.parametrize("rank", [1, None], ids=["one rank", "all"])
+def test_so_it_does_in_a_group_that_may_change(moment: str, kind: str, rank: int | None, calm: list[float]) -> None:
+    """What has no common way out, as an update that others have made, has the group formed anew."""
+    strategy = "zero2" if kind == "zero2" else None
+    outcome = run_job(lambda: trained(moment, 9, 32, rank, strategy, sharded=kind == "sharded"), [], first=(1, 2))
+    assert len(outcome.results) == 2
+    assert all(same(found, calm) for found in outcome.results.values())
+
+
+class Doubling(Policy):
+    """Sets twice the batch after every second step."""
+
+    def after_step(self, view: PolicyView) -> Request | None:
+        """As the class says."""
+        return SetBatch(min(2 * view.batch_size, SAMPLES)) if view.step % 2 == 0 else None
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_a_batch_that_doubles_ends_where_memory_does(accumulates: bool) -> None:
+    adapt = {"max_batch_size": SAMPLES, "gradient_accumulation": accumulates}
+    _, refused, steps, bound, samples = trained("backward", 20, 8, epochs=6, adapt=adapt, policy=Doubling())
+    assert samples == 6 * SAMPLES and bound == 16, "16 fit, 32 do not"
+    assert refused == 1, "what a policy holds is not tried once more"
+    if accumulates:
+        assert steps < 20, "most of them of 96 samples"
+    else:
+        assert steps == 38, "as large as fits"
+
+
+def test_so_does_a_ramp() -> None:
+    _, refused, _, bound, samples = trained("forward", 20, [(0, 8), (0.5, 64)], epochs=4)
+    assert (samples, bound) == (4 * SAMPLES, 16)
+    assert refused <= 6, "64 and 32 samples, and parts of 64 and of both micro-batches of 32"
+
+
+@pytest.mark.parametrize("strategy", ["local_sgd", "powersgd"])
+def test_so_it_does_alone_under_other_strategies(strategy: str) -> None:
+    assert trained("forward", 20, 32, strategy=strategy)[3:] == (16, 2 * SAMPLES)
+
+
+def test_an_evaluation_gives_what_it_would_give() -> None:
+    memory = Allocator("forward", 9)
+    net = Net(memory)
+    model = er.AdaptiveDataParallel(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model.eval()
+    x = rows().tensors[0]
+    with torch.no_grad():
+        found = model(x)
+    assert memory.refused == 4, "96, 48, 24 and 12 samples"
+    memory.room = 1000
+    assert torch.equal(found, model(x)) or torch.allclose(found, model(x), atol=1e-6)
+
+
+def test_what_cannot_be_smaller_is_raised() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="Net runs out of memory with 4 samples"):
+        trained("forward", 0, 4)
+    set_session(None)
+    with pytest.raises(torch.OutOfMemoryError, match="with 8 samples"):
+        trained("forward", 4, 16, adapt={"max_batch_size": 32, "local_bsz_bounds": (8, 32)})
