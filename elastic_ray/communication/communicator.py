@@ -254,6 +254,25 @@ class Communicator:
         options.rootTensor = 0
         self.wait(self._guard(lambda: self._backend(tensor).broadcast([tensor], options)))
 
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+        """Start gathering every rank's ``tensor`` (of one size) into ``output``; returns the work for :meth:`wait`."""
+        self.traffic["all_gather"] += tensor.nbytes
+        return self._guard(lambda: self._backend(tensor)._allgather_base(output, tensor))
+
+    def all_to_all(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Any:
+        """Start sending a piece of ``tensor`` to each rank; returns the work for :meth:`wait`.
+
+        Args:
+            output: what comes, in rank order.
+            tensor: what is sent, in rank order.
+            output_splits, input_splits: sizes of the pieces along the first dimension.
+        """
+        self.traffic["all_to_all"] += tensor.nbytes
+        options, splits = dist.AllToAllOptions(), (list(output_splits), list(input_splits))
+        return self._guard(lambda: self._backend(tensor).alltoall_base(output, tensor, *splits, options))
+
     def send(self, tensor: torch.Tensor, destination: int, tag: int = 0) -> Any:
         """Start sending ``tensor`` to one rank; for :meth:`wait_all`."""
         self.traffic["send"] += tensor.nbytes

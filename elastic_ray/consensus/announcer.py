@@ -61,6 +61,7 @@ class Announcer:
         self._payload: Sequence[float] = ()
         self._open: Announced | None = None
         self._strategy = ""  # of what was announced last
+        self._sums: list[float] | None = None
         self._heard = -1  # the last phase of which all ranks have said that they are in it
         self._refused: Exception | None = None
 
@@ -83,6 +84,26 @@ class Announcer:
         """
         self._begin(what, loader_steps, 0, ())
 
+    @property
+    def in_phase(self) -> bool:
+        """True while collectives that were announced are still to be made, as within a backward pass."""
+        return self._open is not None
+
+    def interject(self, what: Announced) -> None:
+        """Announce a collective in the middle of a phase, and wait for the others; the phase then continues.
+
+        Raises:
+            CommunicationFailedError: the group broke.
+            RanksDisagreeError: they do something else in this phase; raised on every rank.
+        """
+        if self._work is not None:
+            self._sums = self.agree()
+        before, strategy = (self._entry, self._payload), self._strategy
+        self._entry, self._payload, self._strategy = (what.code, *self._entry[1:]), (), what.strategy
+        self._post()
+        self.agree()
+        (self._entry, self._payload), self._strategy = before, strategy
+
     def agree(self) -> list[float]:
         """Wait for all ranks' announcements; returns the sums of what rode along.
 
@@ -90,6 +111,9 @@ class Announcer:
             CommunicationFailedError: the group broke.
             RanksDisagreeError: they do different things; raised on every rank.
         """
+        if self._sums is not None:  # answered before a collective in the middle of the phase
+            sums, self._sums = self._sums, None
+            return sums
         if self._work is None:
             raise CommunicationFailedError("the announcement was given up")
         while True:
@@ -211,7 +235,7 @@ class Announcer:
         if self._open is not None:
             self._refused = self._unfinished(what)
             raise self._refused
-        self._open = what
+        self._open, self._sums = what, None
         self._strategy = what.strategy
         self._phase += 1
         self._entry, self._payload = (what.code, loader_steps, fingerprint), payload
@@ -254,14 +278,15 @@ class Announcer:
 
     def _refuse(self, codes: Sequence[int], loader_steps: Sequence[int]) -> None:
         strategies: Sequence[str] = ()
-        reduce = all(code and Announced.from_code(code).intent is Intent.GRADIENTS for code in codes)
-        if reduce and layouts_differ(codes):
+        intents = [Announced.from_code(code).intent for code in codes if code]
+        reduce = len(intents) == len(codes) and set(intents) == {Intent.GRADIENTS}
+        if (reduce and layouts_differ(codes)) or Intent.COLLECTIVE in intents:
             strategies = self._strategies()
         self._refused = RanksDisagreeError(disagreement(codes, loader_steps, strategies))
         raise self._refused
 
     def _strategies(self) -> Sequence[str]:
-        """By rank, the strategies of what all have announced; empty where some have not told in time.
+        """By rank, the strategies or collectives of what all have announced; empty where some have not told in time.
 
         All ranks come here, for all know that they disagree; their announcements are over.
         """

@@ -175,6 +175,15 @@ class RankConsensus:
         self.announcer.done()
         return sums
 
+    @property
+    def in_phase(self) -> bool:
+        """True while collectives that were announced are still to be made, as within a backward pass."""
+        return self.announcer.in_phase
+
+    def interject(self, what: Announced) -> None:
+        """Announce a collective in the middle of others; see :meth:`Announcer.interject`."""
+        self.announcer.interject(what)
+
     def announce_finished(self, what: Announced, wait_s: float, fingerprint: int = 0) -> list[int]:
         """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
 

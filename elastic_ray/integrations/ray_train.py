@@ -198,10 +198,11 @@ class RayTrainModel(LateWrapped):
         epochs_of(session).add_model(module)
 
     def make_wrapper(self) -> er.AdaptiveDataParallel:
-        """The model with its optimizer, which the script has made by now."""
-        optimizer = _optimizer_of(self.module)
+        """The model with its optimizers, which the script has made by now."""
+        optimizers = _optimizers_of(self.module)
+        schedulers = [scheduler for each in optimizers for scheduler in _schedulers_of(each)]
         return er.AdaptiveDataParallel(
-            self.module, optimizer, lr_scheduler=_schedulers_of(optimizer), grad_scaler=_scaler(), **self._options
+            self.module, optimizers, lr_scheduler=schedulers, grad_scaler=_scaler(), **self._options
         )
 
 
@@ -293,19 +294,19 @@ def _objects(*kinds: type) -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
-def _optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
-    """The one that steps the model; raises RuntimeError where there is none, or several."""
+def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """Those that step the model; raises RuntimeError where there is none."""
     own = {id(p) for p in module.parameters()}
     found = [
         each
         for each in _objects(torch.optim.Optimizer)
         if any(id(p) in own for group in each.param_groups for p in group["params"])
     ]
-    if len(found) == 1:
-        return found[0]
+    if found:
+        return found
     raise RuntimeError(
-        f"prepare_model() needs one optimizer for the model when the first epoch begins, but there are {len(found)}: "
-        + (_WAY_OUT if found else f"make it before the loop over epochs, or {_WAY_OUT}")
+        "prepare_model() needs an optimizer for the model when the first epoch begins, but there is none: make it "
+        f"before the loop over epochs, or {_WAY_OUT}"
     )
 
 

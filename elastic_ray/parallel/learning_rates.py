@@ -44,7 +44,7 @@ class LearningRates:
         noise: Callable[[], Sequence[NoiseScale | None]],
         epochs_done: Callable[[], float],
         policies: PolicyRunner,
-        held: Callable[[], list[float]],
+        held: list[float],
     ) -> None:
         self._optimizer = optimizer
         self._rule = resolve(rule, adam_like=is_adam_like(optimizer))
@@ -76,15 +76,15 @@ class LearningRates:
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
         if as_it_is and by_policy == 1.0:
-            self._held()[:] = ()
+            self._held[:] = ()
             self.factor = 1.0
             return None
         groups = self._optimizer.param_groups
         rates = [group["lr"] for group in groups]
         factors: Sequence[float] = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
         if isinstance(self._rule, (AdaScale, AdamScale)):
-            factors = held_back(factors, self._held())
-            self._held()[:] = factors
+            factors = held_back(factors, self._held)
+            self._held[:] = factors
         self.factor = by_policy * sum(factors) / max(1, len(factors))
         try:
             for group, rate, factor in zip(groups, rates, factors, strict=True):

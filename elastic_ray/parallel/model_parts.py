@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
 from elastic_ray.sync.engine.gradient_sync import GradientSync
+from elastic_ray.sync.engine.joint_optimizer import JointDenominators, JointTiles, group_ranges, optimizers_of
 from elastic_ray.sync.engine.model_profile import is_elementwise
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
 from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
@@ -31,16 +33,16 @@ class KeptModel:
 
     Attributes:
         sync: its gradients.
-        optimizer: what votes on updates and makes them.
-        measured: carries out an update, and tells the statistics how far it moves the parameters.
-        model_state, optimizer_state: what travels and is saved.
+        optimizers: by optimizer, what votes on updates and makes them.
+        measured: by optimizer, carries out an update, and tells the statistics how far it moves the parameters.
+        model_state, optimizer_states: what travels and is saved.
     """
 
     sync: GradientSync
-    optimizer: Any
-    measured: Callable[[Callable[[], Any]], Any]
+    optimizers: Sequence[Any]
+    measured: Sequence[Callable[[Callable[[], Any]], Any]]
     model_state: Stateful
-    optimizer_state: Stateful
+    optimizer_states: Sequence[Stateful]
 
 
 class ModelParts:
@@ -50,7 +52,7 @@ class ModelParts:
         run: that the model is trained in.
         module: the model.
         trainable: its trainable parameters.
-        optimizer: steps them.
+        optimizer: steps them; a ``JointOptimizer`` of several.
         statistics: of the gradients.
         number: of the model, in the order in which the loop wraps them.
         tables: its sharded tables.
@@ -88,8 +90,14 @@ class ModelParts:
             scaler: AMP's ``GradScaler``; None without AMP.
         """
         run, module, optimizer = self._run, self._module, self._optimizer
-        tiles = TiledOptimizer(run, module, optimizer, self._number)
-        tracker.read_from(tiles.denominators)
+        optimizers = optimizers_of(optimizer)
+        ranges = group_ranges(optimizers) if len(optimizers) > 1 else [None]
+        parts = [
+            TiledOptimizer(run, module, each, self._number, groups)
+            for each, groups in zip(optimizers, ranges, strict=True)
+        ]
+        several = len(parts) > 1
+        tracker.read_from(JointDenominators(parts) if several else parts[0].denominators)
         sync = GradientEngine(
             run,
             module,
@@ -102,17 +110,26 @@ class ModelParts:
             check_finite=check_finite,
             scaler=scaler,
             tables=self._tables,
-            divided=tiles,
+            divided=JointTiles(parts) if several else parts[0],
         )
         run.registry.add_hook(HookPoint.REPLACED, sync.let_go)
-        trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, tiles)
+        states = [
+            TrainedState(each, self._trainable, sync.rebuild, None if number else sync, tiles)
+            for number, (each, tiles) in enumerate(zip(optimizers, parts, strict=True))
+        ]
+        moved: dict[int, tuple[float, ...]] = {}
 
-        def measured(update: Callable[[], Any]) -> Any:
-            result, norms = with_update_norms(optimizer, self._trainable.groups, update, whole=not tiles.divided)
-            self._statistics.meter.updated(norms)
+        def measured(number: int, update: Callable[[], Any]) -> Any:
+            groups = self._trainable.groups[group_ranges(optimizers)[number]]
+            whole = not parts[number].divided
+            result, moved[number] = with_update_norms(optimizers[number], groups, update, whole=whole)
+            if len(moved) == len(parts):  # by now each has stepped
+                self._statistics.meter.updated(tuple(norm for number in range(len(parts)) for norm in moved[number]))
+                moved.clear()
             return result
 
-        return KeptModel(sync, tiles, measured, ModuleState(module), trained)
+        each_measured = [functools.partial(measured, number) for number in range(len(parts))]
+        return KeptModel(sync, parts, each_measured, ModuleState(module), states)
 
     def sharded(self) -> KeptModel:
         """In shards.
@@ -133,6 +150,12 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
         from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
 
+        if len(optimizers_of(self._optimizer)) > 1:
+            raise StrategyError(
+                "several optimizers of a sharded model (elastic_ray.fully_shard) are not served: give one optimizer "
+                "several parameter groups; or shard and wrap the parts of the model by themselves, each with its "
+                'optimizer; or leave the model whole and shard what its optimizers keep, strategy="zero1"'
+            )
         if self._tables:
             raise StrategyError(
                 "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not served: use "
@@ -157,4 +180,4 @@ class ModelParts:
         sync = ShardedGradients(run, module, self._trainable, shards, collectives, statistics, self._number)
         StateDicts(module, shards)
         trained = TrainedState(optimizer, self._trainable, sync.rebuild, sync, shards)
-        return KeptModel(sync, shards, statistics.measured, ShardedModelState(module, shards), trained)
+        return KeptModel(sync, [shards], [statistics.measured], ShardedModelState(module, shards), [trained])

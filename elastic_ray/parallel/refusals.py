@@ -115,17 +115,6 @@ def refuse_left_out(module: torch.nn.Module) -> None:
         )
 
 
-def refuse_several(optimizer: Any) -> None:
-    """Raise TypeError for more than one optimizer of a model."""
-    if isinstance(optimizer, (list, tuple, Mapping)):
-        raise TypeError(
-            f"optimizer must be one torch.optim.Optimizer, but got a {type(optimizer).__name__} of {len(optimizer)}: "
-            "give one optimizer several parameter groups, each with options of its own (torch.optim.SGD([{'params': "
-            "a, 'lr': 0.1}, {'params': b, 'lr': 0.01}])); or, for optimizers of several kinds, wrap the parts of the "
-            "model that they step, each in an AdaptiveDataParallel of its own"
-        )
-
-
 def refuse_steps_in_backward(module: torch.nn.Module) -> None:
     """Raise ValueError for hooks on gradients that hold an optimizer, to step it before gradients are averaged."""
     for name, param in module.named_parameters():

@@ -28,22 +28,23 @@ class Schedulers:
     Args:
         run: the run.
         optimizer: the model's.
-        index: number of the model.
-        given: what was passed as ``lr_scheduler``.
+        name: tells the optimizer apart from others of the run.
+        given: those that were passed.
         schedule: what those count that step with every batch.
     """
 
-    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, index: int, given: Any, schedule: str) -> None:
+    def __init__(
+        self, run: Run, optimizer: torch.optim.Optimizer, name: str, given: Sequence[Any], schedule: str
+    ) -> None:
         self._run, self._optimizer = run, optimizer
-        schedulers = given if isinstance(given, (list, tuple)) else [given]
-        self._known = [scheduler for scheduler in schedulers if scheduler is not None]
+        self._known = list(given)
         for number, scheduler in enumerate(self._known):
             count_optimizer_steps(scheduler, run.ledger, schedule)
-            name = f"lr_scheduler/{index}/{number}"
-            run.states.register(name, DictState(scheduler))
-            run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, name)
+            key = f"lr_scheduler/{name}/{number}"
+            run.states.register(key, DictState(scheduler))
+            run.states.register_rollback(scheduler.state_dict, scheduler.load_state_dict, key)
         if self._known:
-            run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{index}")
+            run.states.register_rollback(self._rates, self._set_rates, f"learning rates/{name}")
         self._rates_were_loaded = False
         optimizer.register_load_state_dict_pre_hook(self._look_at_loaded)
         run.registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,10 @@ from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
 from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.flops import ForwardFlops, peak_of
-from elastic_ray.parallel.inner_optimizers import complete, inner_optimizers
+from elastic_ray.parallel.inner_optimizers import inner_optimizers
 from elastic_ray.parallel.learning_rates import LearningRates
 from elastic_ray.parallel.model_copy import ModelCopy, copied
-from elastic_ray.parallel.model_parts import ModelParts
+from elastic_ray.parallel.model_parts import KeptModel, ModelParts
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
 from elastic_ray.parallel.patches import (
@@ -44,13 +45,13 @@ from elastic_ray.parallel.refusals import (
     refuse_lazy,
     refuse_left_out,
     refuse_options,
-    refuse_several,
     refuse_steps_in_backward,
     refuse_wrapped,
     warn_of_no_effect,
 )
 from elastic_ray.parallel.scalers import check_scaler
 from elastic_ray.parallel.schedulers import Schedulers
+from elastic_ray.parallel.several_optimizers import joined, joint_noise, schedulers_of
 from elastic_ray.parallel.signature import describe_model
 from elastic_ray.parallel.torch_state_dicts import follow_in_torch
 from elastic_ray.run.registry import HookPoint
@@ -59,6 +60,7 @@ from elastic_ray.state.tree import DictState, OptimizerState
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.choosing.explanation import StrategyTable
+from elastic_ray.sync.engine.joint_optimizer import group_ranges
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.naming import resolve_strategy
 from elastic_ray.sync.operations.gradient_checks import STEP_AFTER_BACKWARD
@@ -71,6 +73,7 @@ from elastic_ray.sync.statistics.noise import NoiseTracker
 from placement.goodput.model import NoiseScale
 
 if TYPE_CHECKING:
+    from elastic_ray.adaptation.runner import PolicyRunner
     from elastic_ray.steps.step import LoaderStep
 
 _ONE_VALUE = "Expected more than 1 value per channel when training"
@@ -78,6 +81,27 @@ _ADDED_UP = (
     "the loop began to add up gradients over several steps in a step that is cut in two to measure its noise: they "
     "count more than once. Later steps are not cut; let the loop add up gradients from its first step on"
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSteps:
+    """One of a model's optimizers, and what its steps take.
+
+    Attributes:
+        optimizer: it.
+        groups: places of its parameter groups among those of all.
+        rates: its learning rates.
+        finite: sees gradients that are not finite.
+        tiles: votes on updates and makes them.
+        measured: carries out an update, and tells the statistics how far it moves the parameters.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: slice
+    rates: LearningRates
+    finite: FiniteWatch
+    tiles: Any
+    measured: Callable[[Callable[[], Any]], Any]
 
 
 class AdaptiveDataParallel(torch.nn.Module):
@@ -94,15 +118,18 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     Args:
         module: the model, on its device.
-        optimizer: steps this model's parameters (several models: one wrapper and one optimizer each).
-        lr_scheduler: scheduler (or several) of that optimizer; needed where there is one.
+        optimizer: steps this model's parameters; or a list of optimizers, each with parameters of its own (Muon for
+            matrices beside AdamW for the rest, both networks of a GAN in one module). The loop calls each once a step,
+            in the same order on every worker. Several models: one wrapper each.
+        lr_scheduler: scheduler (or several) of these optimizers; needed where there is one.
         schedule: what such a scheduler counts where it steps with every batch: ``"progress"`` in steps of the initial
             batch, so that a decay ends where it should however the batch grows, or optimizer ``"steps"``.
         grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
         scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
             The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
-            averages models. The rates that user code and schedulers set are those at the initial batch size.
+            averages models. The rates that user code and schedulers set are those at the initial batch size. Of several
+            optimizers each follows the noise of its own parameters.
         nonfinite: what to do about gradients that are NaN or infinite when the optimizer is to apply them, on whichever
             rank they came up: ``"warn"`` tells so (log, event, status) and applies them as PyTorch would, ``"skip"``
             leaves such updates out on all ranks, with what their forward passes did to buffers, ``"raise"`` ends the
@@ -131,7 +158,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         lr_scheduler: Any = None,
         grad_scaler: Any = None,
         scaling_rule: ScalingRule | str | None = None,
@@ -147,7 +174,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         super().__init__()
         check_schedule(schedule)
         refuse_options(options)
-        _check_types(module, optimizer, monitor)
+        _check_types(module, monitor)
+        optimizers, whole = joined(module, optimizer)
+        for each in optimizers:
+            refuse_several_evaluations(each)
         check_choice(nonfinite)
         watched, policies = check_stragglers(stragglers), check_policies(policy)
         self.module = module
@@ -161,15 +191,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._called, self._scaler_checked = False, grad_scaler is not None
         self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run = run = session.run
-        self._optimizer, self._scaler = optimizer, grad_scaler
-        self._learning_rates = LearningRates(
-            optimizer,
-            scaling_rule,
-            noise=lambda: self._tracker.by_group,
-            epochs_done=lambda: run.ledger.epochs_done,
-            policies=session.adaptation.runner,
-            held=lambda: self._tracker.held_factors,
-        )
+        self._optimizers, self._scaler = optimizers, grad_scaler
         if monitor is not None:
             run.registry.monitoring.ask(monitor)
         if session.elastic:
@@ -179,8 +201,9 @@ class AdaptiveDataParallel(torch.nn.Module):
         if not fold_random:
             session.registry.keep_random()
         try:
-            self._join_run(nonfinite, strategy)
-            self._register(lr_scheduler, schedule)
+            kept = self._join_run(whole, nonfinite, strategy)
+            self._steps = self._steps_of(kept, scaling_rule, nonfinite, session.adaptation.runner)
+            self._register(kept, schedulers_of(lr_scheduler, optimizers), schedule)
             session.add_policies(policies)
         except BaseException:
             session.fail_opening()
@@ -192,14 +215,14 @@ class AdaptiveDataParallel(torch.nn.Module):
         if counted is not None and peak is not None:
             run.registry.add_effort(lambda: None if counted.per_sample is None else 3.0 * counted.per_sample / peak)
 
-    def _join_run(self, nonfinite: str, strategy: Any) -> None:
+    def _join_run(self, optimizer: torch.optim.Optimizer, nonfinite: str, strategy: Any) -> KeptModel:
         """Make the model's parts, each with what it needs of the run."""
-        run, module, optimizer = self._run, self.module, self._optimizer
+        run, module, first = self._run, self.module, self._optimizers[0]
         self._sharded = is_sharded_model(module)
         if self._sharded:
             check_model(module, optimizer, strategy=strategy, scaler=self._scaler)
         self._trainable = Trainable(module, optimizer)
-        self._tracker = NoiseTracker(optimizer, len(self._trainable.groups))
+        self._tracker = NoiseTracker(optimizer, len(self._trainable.groups), len(self._optimizers))
         self._statistics = GradientStatistics(self._tracker, GradientMeter(lambda: run.registry.monitoring.request))
         run.registry.monitoring.add_model(lambda: self.measures)
         builder = (
@@ -207,31 +230,63 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
         info = describe_model(module, optimizer, amp=self._scaler is not None, strategy=builder)
         self._index = run.add_model(module, optimizer, info, lambda: self.noise_scale)
-        run.registry.add_rate_factor(lambda: self._learning_rates.factor)
+        for each in self._optimizers:
+            run.optimizers.add(each)
+        run.registry.add_rate_factor(lambda: self._steps[0].rates.factor)
         run.registry.add_signal(lambda: self._tracker.signal)
-        self._finite = FiniteWatch(run, module, self._index, nonfinite)
-        self._saved_buffers = SavedBuffers(module) if self._finite.skips else None
-        self._tables = ModelTables(run, module, optimizer, self._index, self._scaler)
+        self._saved_buffers = SavedBuffers(module) if nonfinite == "skip" else None
+        self._tables = ModelTables(run, module, first, self._index, self._scaler)
         parts = ModelParts(run, module, self._trainable, optimizer, self._statistics, self._index, self._tables)
         kept = (
             parts.sharded()
             if self._sharded
             else parts.replicated(
-                builder, self._tracker, self._grad_scale, check_finite=self._finite.looks, scaler=self._scaler
+                builder, self._tracker, self._grad_scale, check_finite=nonfinite != "ignore", scaler=self._scaler
             )
         )
-        self._sync, self._tiles, self._kept = kept.sync, kept.optimizer, kept
-        if self._learning_rates.wants_statistics:
-            self._sync.require_statistics(self._learning_rates.wants_statistics)
+        self._sync = kept.sync
+        return kept
+
+    def _steps_of(self, kept: KeptModel, rule: Any, nonfinite: str, policies: PolicyRunner) -> list[OptimizerSteps]:
+        """What the steps of each optimizer take."""
+        found, run = list[OptimizerSteps](), self._run
+        for number, (each, groups) in enumerate(zip(self._optimizers, group_ranges(self._optimizers), strict=True)):
+            rates = LearningRates(
+                each,
+                rule,
+                noise=functools.partial(self._noise_of, groups),
+                epochs_done=lambda: run.ledger.epochs_done,
+                policies=policies,
+                held=self._tracker.held_factors[number],
+            )
+            if rates.wants_statistics:
+                self._sync.require_statistics(rates.wants_statistics)
+            found.append(
+                OptimizerSteps(
+                    optimizer=each,
+                    groups=groups,
+                    rates=rates,
+                    finite=FiniteWatch(run, self.module, self._index, nonfinite),
+                    tiles=kept.optimizers[number],
+                    measured=kept.measured[number],
+                )
+            )
+        return found
+
+    def _noise_of(self, groups: slice) -> Sequence[NoiseScale | None]:
+        """Noise scale of some parameter groups; the same object as long as it is the same."""
+        noise = self._tracker.by_group
+        return noise if len(self._optimizers) == 1 else noise[groups]
 
     def _patch(self) -> None:
-        """Route the optimizer's methods through this wrapper."""
+        """Route the optimizers' methods through this wrapper."""
         watch_backward()
-        patch_step(self._optimizer, self._step)
-        patch_state_dict(self._optimizer, self._tiles)
-        follow_in_torch(self, self.module, self._optimizer, self._tiles)
+        for each in self._steps:
+            patch_step(each.optimizer, functools.partial(self._step, each))
+            patch_state_dict(each.optimizer, each.tiles)
+            follow_in_torch(self, self.module, each.optimizer, each.tiles)
         if self._tables:
-            patch_zero_grad(self._optimizer, self._tables.zero)
+            patch_zero_grad(self._optimizers[0], self._tables.zero)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
@@ -352,13 +407,22 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The smoothed gradient noise scale, equal on all ranks; None before the first estimate."""
-        return self._tracker.value
+        """The smoothed gradient noise scale, equal on all ranks; None before the first estimate.
+
+        Of several optimizers, which have units of their own, each counts by the number of elements that it steps.
+        """
+        if len(self._optimizers) == 1:
+            return self._tracker.value
+        groups = self._trainable.groups
+        elements = [sum(p.numel() for group in groups[each.groups] for p in group) for each in self._steps]
+        noises = [self._tracker.by_group[each.groups] for each in self._steps]
+        return joint_noise(self._tracker.value, list(zip(noises, elements, strict=True)))
 
     @property
     def measures(self) -> StepMeasures:
         """What is known of the steps so far, as far as it was asked for (``monitor=``); the same on all ranks."""
-        return self._statistics.measures(self._run.registry.monitoring.meter.workers)
+        known = self._statistics.measures(self._run.registry.monitoring.meter.workers)
+        return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
         """Statistical gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
@@ -376,33 +440,40 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _grad_scale(self) -> float:
         return float(self._scaler.get_scale()) if self._scaler is not None and self._scaler.is_enabled() else 1.0
 
-    def _register(self, lr_scheduler: Any, schedule: str) -> None:
+    def _register(self, kept: KeptModel, schedulers: Sequence[Sequence[Any]], schedule: str) -> None:
         """Tell the run what of the model its other ranks need, and what a lost step must take back."""
-        states, registry, index, optimizer = self._run.states, self._run.registry, self._index, self._optimizer
-        registry.add_hook(HookPoint.BEFORE_END, self._finite.check_parameters)
+        states, registry, index = self._run.states, self._run.registry, self._index
+        registry.add_hook(HookPoint.BEFORE_END, self._steps[0].finite.check_parameters)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._trainable.check)
         registry.add_hook(HookPoint.BACKWARD_LOST, self._end_lost_pass)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._ask_for_shares)
         registry.add_hook(HookPoint.BEFORE_FIRST_EPOCH, self._check_batch)
         registry.add_gradients(self._sync)
-        states.register(f"model/{index}", self._kept.model_state)
+        states.register(f"model/{index}", kept.model_state)
         extras = ModuleExtras(self.module, warn=functools.partial(self._run.tell, "warning"))
         states.register(f"modules/{index}", extras)
-        states.register(f"optimizer/{index}", self._kept.optimizer_state)
-        for name, inner in inner_optimizers(optimizer).items():
-            states.register(f"optimizer/{index}/{name}", OptimizerState(inner))
+        for number, each in enumerate(self._optimizers):
+            name = f"optimizer/{index}.{number}" if number else f"optimizer/{index}"
+            states.register(name, kept.optimizer_states[number])
+            for attribute, inner in inner_optimizers(each).items():
+                states.register(f"{name}/{attribute}", OptimizerState(inner))
         for number, table in enumerate(self._tables.tables):
             states.register(f"rows/{index}/{number}", table)
         states.register_rollback(self._sync.remember, self._sync.roll_back, f"gradients/{index}")
         states.register(f"noise/{index}", self._tracker)
-        self._schedulers = Schedulers(self._run, optimizer, index, lr_scheduler, schedule)
+        names = [f"{index}.{number}" if number else str(index) for number in range(len(self._optimizers))]
+        self._schedulers = [
+            Schedulers(self._run, each, *its, schedule)
+            for each, its in zip(self._optimizers, zip(names, schedulers, strict=True), strict=True)
+        ]
         saved = self._saved_buffers
         if saved is not None:
             registry.add_hook(HookPoint.UPDATE_LEFT_OUT, saved.restore)
             states.register_rollback(lambda: None, lambda _: saved.mend(), f"buffers/{index}")
         if self._scaler is not None:
             if saved is not None:
-                after_step(self._scaler, optimizer, saved.mend)
+                for each in self._optimizers:
+                    after_step(self._scaler, each, saved.mend)
             keep_scale_while_accumulating(self._scaler, self._run.ledger)
             states.register(f"grad_scaler/{index}", DictState(self._scaler))
             states.register_rollback(*scale_rollback(self._scaler), f"grad_scaler/{index}")
@@ -421,11 +492,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
-    def _step(self, apply: Any, closure: Any, **kwargs: Any) -> Any:
+    def _step(self, own: OptimizerSteps, apply: Any, closure: Any, **kwargs: Any) -> Any:
         """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
         value = None
         if closure is not None:
-            value, kwargs = evaluated(closure, kwargs)
+            value, kwargs = evaluated(own.optimizer, closure, kwargs)
         ledger = self._run.ledger
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"optimizer.step() was called within backward(): {STEP_AFTER_BACKWARD}")
@@ -439,27 +510,30 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._trainable.drop_strangers()
         if not ledger.may_apply():
             return value
-        kwargs = self._tiles.before_step(kwargs)
-        if ledger.failed or not self._tiles.decide():  # a hook's collective may have lost the step
+        kwargs = own.tiles.before_step(kwargs)
+        if ledger.failed or not own.tiles.decide():  # a hook's collective may have lost the step
             return value
         self._sync.applied()
-        if not self._counts():
+        if not self._counts(own):
             self._tables.leave_out()
             ledger.applied()
             return value
         step = ledger.outermost
         scale = step.scale if step is not None else 1.0
-        self._tracker.advance(scale)
+        if own is self._steps[0]:  # the others' steps are of the same samples
+            self._tracker.advance(scale, None if scale == 1.0 else self.noise_scale)
         # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
         untouched = None
-        if step is not None and (not self._optimizer.state or max(map(max, step.sizes)) > self._run.progress.fits):
-            untouched = Untouched(self._optimizer, self._trainable.params)
+        if step is not None and (not own.optimizer.state or max(map(max, step.sizes)) > self._run.progress.fits):
+            params = [p for group in self._trainable.groups[own.groups] for p in group]
+            untouched = Untouched(own.optimizer, params)
         ledger.begin_update()
-        rates = self._learning_rates.scale(scale, has_statistics=self._sync.gives_statistics)
+        rates = own.rates.scale(scale, has_statistics=self._sync.gives_statistics)
         try:
-            result = self._update(apply, **kwargs)
+            result = self._update(own, apply, **kwargs)
         except (MemoryError, RuntimeError) as error:
-            lost = is_out_of_memory(error) and untouched is not None and not self._tiles.divided and untouched.undo()
+            alone = untouched is not None and self._run.progress.optimizers_stepped == 0 and not own.tiles.divided
+            lost = is_out_of_memory(error) and alone and untouched is not None and untouched.undo()
             if not lost or not self._lose_step():
                 raise
             ledger.cancel_update()
@@ -467,18 +541,18 @@ class AdaptiveDataParallel(torch.nn.Module):
             return value
         finally:
             if rates is not None:
-                self._learning_rates.restore(rates)
+                own.rates.restore(rates)
         ledger.applied()
         return result
 
-    def _update(self, apply: Any, **kwargs: Any) -> Any:
+    def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
         """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
         meter = self._statistics.meter
         if meter.on and meter.wants_update:
-            result = self._kept.measured(functools.partial(self._tiles.update, apply, **kwargs))
+            result = own.measured(functools.partial(own.tiles.update, apply, **kwargs))
         else:
-            result = self._tiles.update(apply, **kwargs)
-        if self._tables.tables:
+            result = own.tiles.update(apply, **kwargs)
+        if self._tables.tables and own is self._steps[0]:
             self._tables.update()
         return result
 
@@ -491,12 +565,15 @@ class AdaptiveDataParallel(torch.nn.Module):
                 "take them in: call the wrapped model, model(x), not the one inside it"
             )
 
-    def _counts(self) -> bool:
+    def _counts(self, own: OptimizerSteps) -> bool:
         """Whether the update is to be made; one that is left out leaves neither statistics nor buffers behind."""
         saved = self._saved_buffers
         left_out = False
-        scaled = getattr(self._optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step
-        if self._finite.are_finite(self._trainable.params, self._sync.nonfinite_ranks, scaled=scaled):
+        scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step
+        params = self._trainable.params
+        if len(self._optimizers) > 1:
+            params = [p for group in self._trainable.groups[own.groups] for p in group]
+        if own.finite.are_finite(params, self._sync.nonfinite_ranks, scaled=scaled):
             self._statistics.applied()
         else:
             self._statistics.invalidate()  # what it has measured is of no use
@@ -507,19 +584,11 @@ class AdaptiveDataParallel(torch.nn.Module):
         return not left_out
 
 
-def _check_types(module: Any, optimizer: Any, monitor: Any) -> None:
-    """Raise TypeError unless there is one plain model and one optimizer."""
+def _check_types(module: Any, monitor: Any) -> None:
+    """Raise TypeError unless there is one plain model."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
     refuse_wrapped(module, AdaptiveDataParallel)
-    refuse_several(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, but got {type(optimizer).__name__}; "
-            "AdaptiveDataParallel(model, optimizer) needs both"
-        )
-    complete(optimizer)
-    refuse_several_evaluations(optimizer)
     refuse_lazy(module)
     refuse_left_out(module)
     refuse_steps_in_backward(module)

@@ -102,6 +102,13 @@ class UserCollectives:
     def _progress(self) -> RunProgress:
         return self._run.states.progress
 
+    def next_known(self) -> bytes | None:
+        """The result of the next collective between steps where this worker catches up with others; else None."""
+        progress, kept = self._progress, self._results
+        if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
+            return None
+        return kept.of(progress.collectives)
+
     def call(
         self, what: str, detail: object, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
@@ -155,7 +162,10 @@ class UserCollectives:
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
-        self._run.consensus.agree_on(announced)
+        if self._run.consensus.in_phase:
+            self._run.consensus.interject(announced)
+        else:
+            self._run.consensus.agree_on(announced)
         content = perform(self._run.group.communicator)
         self._run.moment("after_collective")
         return content

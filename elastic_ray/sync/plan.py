@@ -161,7 +161,7 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
                 f"Rows needs a table of two dimensions, but {param.name} has shape {param.shape}: match it by no rule "
                 "of Rows"
             )
-        optimizer = profile.optimizer
+        optimizer = profile.optimizer_of(param)
         gives_sparse = sync.update == "sparse" or (sync.update == "auto" and param.sparse)
         if gives_sparse and not optimizer.takes_sparse:
             raise StrategyError(

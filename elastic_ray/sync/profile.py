@@ -74,12 +74,18 @@ class ModelProfile:
     Attributes:
         params: trainable parameters, group by group, in the model's order within each.
         optimizer: steps them.
+        by_group: the optimizer of each parameter group, where the model has several.
         frozen: names of parameters that are not trained at present.
     """
 
     params: tuple[ParamInfo, ...]
     optimizer: OptimizerInfo = OptimizerInfo()
+    by_group: tuple[OptimizerInfo, ...] = ()
     frozen: tuple[str, ...] = ()
+
+    def optimizer_of(self, param: ParamInfo) -> OptimizerInfo:
+        """The optimizer that steps a parameter."""
+        return self.by_group[param.group] if self.by_group else self.optimizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

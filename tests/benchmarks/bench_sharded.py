@@ -83,7 +83,7 @@ def _moments(optimizer: Any, parallel: Any) -> int:
     """Bytes of memory that hold optimizer state, whatever part of them is in use."""
     import torch
 
-    held = parallel._tiles._holder.held
+    held = parallel._steps[0].tiles._holder.held
     states = [*optimizer.state.values(), *(held.states.values() if held is not None else ())]
     storages = {
         value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()

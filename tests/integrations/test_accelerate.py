@@ -171,7 +171,33 @@ def test_an_optimizer_without_its_model_is_refused_when_training_begins() -> Non
         run_job(train, ())
 
 
-def test_a_model_has_one_optimizer() -> None:
+def _with_two_optimizers(elastic: bool) -> list[torch.Tensor]:
+    accelerator: Any = (Accelerator if elastic else accelerate.Accelerator)(cpu=True)
+    model, _ = pair()
+    first, *rest = model.parameters()
+    plain: list[torch.optim.Optimizer] = [torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(rest)]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.0, total_iters=STEPS * EPOCHS) for each in plain]
+    loader = DataLoader(numbers(), BATCH, shuffle=False)
+    model, loader, *prepared = accelerator.prepare(model, loader, *plain, *schedulers)
+    for _ in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
+        for x, y, _ in loader:
+            for each in prepared[:2]:
+                each.zero_grad()
+            accelerator.backward((model(x) - y).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            for each in prepared:
+                each.step()
+    return [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
+
+
+def test_several_optimizers_of_one_model() -> None:
+    alone = _with_two_optimizers(False)
+    for result in run_job(lambda: _with_two_optimizers(True), GROWS, first=(1, 2)).results.values():
+        for mine, theirs in zip(result, alone, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_parameter_has_one_optimizer() -> None:
     def train() -> None:
         accelerator = Accelerator(cpu=True)
         model, optimizer = pair()
@@ -179,7 +205,7 @@ def test_a_model_has_one_optimizer() -> None:
         accelerator.prepare(model, optimizer, second)
         next(iter(er.remaining_epochs_until(1)))
 
-    with pytest.raises(ValueError, match="2 optimizers were prepared for one Sequential"):
+    with pytest.raises(ValueError, match="each parameter must be stepped by one optimizer"):
         run_job(train, ())
 
 

@@ -122,14 +122,37 @@ def test_an_adaptive_batch_accumulates() -> None:
         torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
 
 
+def _with_two_optimizers(elastic: bool) -> list[torch.Tensor]:
+    options = {"strategy": ElasticRayFabricStrategy()} if elastic else {}
+    fabric = fabric_module.Fabric(accelerator="cpu", devices=1, **options)
+    fabric.launch()
+    net = model()
+    first, *rest = net.parameters()
+    wrapped, *optimizers = fabric.setup(net, torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(rest))
+    loader = fabric.setup_dataloaders(DataLoader(dataset(), BATCH, shuffle=False))
+    for _ in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
+        for x, y, _ in loader:
+            for each in optimizers:
+                each.zero_grad()
+            fabric.backward((wrapped(x) - y).square().mean())
+            for each in optimizers:
+                each.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_several_optimizers() -> None:
+    alone = _with_two_optimizers(False)
+    for result in run_job(lambda: _with_two_optimizers(True), [Change(3, (1, 2, 3))], first=(1, 2)).results.values():
+        for mine, theirs in zip(result, alone, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_what_cannot_be_kept_is_refused() -> None:
     fabric = fabric_module.Fabric(accelerator="cpu", devices=1, strategy=ElasticRayFabricStrategy())
     fabric.launch()
     net = model()
     with pytest.raises(RuntimeError, match="jointly set them up"):
         fabric.setup_optimizers(torch.optim.SGD(net.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="takes one optimizer"):
-        fabric.setup(net, *(torch.optim.SGD([p], lr=0.1) for p in net.parameters()))
     with pytest.raises(ValueError, match="devices must be 1"):
         fabric_module.Fabric(accelerator="cpu", devices=2, strategy=ElasticRayFabricStrategy())
     with pytest.raises(ValueError, match="max_batch_size"):

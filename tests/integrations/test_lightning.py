@@ -411,6 +411,33 @@ def test_manual_optimisation() -> None:
         check_alike(results, alone)
 
 
+class Several(Manual):
+    """A GAN's way: one optimizer steps before the other's loss is computed."""
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.net.parameters()
+        optimizers = torch.optim.SGD([first], lr=0.1, momentum=0.9), torch.optim.Adam(rest, lr=0.01)
+        return [*optimizers], [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in optimizers]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.used.append((self.current_epoch, batch[2].tolist()))
+        for optimizer in self.optimizers():
+            for each in self.optimizers():
+                each.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+        if self.trainer.is_last_batch:
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+
+
+def test_several_optimizers() -> None:
+    alone = fit(False, Several)
+    for script, first in ((GROWS, (1,)), ([Kill(3, 2, "backward")], (1, 2))):
+        results, _ = job(script, first, make=Several)
+        check_alike(results, alone)
+
+
 class Stream(IterableDataset):
     """Without a length."""
 
@@ -437,11 +464,6 @@ class Lbfgs(Module):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Two(Manual):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD([p], lr=0.1) for p in self.net.parameters()]
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -452,7 +474,6 @@ class Two(Manual):
         ({"devices": 2}, "devices must be 1"),
         ({"num_nodes": 2}, "num_nodes must be 1"),
         ({"make": Lbfgs}, "needs one gradient a step"),
-        ({"make": Two}, "one optimizer"),
         ({"max_epochs": -1}, "max_epochs=-1"),
         ({"strategy": {"gradient_accumulation": True}}, "max_batch_size"),
     ],

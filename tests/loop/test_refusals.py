@@ -48,15 +48,6 @@ def test_options_of_ddp_have_an_answer(option: str, words: str) -> None:
         er.AdaptiveDataParallel(*parts(), **{option: True})
 
 
-def test_two_optimizers_are_told_of_parameter_groups() -> None:
-    model, _ = parts()
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match=r"a list of 2.*several parameter groups.*wrap the parts"):
-        er.AdaptiveDataParallel(model, [first, second])
-    with pytest.raises(ValueError, match=r"2 are missing.*parameter group"):
-        er.AdaptiveDataParallel(model, first)
-
-
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
 def test_optimizers_that_step_no_sparse_gradients_are_refused(layer: Any) -> None:
     model = nn.Sequential(layer(5, 3, sparse=True), nn.Linear(3, 1))

@@ -110,7 +110,7 @@ def refused_at_first(way: str) -> int:
             wrapped = er.AdaptiveDataParallel(*pair_of_its_own(), None)
             with pytest.raises(ValueError, match="strategy must be"):
                 er.AdaptiveDataParallel(*pair_of_its_own(), None, strategy="nonsense")
-            model, optimizer = wrapped.module, wrapped._optimizer
+            model, optimizer = wrapped.module, wrapped._optimizers[0]
         refused: Any = contextlib.nullcontext() if corrected else pytest.raises(ValueError, match="lr_scheduler=")
         with refused:
             for _ in er.remaining_epochs_until(2):

@@ -35,9 +35,9 @@ def loop(strategy: Any, optimizer: str = "sgd", scaling_rule: str = "none") -> A
         data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 12, generator=generator))
         for _ in er.remaining_epochs_until(EPOCHS):
             for (x,) in er.AdaptiveDataLoader(data, batch_size=SAMPLES, shuffle=False):
-                wrapped._optimizer.zero_grad()
+                wrapped._optimizers[0].zero_grad()
                 wrapped(x).square().sum(1).mean().backward()
-                wrapped._optimizer.step()
+                wrapped._optimizers[0].step()
         return wrapped.noise_scale, wrapped.gain(2)
 
     return train

@@ -178,7 +178,7 @@ class Accelerator(OnMainProcess, Collectives):
         several.
 
         Raises:
-            ValueError: two optimizers of one model; when training begins, an optimizer whose model was not prepared.
+            ValueError: when training begins: an optimizer whose model was not prepared.
         """
         places = device_placement if device_placement is not None else [None] * len(args)
         if len(places) != len(args):
@@ -241,22 +241,18 @@ class Accelerator(OnMainProcess, Collectives):
             own[0].wrap()
 
     def _wrap(self, module: torch.nn.Module) -> er.AdaptiveDataParallel | None:
-        """A prepared model with its optimizer and the schedulers of that; None without an optimizer."""
+        """A prepared model with its optimizers and their schedulers; None without an optimizer."""
         optimizers = [each for each in self._optimizers if _steps(each, module)]
         if not optimizers:
             return None
-        if len(optimizers) > 1:
-            raise ValueError(
-                f"{len(optimizers)} optimizers were prepared for one {type(module).__name__}, but elastic-ray wraps "
-                "each model with one: give it all parameters, in groups"
-            )
-        (prepared,) = optimizers
+        plain = [each.optimizer for each in optimizers]
         schedulers = [each.scheduler for each in self._schedulers]
-        followers = [each for each in schedulers if _stepped_by(each) is prepared.optimizer]
+        followers = [each for each in schedulers if any(_stepped_by(each) is its for its in plain)]
         wrapper = er.AdaptiveDataParallel(
-            module, prepared.optimizer, lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
+            module, plain, lr_scheduler=followers, grad_scaler=self.scaler, **self._elastic_options
         )
-        step_through_ours(prepared)
+        for each in optimizers:
+            step_through_ours(each)
         return wrapper
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:

@@ -46,7 +46,7 @@ check_overridden(
 class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     """A Fabric loop as an elastic job: ``Fabric(strategy=ElasticRayFabricStrategy())``, within a train function.
 
-    Set up the model, its one optimizer and its scheduler together,
+    Set up the model, its optimizers and its scheduler together,
     ``fabric.setup(model, optimizer, scheduler=scheduler)``, and take epochs from
     ``elastic_ray.remaining_epochs_until(n)``. ``fabric.setup_dataloaders`` gives loaders whose batches all workers
     share: a ``batch_size`` is that of all together.
@@ -86,19 +86,10 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[torch.optim.Optimizer], Any]:
-        """Wrap the model with its optimizer.
-
-        Raises:
-            ValueError: there are several optimizers.
-        """
-        if len(optimizers) != 1:
-            raise ValueError(
-                f"fabric.setup(model, optimizer) takes one optimizer under elastic-ray, but got {len(optimizers)}: "
-                "give it parameter groups, or set up one model for each"
-            )
+        """Wrap the model with its optimizers."""
         scaler = getattr(self.precision, "scaler", None)
         wrapped = er.AdaptiveDataParallel(
-            module, optimizers[0], lr_scheduler=scheduler, grad_scaler=scaler, **self._options
+            module, optimizers, lr_scheduler=scheduler, grad_scaler=scaler, **self._options
         )
         return wrapped, optimizers, scheduler
 

@@ -120,7 +120,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Trainer) -> None:
-        """Build the model, its optimizer and schedulers, and make them the job's.
+        """Build the model, its optimizers and schedulers, and make them the job's.
 
         Raises:
             ValueError: the trainer or the module ask for what cannot be kept; the message says the way out.
@@ -139,14 +139,9 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.setup_optimizers(trainer)
-        if len(self.optimizers) != 1:
-            raise ValueError(
-                f"configure_optimizers() must give one optimizer under elastic-ray, but gave {len(self.optimizers)}: "
-                "give it parameter groups. Models with an optimizer each (a GAN) train under Fabric or in your own loop"
-            )
         self.model = er.AdaptiveDataParallel(
             self.model,
-            self.optimizers[0],
+            self.optimizers,
             lr_scheduler=[config.scheduler for config in self.lr_scheduler_configs],
             grad_scaler=getattr(self.precision_plugin, "scaler", None),
             **self._options,

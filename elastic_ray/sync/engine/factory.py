@@ -26,6 +26,7 @@ from elastic_ray.sync.tables.rows_operation import RowsOperation
 from elastic_ray.sync.tables.table_gradient import TableGradient
 
 if TYPE_CHECKING:
+    from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 
 
@@ -36,7 +37,7 @@ def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
 
 
 def make_bucket(
-    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer
+    plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:
     """The bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
     if isinstance(plan.sync, Rows):

@@ -17,6 +17,7 @@ from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
 from elastic_ray.sync.engine.factory import make_operation
+from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
@@ -76,7 +77,7 @@ class GradientEngine:
         check_finite: bool,
         scaler: Any = None,
         tables: ModelTables,
-        divided: TiledOptimizer,
+        divided: TiledOptimizer | JointTiles,
     ) -> None:
         self._context = context
         self._module = module
@@ -87,6 +88,7 @@ class GradientEngine:
         self._divided = divided
         self._in_force = StrategyInForce(context, self, builder, number)
         self._check_tables(self.plan.strategy)
+        self._check_tiles(self.plan)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
@@ -94,7 +96,7 @@ class GradientEngine:
         self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
         self._ends = False  # whether another strategy comes behind the step that ranks have agreed on
-        self._row_steps = RowSteps(optimizer)
+        self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
             trainable,
             self._lay_out,
@@ -143,6 +145,7 @@ class GradientEngine:
         """Raise StrategyError where a plan cannot be carried out."""
         self._check_statistics(plan.strategy)
         self._check_tables(plan.strategy)
+        self._check_tiles(plan)
         for bucket in plan.buckets:
             make_operation(bucket)
 
@@ -207,6 +210,16 @@ class GradientEngine:
                 'scaling_rule="none", "linear", "sqrt" or "legw" and a fixed batch'
             )
 
+    def _check_tiles(self, plan: SyncPlan) -> None:
+        """Raise StrategyError where an optimizer needs its whole state between its steps, as schedule-free ones do."""
+        for each in optimizers_of(self._optimizer) if plan.tiles is not None else ():
+            if callable(getattr(each, "train", None)) and callable(getattr(each, "eval", None)):
+                raise StrategyError(
+                    f"{type(each).__name__} switches parameters by what it keeps of them (optimizer.train() and "
+                    "eval()), of which each rank would have a part: use a strategy that keeps optimizer state whole on "
+                    "each rank, as 'all_reduce'"
+                )
+
     def _check_tables(self, strategy: Strategy) -> None:
         """Raise StrategyError where ranks would drift that share a table's rows."""
         if self._sharded and strategy.average is not None:
@@ -252,8 +265,9 @@ class GradientEngine:
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
         self._in_force.stepped()
-        if not self._row_steps.idle:
-            self._row_steps.stand_inside()
+        for each in self._row_steps:
+            if not each.idle:
+                each.stand_inside()
         if self._sharded.tables:
             self._sharded.close()
 
@@ -395,7 +409,8 @@ class GradientEngine:
         """Take over a captured state. The strategy of a run that began with another one stays behind with it."""
         if self._in_force.restore(tree):
             self._reducer.rebuild()
-        self._row_steps.look_again()
+        for each in self._row_steps:
+            each.look_again()
         self._owed.restore(tree)
         self._drift.restore(tree.get("average", {}))
         self._carried.restore(tree)
@@ -426,7 +441,8 @@ class GradientEngine:
         for table in self._tables:
             table.close()
         self._tables = tables
-        self._row_steps.follow(tables)
+        for each in self._row_steps:
+            each.follow(tables)
         layers = layers_by_parameter(self._module) if tables else {}
         for table in tables:
             table.follow(layers[id(table.param)])

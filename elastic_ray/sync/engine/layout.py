@@ -17,6 +17,7 @@ from elastic_ray.sync.plan import SyncPlan
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 
 if TYPE_CHECKING:
+    from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
     from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
     from elastic_ray.sync.switching.strategy_in_force import StrategyInForce
@@ -56,7 +57,7 @@ class BucketLayout:
         control_size: int,
         sequel: StrategyInForce,
         statistics: GradientStatistics,
-        owners: TiledOptimizer,
+        owners: TiledOptimizer | JointTiles,
     ) -> None:
         params = [p for group in groups for p in group]
         if not params:

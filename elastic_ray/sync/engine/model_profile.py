@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from elastic_ray.sync.engine.joint_optimizer import optimizers_of
 from elastic_ray.sync.profile import ModelProfile, OptimizerInfo, ParamInfo
 from elastic_ray.sync.tables.sparse_backward import switch_off
 
@@ -59,7 +60,9 @@ def profile_of(
     ]
     trained = {id(param) for group in groups for param in group}
     frozen = [name for key, all_names in names.items() if key not in trained for name in all_names]
-    return ModelProfile(params=tuple(params), optimizer=_describe(optimizer), frozen=tuple(frozen))
+    first, *others = optimizers = optimizers_of(optimizer)
+    by_group = tuple(_describe(each) for each in optimizers for _ in each.param_groups) if others else ()
+    return ModelProfile(params=tuple(params), optimizer=_describe(first), by_group=by_group, frozen=tuple(frozen))
 
 
 def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:

@@ -105,8 +105,8 @@ class Trainable:
         if missing:
             raise ValueError(
                 f"optimizer must hold all of module's trainable parameters, but {len(missing)} are missing; "
-                "set requires_grad_(False) on those that are frozen, and give those of a second optimizer to the first "
-                "as a parameter group of their own"
+                "set requires_grad_(False) on those that are frozen, and give all optimizers of the model: "
+                "AdaptiveDataParallel(model, [optimizer, other])"
             )
         self.params = [p for group in groups for p in group]
         self.groups = [sorted(group, key=lambda p: order[id(p)]) for group in groups]
@@ -144,7 +144,7 @@ class TrainedState(OptimizerState):
         optimizer: the optimizer.
         trainable: its parameters.
         rebuild: lays buckets out anew.
-        carried: gradients that wait for an optimizer step to come.
+        carried: gradients that wait for an optimizer step to come; None where another optimizer's state has them.
         divided: states of which each rank holds a part.
 
     Attributes:
@@ -158,7 +158,7 @@ class TrainedState(OptimizerState):
         optimizer: torch.optim.Optimizer,
         trainable: Trainable,
         rebuild: Callable[[], None],
-        carried: Stateful,
+        carried: Stateful | None,
         divided: TiledOptimizer | ShardedOptimizer,
     ) -> None:
         super().__init__(optimizer)
@@ -168,7 +168,9 @@ class TrainedState(OptimizerState):
         self._divided = divided
 
     def capture(self) -> Any:
-        captured = {**super().capture(), "trainable": self._trainable.capture(), "carried": self._carried.capture()}
+        captured = {**super().capture(), "trainable": self._trainable.capture()}
+        if self._carried is not None:
+            captured["carried"] = self._carried.capture()
         divided = self._divided.capture()
         if divided is not None:
             tiled = {id(p) for p in self._divided.tiled}
@@ -215,7 +217,8 @@ class TrainedState(OptimizerState):
         divided, state = tree.get("divided"), self._optimizer.state
         own: dict[torch.Tensor, Any] = {p: state[p] for p in self._divided.tiled if p in state}
         super().restore(tree)
-        self._carried.restore(tree.get("carried", {}))
+        if self._carried is not None:
+            self._carried.restore(tree.get("carried", {}))
         whole = divided is None or bool(divided.get("whole"))
         if not whole:
             state.update(own)

@@ -46,13 +46,21 @@ class TiledOptimizer:
         module: the model.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
+        groups: places of its parameter groups among those of the model's optimizers; None where it is the only one.
 
     Attributes:
         denominators: the optimizer as statistics see it.
     """
 
-    def __init__(self, run: Run, module: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        self._run, self._optimizer, self._number = run, optimizer, number
+    def __init__(
+        self,
+        run: Run,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        groups: slice | None = None,
+    ) -> None:
+        self._run, self._optimizer, self._number, self._groups = run, optimizer, number, groups
         self._apply: Callable[..., Any] = optimizer.step
         self._holder = TileHolder(module, optimizer, number)
         self._wanted: Tiling | None = None
@@ -72,9 +80,13 @@ class TiledOptimizer:
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
         """Buckets were laid out for another strategy, other parameters or another group; a change of tiles follows."""
-        tiles = plan.tiles
-        self._wanted = cut(profile, tiles.params, tiles.owner) if tiles is not None else None
-        self._copies = tiles.owner.copies if tiles is not None else 0
+        tiles, groups = plan.tiles, self._groups
+        params: Sequence[int] = tiles.params if tiles is not None else ()
+        if groups is not None:
+            params = [i for i in params if groups.start <= profile.params[i].group < groups.stop]
+        wanted = tiles.owner if tiles is not None and params else None
+        self._wanted = cut(profile, params, wanted) if wanted is not None else None
+        self._copies = wanted.copies if wanted is not None else 0
         if self._holder.held is None:
             self._adopt_wanted()
 

@@ -91,8 +91,8 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
     for mine in kinds.values():
         nbytes = sum(param.nbytes for param in mine)
         most = max(1, round(_MOST_TILES * nbytes / total)) if total else 1
-        divisible = [param for param in mine if param.divisible and profile.optimizer.elementwise]
-        whole = [param for param in mine if not (param.divisible and profile.optimizer.elementwise)]
+        divisible = [param for param in mine if param.divisible and profile.optimizer_of(param).elementwise]
+        whole = [param for param in mine if not (param.divisible and profile.optimizer_of(param).elementwise)]
         pieces = [Span(param.name, 0, param.numel, True) for param in whole]
         if owner.cut == "equal":
             tiles += _equal(divisible, most)

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from elastic_ray.communication.ended_work import EndedWork
 from elastic_ray.sync.sharded_parameters.model_checks import ALONE, OF_NO_GROUP
 
 if TYPE_CHECKING:
@@ -37,16 +38,6 @@ _NAME = "elastic_ray_"
 _PROPAGATE = "_propagate_op_sharding_dispatch_slow_path"
 _ALONE: dict[str, DeviceMesh] = {}
 _MAKING = threading.Lock()
-
-
-class _Done(dist._Work):  # type: ignore[name-defined,misc]
-    """Work that is over."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class ShardProcessGroup(dist.ProcessGroup):
@@ -87,10 +78,10 @@ class ShardProcessGroup(dist.ProcessGroup):
         """For torch: in place."""
         collectives = self._collectives
         if collectives is None:
-            return _Done()
+            return EndedWork()
         for tensor in tensors:
             collectives.sum_up(tensor, getattr(options, "reduceOp", dist.ReduceOp.SUM))
-        return _Done()
+        return EndedWork()
 
     def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
         """For torch: ``full_tensor()`` of a sharded tensor, for instance."""
@@ -99,13 +90,13 @@ class ShardProcessGroup(dist.ProcessGroup):
             output.copy_(tensor.reshape(output.shape))
         else:
             collectives.gather(output, tensor)
-        return _Done()
+        return EndedWork()
 
     def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
         """For torch: several of them."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
-        return _Done()
+        return EndedWork()
 
     # Other names that torch has for the same.
     _allgather_base = all_gather_single  # type: ignore[assignment]

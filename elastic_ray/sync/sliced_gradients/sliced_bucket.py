@@ -13,6 +13,7 @@ from elastic_ray.sync.sliced_gradients.routes import BucketPiece, pieces_of
 from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
 
 if TYPE_CHECKING:
+    from elastic_ray.sync.engine.joint_optimizer import JointTiles
     from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
 
 NUMBERS = 3
@@ -34,7 +35,9 @@ class SlicedBucket(Bucket):
 
     sliced = True
 
-    def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: TiledOptimizer) -> None:
+    def __init__(
+        self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: TiledOptimizer | JointTiles
+    ) -> None:
         made = build_bucket(index, group, params, 0)
         super().__init__(index=index, group=group, params=made.params, flat=made.flat, body=made.body, views=made.views)
         self._owners = owners

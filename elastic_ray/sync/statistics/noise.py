@@ -65,13 +65,15 @@ class NoiseTracker:
     Args:
         optimizer: for preconditioning, where it is of Adam's kind.
         groups: number of parameter groups.
+        optimizers: number of the model's optimizers.
 
     Attributes:
         progress: scale-invariant progress, in steps at the initial batch.
-        held_factors: of the latest step's learning rates, by parameter group; empty where they do not follow the noise.
+        held_factors: of the latest step's learning rates, by parameter group of each of the model's optimizers; empty
+            where they do not follow the noise.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: int) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
         self._optimizer = optimizer
         self._source: StatesSource | None = None
         self._groups = groups
@@ -89,7 +91,7 @@ class NoiseTracker:
         self._last_step = -1
         self._step = 0
         self.progress = 0.0
-        self.held_factors: list[float] = []
+        self.held_factors: list[list[float]] = [[] for _ in range(optimizers)]
 
     def read_from(self, source: StatesSource) -> None:
         """Take groups and states of the optimizer from there: it may not hold all of them itself."""
@@ -216,9 +218,9 @@ class NoiseTracker:
         *groups, self._whole = (NoiseScale(sqr=sqr, var=var) if var > 0 else None for sqr, var in pairs)
         self._shared = tuple(groups)
 
-    def advance(self, scale: float) -> None:
-        """Count the scale-invariant progress of an applied step."""
-        self.progress += 1.0 if scale == 1.0 else step_gain(scale, self.value)
+    def advance(self, scale: float, noise: NoiseScale | None) -> None:
+        """Count the scale-invariant progress of an applied step of a model with this noise scale."""
+        self.progress += 1.0 if scale == 1.0 else step_gain(scale, noise)
 
     def invalidate(self) -> None:
         """The group or the batch changes: all ranks compute preconditioners anew together."""
@@ -250,7 +252,7 @@ class NoiseTracker:
             "preconditioned": self._preconditioned,
             "shared": shared,
             "scale": self._scale,
-            "held_factors": list(self.held_factors),
+            "held_factors": [list(each) for each in self.held_factors],
             "progress": self.progress,
         }
 
@@ -260,7 +262,9 @@ class NoiseTracker:
         *groups, self._whole = (None if v is None else NoiseScale(sqr=v[0], var=v[1]) for v in tree["shared"])
         self._shared = tuple(groups)
         self._preconditioned = tree["preconditioned"]
-        self.progress, self.held_factors[:] = tree["progress"], tree["held_factors"]
+        self.progress = tree["progress"]
+        for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
+            mine[:] = theirs
         self.invalidate()
 
 

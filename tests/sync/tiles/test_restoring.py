@@ -133,8 +133,8 @@ class TestSlowly:
         counts: dict[int, list[int]] = {}
 
         def look(trainee: Run, step: int) -> None:
-            if trainee.wrapped._tiles.divided:
-                holder = trainee.wrapped._tiles._holder
+            if trainee.wrapped._steps[0].tiles.divided:
+                holder = trainee.wrapped._steps[0].tiles._holder
                 mine = {tile for tile, owners in enumerate(holder.owners) if trainee_rank(trainee) in owners}
                 assert holder.held is not None and mine == set(holder.held.tiles)
                 counts.setdefault(step, []).append(sum(map(len, holder.owners)))

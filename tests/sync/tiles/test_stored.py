@@ -185,11 +185,11 @@ def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Pa
 
     def act(resumed: Resumed, optimizer: Any, wrapped: Any, step: int) -> None:
         if step == first and er.get_context().get_world_rank() == 0:
-            assert wrapped._tiles.settled
+            assert wrapped._steps[0].tiles.settled
             resumed.at_first = copy.deepcopy(optimizer.state_dict())
             optimizer.state_dict()["state"][0]["exp_avg"].zero_()  # what it gives is the caller's, and read once
             assert not optimizer.state
-        assert bool(wrapped._tiles._holder.stored) == (step == first), "it is let go of with the first update"
+        assert bool(wrapped._steps[0].tiles._holder.stored) == (step == first), "it is let go of with the first update"
 
     resumed = Resumed(counted, act=act)
     check(resumed.run(FOUR), replicated(job, workers=FOUR))

@@ -307,7 +307,7 @@ def test_what_a_process_keeps_for_a_rerun_are_its_tiles() -> None:
         again = TiledOptimizer(session, model, OPTIMIZERS["adamw"](model.parameters()), 0)
         again.restore(tree["divided"], whole=False)
         assert again.kept()["tiles"].keys() == tree["divided"]["kept"]["tiles"].keys()
-        return {int(tile) for tile in tree["divided"]["kept"]["tiles"]}, wrapped._tiles._holder.owners
+        return {int(tile) for tile in tree["divided"]["kept"]["tiles"]}, wrapped._steps[0].tiles._holder.owners
 
     found = run_job(trainee, [], first=(1, 2, 3))
     for rank, (tiles, owners) in enumerate(found.results[worker] for worker in (1, 2, 3)):

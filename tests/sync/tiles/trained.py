@@ -94,7 +94,7 @@ class Run:
 
     def elements(self) -> int:
         """Of optimizer state that this worker holds."""
-        held = self.wrapped._tiles._holder.held
+        held = self.wrapped._steps[0].tiles._holder.held
         states = [*self.optimizer.state.values(), *(held.states.values() if held is not None else ())]
         return sum(value.numel() for state in states for value in state.values() if torch.is_tensor(value))
 

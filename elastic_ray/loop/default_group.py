@@ -1,0 +1,523 @@
+"""SHELL over torch.distributed: its default process group, which is the job's present group in every train function.
+
+Torch's own groups cannot change size. This one has no connections: a collective of it is one of the present
+generation, with the meaning of ``elastic_ray.all_reduce`` (see there). Objects that hold it, as a ``DeviceMesh``,
+outlive changes of the group; its rank and size are those of the present one. It belongs to the process, and asks the
+thread's session.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.ended_work import EndedWork
+from elastic_ray.loop.api import current_session
+from elastic_ray.run.current import session_of_thread
+from elastic_ray.state.tree_bytes import from_bytes, to_bytes
+
+BACKEND = "elastic_ray"
+_TAG = 1 << 16  # of the user's sends; lower ones are the protocol's
+_LONGEST_TAG = 1 << 15
+_NEVER = timedelta(seconds=1)
+_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+_NUMBERS: dict[Any, tuple[str, str]] = {
+    dist.ReduceOp.SUM: ("SUM", "fic"),
+    dist.ReduceOp.AVG: ("AVG", "fc"),
+    dist.ReduceOp.PRODUCT: ("PRODUCT", "fi"),
+    dist.ReduceOp.MIN: ("MIN", "fib"),
+    dist.ReduceOp.MAX: ("MAX", "fib"),
+    dist.ReduceOp.BAND: ("BAND", "ib"),
+    dist.ReduceOp.BOR: ("BOR", "ib"),
+    dist.ReduceOp.BXOR: ("BXOR", "ib"),
+}
+"""Reductions, with the kinds of numbers that they take: floats, integers, complex ones, bools."""
+_SUBGROUP = (
+    "torch.distributed.{what} of a part of the ranks is not there in a job whose group changes: a rank of it may leave."
+    " Use all ranks, new_group() or dist.group.WORLD, and let ranks that have nothing to say pass zeros; a mesh has "
+    "one dimension of get_world_size()"
+)
+_SIZES = (
+    "{what} was prepared for a group of {prepared} workers, but the present one has {present}: ask "
+    "dist.get_world_size() right before it, and make a DeviceMesh and its DTensors anew when the size has changed"
+)
+
+
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
+    """See the module's text. Collectives are over when they return, also with ``async_op=True``."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    # -- its place -----------------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """This worker's rank; while it catches up, one of the group that the others' results are of."""
+        session = session_of_thread()
+        return 0 if session is None else min(session.group.rank_info.rank, self.size() - 1)
+
+    def size(self) -> int:
+        """Number of workers; while this one catches up, of those that the others' results are of."""
+        session = session_of_thread()
+        if session is None:
+            return 1
+        known = session.collectives.next_known()
+        return int(_of_bytes(known)[0]) if known is not None else session.group.rank_info.world_size
+
+    getRank, getSize = rank, size
+
+    def getBackendName(self) -> str:
+        """For torch."""
+        return BACKEND
+
+    def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup:
+        """For torch: another object for the same group.
+
+        Raises:
+            ValueError: it is to have some of the ranks only.
+        """
+        if len(ranks) != self.size():
+            raise ValueError(_SUBGROUP.format(what="new_group()"))
+        return _made(str(options["group_name"]))
+
+    def split_group(self, *args: Any, **options: Any) -> Any:
+        """Raise ValueError: all ranks are one group."""
+        raise ValueError(_SUBGROUP.format(what="split_group()"))
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> EndedWork:
+        """For torch: in place."""
+        op = _op_of(options)
+        for tensor in tensors:
+            _put([tensor], self._reduced("all_reduce", tensor, op))
+        return EndedWork(tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], options: Any) -> EndedWork:
+        """For torch: in place on one rank."""
+        for tensor in tensors:
+            found = self._reduced("reduce", tensor, _op_of(options), root=options.rootRank)
+            if self.rank() == options.rootRank:
+                _put([tensor], found)
+        return EndedWork(tensors)
+
+    def _reduced(self, what: str, tensor: Tensor, op: Any, *, root: int = 0) -> list[Tensor]:
+        name = _check_reduces(what, tensor, op)
+
+        def perform(communicator: Communicator, device: Any) -> list[Tensor]:
+            found = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+            numbers = found.to(torch.uint8) if found.dtype == torch.bool else found
+            parts = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+            if parts.numel():
+                communicator.wait(communicator.all_reduce(parts, _SUM if op == _AVG else op))
+            return [numbers.to(tensor.dtype) if op != _AVG else numbers / communicator.world_size]
+
+        return _call(what, (name, _form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None
+    ) -> EndedWork:
+        """For torch: the sum of all ranks' tensors at this rank's place."""
+        for output, given in zip(outputs, inputs, strict=True):
+            flat = torch.cat([each.reshape(-1) for each in given])
+            sizes = [each.numel() for each in given]
+            self._scattered("reduce_scatter", output, flat, sizes, _op_of(options))
+        return EndedWork(outputs)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> EndedWork:
+        """For torch: the same of one tensor, cut into as many equal parts as there are ranks."""
+        self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(options))
+        return EndedWork([output])
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], options: Any = None
+    ) -> EndedWork:
+        """For torch: several of them."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.reduce_scatter_single(output, tensor, options)
+        return EndedWork(outputs)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _scattered(self, what: str, output: Tensor, flat: Tensor, sizes: Sequence[int], op: Any) -> None:
+        if len(sizes) != self.size() or sum(sizes) != flat.numel():
+            raise RuntimeError(_SIZES.format(what=what, prepared=flat.numel() // max(1, sizes[0]), present=self.size()))
+        (found,), first = self._reduced(what, flat, op), sum(sizes[: self.rank()])
+        output.copy_(found[first : first + output.numel()].view(output.shape))
+
+    # -- what is gathered ----------------------------------------------------------------------------------------------
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any = None
+    ) -> EndedWork:
+        """For torch: every rank's tensor into a list of them."""
+        for places, tensor in zip(outputs, tensors, strict=True):
+            _put(places, self._gathered("all_gather", tensor))
+        return EndedWork([each for places in outputs for each in places])
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any = None
+    ) -> EndedWork:
+        """For torch: several tensors of every rank."""
+        for number, tensor in enumerate(tensors):
+            _put([places[number] for places in outputs], self._gathered("all_gather", tensor))
+        return EndedWork([each for places in outputs for each in places])
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> EndedWork:
+        """For torch: every rank's tensor, one after the other."""
+        if output.numel() != tensor.numel() * self.size():
+            prepared = output.numel() // max(1, tensor.numel())
+            raise RuntimeError(_SIZES.format(what="all_gather", prepared=prepared, present=self.size()))
+        _put(output.view(self.size(), *tensor.shape).unbind(), self._gathered("all_gather", tensor))
+        return EndedWork([output])
+
+    _allgather_base = all_gather_single
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], options: Any = None
+    ) -> EndedWork:
+        """For torch: several of them."""
+        for output, tensor in zip(outputs, tensors, strict=True):
+            self.all_gather_single(output, tensor)
+        return EndedWork(outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any) -> EndedWork:
+        """For torch: every rank's tensor into a list on one rank."""
+        (tensor,) = tensors
+        found = self._gathered("gather", tensor, root=options.rootRank)
+        for places in outputs:
+            _put(places, found)
+        return EndedWork(tensors)
+
+    def _gathered(self, what: str, tensor: Tensor, *, root: int = 0) -> list[Tensor]:
+        def perform(communicator: Communicator, device: Any) -> list[Tensor]:
+            world, sent = communicator.world_size, _bytes_of(tensor, device)
+            received = sent.new_empty(world * sent.numel())
+            if sent.numel():
+                communicator.wait(communicator.all_gather(received, sent))
+            return [each.view(tensor.dtype).view(tensor.shape) for each in received.view(world, -1).unbind()]
+
+        return _call(what, (_form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
+
+    # -- what is given out ---------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> EndedWork:
+        """For torch: one rank's tensor, in place."""
+        root = options.rootRank
+        for tensor in tensors:
+
+            def perform(communicator: Communicator, device: Any, tensor: Tensor = tensor) -> list[Tensor]:
+                sent = _bytes_of(tensor, device)
+                if sent.numel():
+                    communicator.broadcast(sent, min(root, communicator.world_size - 1))
+                return [sent.view(tensor.dtype).view(tensor.shape)]
+
+            own = functools.partial(_copies, [tensor])
+            _put([tensor], _call("broadcast", (_form(tensor), root), [tensor], perform, own))
+        return EndedWork(tensors)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any) -> EndedWork:
+        """For torch: one rank's tensors, one to each rank."""
+        (output,), root = outputs, options.rootRank
+        given = torch.stack(list(inputs[0])) if inputs else output.new_zeros(self.size(), *output.shape)
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        self.broadcast([given], options)
+        output.copy_(given[self.rank()])
+        return EndedWork(outputs)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        options: Any = None,
+    ) -> EndedWork:
+        """For torch: a piece of the first dimension to each rank."""
+        size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
+        given = list(input_splits) or [rows // size] * size
+        taken = list(output_splits) or [(output.shape[0] if output.dim() else 1) // size] * size
+        if len(given) != size or len(taken) != size:
+            raise RuntimeError(_SIZES.format(what="all_to_all", prepared=len(given), present=size))
+        width = tensor.element_size() * (tensor.numel() // max(1, rows))
+
+        def perform(communicator: Communicator, device: Any) -> list[Tensor]:
+            if communicator.world_size != size:
+                raise CommunicationFailedError(_SIZES.format(what="all_to_all", prepared=size, present="another size"))
+            sent = _bytes_of(tensor, device)
+            received = sent.new_empty(sum(taken) * width)
+            splits = [each * width for each in taken], [each * width for each in given]
+            communicator.wait(communicator.all_to_all(received, sent, *splits))
+            return [received.view(output.dtype).view(output.shape)]
+
+        own = functools.partial(_copies, [output if size > 1 else tensor])
+        _put([output], _call("all_to_all", (str(tensor.dtype),), [tensor], perform, own))
+        return EndedWork([output])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> EndedWork:
+        """For torch: a tensor to each rank."""
+        received = torch.cat([each.reshape(-1) for each in outputs])
+        sent = torch.cat([each.reshape(-1) for each in inputs])
+        self.alltoall_base(received, sent, [each.numel() for each in outputs], [each.numel() for each in inputs])
+        for each, found in zip(outputs, torch.split(received, [each.numel() for each in outputs]), strict=True):
+            each.copy_(found.view(each.shape))
+        return EndedWork(outputs)
+
+    def barrier(self, options: Any = None) -> EndedWork:
+        """For torch: all ranks have come here."""
+        _call("barrier", (), [], lambda communicator, device: [], list)
+        return EndedWork([])
+
+    # -- from one rank to another --------------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> EndedWork:
+        """For torch: to one rank, which receives it."""
+        (tensor,) = tensors
+        self._transfer(lambda communicator: communicator.send(tensor.detach().contiguous(), destination, _tag(tag)))
+        return EndedWork(tensors)
+
+    def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> EndedWork:
+        """For torch: from one rank, which sends it."""
+        (tensor,), found = tensors, torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+        if self._transfer(lambda communicator: communicator.receive(found, source, _tag(tag))):
+            tensor.copy_(found)
+        return EndedWork(tensors)
+
+    def _transfer(self, start: Callable[[Communicator], Any]) -> bool:
+        """Whether it was made; in a lost step nothing is. Raises CommunicationFailedError between steps."""
+        run = current_session().run
+        if run.ledger.failed or run.ledger.replaying:
+            return False
+        try:
+            communicator = run.group.communicator
+            communicator.wait_all([start(communicator)])
+        except CommunicationFailedError as error:
+            if run.ledger.step is None:
+                raise
+            run.ledger.fail(str(error))
+            return False
+        return True
+
+
+# -- one collective ----------------------------------------------------------------------------------------------------
+
+
+def _call(
+    what: str,
+    detail: tuple[Any, ...],
+    tensors: Sequence[Tensor],
+    perform: Callable[[Communicator, Any], list[Tensor]],
+    alone: Callable[[], list[Tensor]],
+) -> list[Tensor]:
+    """The result of a collective; in a step as tensors where they are, between steps by way of what is kept of it.
+
+    Args:
+        what: its name.
+        detail: what all ranks must have in common.
+        tensors: that it is given.
+        perform: carries it out in a group of several, with tensors on a device.
+        alone: its result for this rank alone.
+    """
+    session = current_session()
+    found: list[list[Tensor]] = []
+
+    def told(world_size: int, result: list[Tensor]) -> bytes:
+        found.append(result)
+        return b"" if session.run.ledger.depth else to_bytes([world_size, *result])
+
+    def carried_out(communicator: Communicator) -> bytes:
+        own = tensors[0].device if tensors else torch.device("cpu")
+        # Reductions of gradients may be on their way over NCCL, in another order on another rank.
+        device = torch.device("cpu") if session.run.consensus.in_phase else own
+        return told(communicator.world_size, perform(communicator, device))
+
+    label = f"{what}({', '.join(map(str, detail))})"
+    content = session.collectives.call(label, detail, carried_out, lambda: told(1, alone()))
+    return _of_bytes(content)[1:] if content else found[-1]
+
+
+def _of_bytes(content: bytes) -> Any:
+    """Size of the group that a result is of, and the result.
+
+    Raises:
+        RuntimeError: the others have made another collective here.
+    """
+    found = from_bytes(content)
+    if not isinstance(found, list) or not found or not isinstance(found[0], int):
+        raise RuntimeError("this worker catches up with a collective that the others have not made: see docs/limits.md")
+    return found
+
+
+def _put(places: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Write results where the user has them; of a group that has become smaller meanwhile, the last one fills up."""
+    for number, place in enumerate(places):
+        place.detach().copy_(results[min(number, len(results) - 1)].view(place.shape))
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [each.detach().clone() for each in tensors]
+
+
+def _bytes_of(tensor: Tensor, device: Any) -> Tensor:
+    """A copy of its memory, which travels whatever the type is."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.to(device, copy=True, memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _op_of(options: Any) -> Any:
+    return getattr(options, "reduceOp", _SUM)
+
+
+def _check_reduces(what: str, tensor: Tensor, op: Any) -> str:
+    """The name of a reduction; raises TypeError where it does not take the tensor, which gloo tells too late."""
+    name, kinds = next((each for known, each in _NUMBERS.items() if op == known), ("", ""))
+    kind = "c" if tensor.is_complex() else "f" if tensor.is_floating_point() else "i"
+    kind = "b" if tensor.dtype == torch.bool else kind
+    if tensor.layout != torch.strided or kind not in kinds:
+        raise TypeError(
+            f"torch.distributed.{what}(op={name or op}) cannot take a tensor of {tensor.dtype} ({tensor.layout}): "
+            "convert it, or use another op"
+        )
+    return name
+
+
+def _tag(tag: int) -> int:
+    if not 0 <= tag < _LONGEST_TAG:
+        raise ValueError(f"tag must be from 0 to {_LONGEST_TAG - 1}, but got {tag}")
+    return _TAG + tag
+
+
+# -- torch's own tables ------------------------------------------------------------------------------------------------
+
+
+class _AllRanks(dict[int, int]):
+    """Ranks of the world by rank of the group, which are the same, of the present group."""
+
+    def _present(self) -> dict[int, int]:
+        return {rank: rank for rank in range(dist.get_world_size())}
+
+    def __getitem__(self, rank: int) -> int:
+        return self._present()[rank]
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._present()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._present())
+
+    def __len__(self) -> int:
+        return len(self._present())
+
+    def keys(self) -> Any:
+        return self._present().keys()
+
+    def values(self) -> Any:
+        return self._present().values()
+
+    def items(self) -> Any:
+        return self._present().items()
+
+
+def _made(name: str) -> DefaultGroup:
+    """A group with what torch looks for in one: a name, and a backend by device."""
+    group: Any = DefaultGroup()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    backend: Any = dist.ProcessGroupGloo(store, 0, 1, _NEVER)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._set_group_name(name)
+    made: DefaultGroup = group
+    return made
+
+
+def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
+    """For torch, which names the group later."""
+    return _made("")
+
+
+def is_ours() -> bool:
+    """True if the default group of this process is the job's."""
+    return isinstance(dist.GroupMember.WORLD, DefaultGroup)
+
+
+def install() -> None:
+    """Have ``torch.distributed`` be initialised with the present group, unless the program has done that itself."""
+    if not dist.is_available() or dist.is_initialized():
+        return
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+        _accept(dist)
+    hook = sys.excepthook
+    os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
+    _ORIGINALS["init_process_group"](BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    sys.excepthook = hook  # torch's would name this process rank 0
+    _follow_ranks()
+
+
+def _follow_ranks() -> None:
+    """Have torch take the ranks of a group of ours from the present one."""
+    world: Any = dist.distributed_c10d._world
+    for group in world.pg_group_ranks:
+        if isinstance(group, DefaultGroup):
+            world.pg_group_ranks[group] = _AllRanks()
+
+
+_ORIGINALS: dict[str, Callable[..., Any]] = {}
+
+
+def _accept(module: Any) -> None:
+    """Have calls that would begin or end the default group do nothing where it is the job's."""
+    core: Any = module.distributed_c10d
+
+    def init_process_group(*args: Any, **options: Any) -> None:
+        """Nothing in a job; alone, another group than this process replaces ours."""
+        session = session_of_thread()
+        others = session is None or (not session.elastic and session.group.rank_info.world_size == 1)
+        asks = any(options.get(each) for each in ("store", "world_size")) or int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if is_ours() and others and asks:
+            _ORIGINALS["destroy_process_group"]()
+        if not is_ours():
+            _ORIGINALS["init_process_group"](*args, **options)
+
+    def destroy_process_group(group: Any = None) -> None:
+        """Nothing of a group of ours."""
+        if not is_ours() or not (group is None or isinstance(group, DefaultGroup)):
+            _ORIGINALS["destroy_process_group"](group)
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        """As torch's, with the present group's ranks."""
+        made = _ORIGINALS["new_group"](*args, **options)
+        if is_ours():
+            _follow_ranks()
+        return made
+
+    for ours in (init_process_group, destroy_process_group, new_group):
+        _ORIGINALS[ours.__name__] = theirs = getattr(core, ours.__name__)
+        for each in (core, module):
+            setattr(each, ours.__name__, functools.wraps(theirs)(ours))

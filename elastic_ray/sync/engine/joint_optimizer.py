@@ -1,0 +1,199 @@
+"""Several optimizers of one model, each with parameters of its own, as one that gradients are synchronised for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+
+from elastic_ray.sync.plan import SyncPlan
+from elastic_ray.sync.profile import ModelProfile
+from elastic_ray.sync.sliced_gradients.routes import OwnedSpan
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.optimizer_tiles.tiled_optimizer import TiledOptimizer
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """The optimizers of one model: their parameter groups one after the other, and the states of all of them.
+
+    It is read and written as one optimizer, but it never steps: each of them does by itself.
+
+    Args:
+        optimizers: two or more.
+
+    Attributes:
+        optimizers: as given.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)  # torch's own constructor would take parameters
+        self.defaults = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Of all, in the order of the optimizers."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+        """Of all, by parameter."""
+        return JointStates(self.optimizers)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise RuntimeError: which optimizer it belongs to is not known here."""
+        raise RuntimeError(
+            "parameter groups of one of several optimizers must be there when the model is wrapped: give the "
+            "optimizer all parameters first, and freeze them with requires_grad_(False) until they are to be trained"
+        )
+
+
+class JointStates(MutableMapping[Any, Any]):
+    """The states of several optimizers; a parameter's is that of the optimizer that steps it."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, param: Any) -> MutableMapping[Any, Any]:
+        for each in self._optimizers:
+            if any(p is param for group in each.param_groups for p in group["params"]):
+                return each.state
+        raise KeyError(param)
+
+    def __getitem__(self, param: Any) -> Any:
+        for each in self._optimizers:
+            if param in each.state:
+                return each.state[param]
+        raise KeyError(param)
+
+    def __setitem__(self, param: Any, state: Any) -> None:
+        self._of(param)[param] = state
+
+    def __delitem__(self, param: Any) -> None:
+        del self._of(param)[param]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (param for each in self._optimizers for param in each.state)
+
+    def __len__(self) -> int:
+        return sum(len(each.state) for each in self._optimizers)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param in each.state for each in self._optimizers)
+
+
+def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Those of a model."""
+    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
+    """Places of each optimizer's parameter groups among those of all."""
+    found, first = [], 0
+    for each in optimizers:
+        found.append(slice(first, first + len(each.param_groups)))
+        first += len(each.param_groups)
+    return found
+
+
+class JointDenominators:
+    """What several optimizers divide gradients by; see ``Denominators``.
+
+    Args:
+        parts: tiles of each.
+    """
+
+    def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
+        self._parts = [each.denominators for each in parts]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all, in the order of the optimizers."""
+        return [group for each in self._parts for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """By parameter."""
+        return {param: state for each in self._parts for param, state in each.state.items()}
+
+    @property
+    def adam_like(self) -> bool:
+        """True if one of them divides gradients by a running size of theirs."""
+        return any(each.adam_like for each in self._parts)
+
+    @property
+    def outdated(self) -> bool:
+        """True if one of them cannot be measured at present; the same on all ranks."""
+        return any(each.outdated for each in self._parts)
+
+
+class JointTiles:
+    """States of several optimizers of one model in tiles, as its gradients see them; see ``TiledOptimizer``.
+
+    Args:
+        parts: tiles of each optimizer.
+    """
+
+    def __init__(self, parts: Sequence[TiledOptimizer]) -> None:
+        self._parts = parts
+        self._owners: tuple[object, ...] = ()
+
+    def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
+        """Buckets were laid out for another strategy, other parameters or another group."""
+        for each in self._parts:
+            each.follow(plan, profile)
+
+    @property
+    def owners(self) -> object:
+        """The ranks that own each tile; another object where they are others than before."""
+        found = tuple(each.owners for each in self._parts)
+        if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
+            self._owners = found
+        return self._owners
+
+    def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
+        """The parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        found: dict[int, list[OwnedSpan]] = {}
+        for each in self._parts:
+            held = {id(p) for p in each.tiled}
+            mine = [p for p in params if id(p) in held]
+            found |= dict(zip(map(id, mine), each.owned_spans(mine), strict=True))
+        return [found[id(p)] for p in params]
+
+    @property
+    def divided(self) -> bool:
+        """True if some optimizer's state lies with several ranks."""
+        return any(each.divided for each in self._parts)
+
+    @property
+    def unsettled(self) -> bool:
+        """True if a state is not divided as the strategy wants it in the present group."""
+        return any(each.unsettled for each in self._parts)
+
+    def settle_between_steps(self) -> None:
+        """The strategy has changed, on all ranks alike."""
+        for each in self._parts:
+            if each.unsettled:
+                each.settle_between_steps()
+
+    @property
+    def settled(self) -> bool:
+        """True if this rank can save the whole states."""
+        return all(each.settled for each in self._parts)
+
+    def gather(self) -> None:
+        """Have rank 0 hold the whole states until the next update; all ranks call it."""
+        for each in self._parts:
+            each.gather()
+
+    def hand_over(self, stays: Sequence[bool]) -> None:
+        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        for each in self._parts:
+            each.hand_over(stays)
+
+    def enter_group(self) -> None:
+        """A group was entered."""
+        for each in self._parts:
+            each.enter_group()
