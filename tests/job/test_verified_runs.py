@@ -79,7 +79,7 @@ def test_a_spoilt_joiner_is_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     handle = er.ElasticTrainer(
         train,
         train_loop_config={"marker": str(tmp_path / "spoilt")},
-        scaling_config=ray.train.ScalingConfig(num_workers=(1, 3)),  # type: ignore[arg-type]
+        scaling_config=ray.train.ScalingConfig(num_workers=(1, 3)),
         run_config=ray.train.RunConfig(storage_path=str(tmp_path / "runs")),
     ).submit()
     handle.resize(1)
