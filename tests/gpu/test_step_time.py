@@ -1,26 +1,40 @@
-"""Step time and memory of one worker in bfloat16, beside torch's DDP; printed, since time is not asserted.
+"""Step time and memory in bfloat16, beside torch's DDP; printed, since time is not asserted.
 
-Nobody waits for the GPU between two steps, as people train: the CPU runs ahead of it, unless a step makes it wait. Such
-waits are counted (``torch.cuda.set_sync_debug_mode``).
+    python tests/gpu/test_step_time.py
+
+prints a table and a JSON line in less than three minutes, and needs neither pytest nor Ray. Nobody waits for the GPU
+between two steps, as people train: the CPU runs ahead of it, unless a step makes it wait. Such waits are counted
+(``torch.cuda.set_sync_debug_mode``). The rows of two ranks have both on one GPU, which NCCL takes for two machines:
+their times are those of TCP, and only waits and memory say something.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import gc
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+else:
+    import pytest
 
 import elastic_ray as er
 from elastic_ray.run.current import set_worker_session
@@ -197,32 +211,165 @@ def measured(side: Side, case: Case, device: torch.device) -> Measured:
     return Measured(step_s, mib, waits / (WATCHED - 1))
 
 
-def compared(name: str, side: str, device: torch.device) -> str:
-    """One line: medians of rounds in which both sides take turns."""
-    pairs = [tuple(measured(each, CASES[name], device) for each in SIDES[side]) for _ in range(ROUNDS)]
-    theirs, ours = pairs[-1]
-    ratio = statistics.median(b.step_s / a.step_s for a, b in pairs)
-    times = " / ".join(f"{statistics.median(pair[k].step_s for pair in pairs) * 1e3:.2f}" for k in (0, 1))
-    memory = f"{theirs.mib:.0f} / {ours.mib:.0f} MiB: {ours.mib / theirs.mib:.3f} x" if theirs.mib else "-"
-    bar = f"bar {CASES[name].limit}"
-    return f"{name:18} {side:12} {times:>16} ms: {ratio:.3f} x ({bar})  {memory}  waits {theirs.waits} / {ours.waits}"
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Both sides of one case.
+
+    Attributes:
+        case, side: their names.
+        step_ms, mib, waits: of theirs and of ours; see :class:`Measured`.
+        time, memory: ours as a multiple of theirs; 0 where nothing is measured.
+        bar: what the time is to be at most.
+    """
+
+    case: str
+    side: str
+    step_ms: tuple[float, float]
+    mib: tuple[float, float]
+    waits: tuple[float, float]
+    time: float
+    memory: float
+    bar: float
+
+    def __str__(self) -> str:
+        times = " / ".join(f"{each:.2f}" for each in self.step_ms)
+        memory = f"{self.mib[0]:.0f} / {self.mib[1]:.0f} MiB: {self.memory:.3f} x" if self.memory else "-"
+        return (
+            f"{self.case:18} {self.side:12} {times:>16} ms: {self.time:.3f} x (bar {self.bar})  {memory:>30}"
+            f"  waits {self.waits[0]} / {self.waits[1]}"
+        )
 
 
-@pytest.mark.benchmark
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("side", SIDES)
-def test_a_step_beside_ddp(device: torch.device, capsys: pytest.CaptureFixture[str], name: str, side: str) -> None:
-    if device.type == "cpu" and side == "compiled":
-        pytest.skip("a compiler for CPUs takes minutes")
-    line = compared(name, side, device)
-    with capsys.disabled():
-        print(f"\n{line}", end="")
+def compared(name: str, side: str, device: torch.device, rounds: int = ROUNDS) -> Row:
+    """Medians of rounds in which both sides take turns."""
+    return row(name, side, [tuple(measured(each, CASES[name], device) for each in SIDES[side]) for _ in range(rounds)])
 
 
-if __name__ == "__main__":  # where pytest's other fixtures cannot be imported
-    for name in CASES:
-        for side in SIDES:
-            try:
-                print(compared(name, side, torch.device("cuda")), flush=True)
-            except Exception as error:  # torch may be of a version that knows no shards of ours
-                print(name, side, repr(error)[:200], flush=True)
+def row(name: str, side: str, pairs: Sequence[tuple[Measured, ...]]) -> Row:
+    """What rounds of both sides have shown."""
+    (theirs, ours), medians = pairs[-1], [statistics.median(pair[k].step_s for pair in pairs) * 1e3 for k in (0, 1)]
+    return Row(
+        case=name,
+        side=side,
+        step_ms=(medians[0], medians[1]),
+        mib=(theirs.mib, ours.mib),
+        waits=(theirs.waits, ours.waits),
+        time=statistics.median(b.step_s / a.step_s for a, b in pairs),
+        memory=ours.mib / theirs.mib if theirs.mib else 0.0,
+        bar=CASES[name].limit,
+    )
+
+
+if __name__ != "__main__":
+
+    @pytest.mark.benchmark
+    @pytest.mark.parametrize("name", CASES)
+    @pytest.mark.parametrize("side", SIDES)
+    def test_a_step_beside_ddp(device: torch.device, capsys: pytest.CaptureFixture[str], name: str, side: str) -> None:
+        if device.type == "cpu" and side == "compiled":
+            pytest.skip("a compiler for CPUs takes minutes")
+        found = compared(name, side, device)
+        with capsys.disabled():
+            print(f"\n{found}", end="")
+
+
+# -- two ranks on one GPU ----------------------------------------------------------------------------------------------
+
+
+def run_rank(side: int, name: str, device: torch.device) -> None:
+    """One of two ranks, started by torchrun: measure a side; rank 0 prints it."""
+    if device.type == "cuda":
+        os.environ.update(
+            NCCL_HOSTID=f"h{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket", NCCL_IB_DISABLE="1"
+        )
+    ours = side == 1
+
+    def steps(what: Batches) -> Iterator[None]:
+        if ours:
+            what.batch *= 2  # of both ranks
+            what.rows = TensorDataset(torch.arange(what.batch * STEPS))
+            yield from elastic(what)
+            return
+        dist.init_process_group("nccl" if what.device.type == "cuda" else "gloo")
+        model = nn.parallel.DistributedDataParallel(what.model, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters())
+        yield from steps_of(what, model, optimizer, DataLoader(what.rows, what.batch, shuffle=True))
+
+    found = measured(steps, CASES[name], device)
+    if os.environ["RANK"] == "0":
+        print("RESULT", json.dumps(dataclasses.asdict(found)), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # there is nothing to take leave of
+
+
+def two_ranks(name: str, device: torch.device) -> Row:
+    """Both sides, each in processes of its own."""
+    found = []
+    for side in (0, 1):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += [__file__, "--rank-of", str(side), "--case", name, "--device", device.type]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=90, check=False)
+        lines = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            raise RuntimeError(f"{name}: no result: {ran.stderr[-1500:]}")
+        found.append(Measured(**json.loads(lines[-1].removeprefix("RESULT "))))
+    return row(name, "two ranks", [tuple(found)])
+
+
+# In this order: what comes last is left out where time is up.
+ROWS = [
+    *((name, side) for side in ("replicated", "fused") for name in ("small transformer", "wide MLP")),
+    ("GPT-2 small", "replicated"),
+    ("small transformer", "two ranks"),
+    ("small transformer", "compiled"),
+    ("wide MLP", "compiled"),
+    ("GPT-2 small", "compiled"),
+    ("small transformer", "fully_shard"),
+    ("small transformer", "zero2"),
+]
+
+
+def main() -> None:
+    """Print the table and a JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu tries the code only")
+    parser.add_argument("--limit-s", type=float, default=165.0, help="begin no row after so long")
+    parser.add_argument("--sides", nargs="+", default=[*SIDES, "two ranks"], help="rows by side")
+    parser.add_argument("--rank-of", type=int, help="internal: the side that this rank measures")
+    parser.add_argument("--case", default="", help="internal: the model that it measures")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if options.rank_of is not None:
+        run_rank(options.rank_of, options.case, device)
+    began_s, found, left_out = time.perf_counter(), [], []
+    for name, side in ROWS:
+        if side not in options.sides:
+            continue
+        if time.perf_counter() - began_s > options.limit_s:
+            left_out.append(f"{name}, {side}: no time")
+            continue
+        try:
+            if side == "two ranks":
+                each = two_ranks(name, device)
+            else:
+                each = compared(
+                    name, side, device, rounds=1 if side in ("compiled", "fully_shard", "zero2") else ROUNDS
+                )
+        except Exception as error:  # torch may be of a version that knows no shards of ours
+            left_out.append(f"{name}, {side}: {error!r:.300}")
+            print(left_out[-1], flush=True)
+            continue
+        found.append(each)
+        print(each, flush=True)
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else "none"
+    rows = [dataclasses.asdict(each) for each in found]
+    print(
+        json.dumps(
+            {"benchmark": "gpu_step_time", "torch": torch.__version__, "gpu": gpu, "rows": rows, "left_out": left_out}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

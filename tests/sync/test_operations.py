@@ -14,7 +14,7 @@ from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync import Owner, Reduce, Wire
 from elastic_ray.sync.engine.factory import carries_tail, make_operation
 from elastic_ray.sync.operations.bucket_operation import BucketOperation
-from elastic_ray.sync.operations.buckets import Bucket, build_bucket
+from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.partitioned_reduce import partition_axis
 from elastic_ray.sync.plan import BucketPlan
@@ -84,7 +84,7 @@ def on_sides(world: int, sync: Sync, work: Callable[[Side], Any], dtype: torch.d
 
     def run(communicator: Communicator) -> Any:
         params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-        side = Side(build_bucket(0, 0, params, 0), make_operation(plan(sync, world - 1)), communicator)
+        side = Side(Bucket(0, 0, params, 0), make_operation(plan(sync, world - 1)), communicator)
         with torch.no_grad():
             return work(side)
 

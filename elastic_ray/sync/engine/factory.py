@@ -9,7 +9,7 @@ import torch
 
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
-from elastic_ray.sync.operations.buckets import AllReduceOperation, build_bucket
+from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
 from elastic_ray.sync.operations.cast_reduce import CastReduceOperation
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.int8 import Int8Compression
@@ -44,7 +44,7 @@ def make_bucket(
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
         return SlicedBucket(index, plan.group, params, owners)
-    return build_bucket(index, plan.group, params, tail)
+    return Bucket(index, plan.group, params, tail)
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:

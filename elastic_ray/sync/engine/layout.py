@@ -43,7 +43,6 @@ class BucketLayout:
         sliced: those of which each rank receives a part of the mean.
         operations: one for each.
         sequel: as given.
-        tail: the tail.
         tail_rides: whether the last bucket holds it.
         strategy: what a user calls the plan's.
         norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
@@ -86,7 +85,8 @@ class BucketLayout:
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
         self._sums: list[float] = []
-        self._find_tail()
+        self._tail: torch.Tensor | None = None
+        self._numbers: Any = None
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
         name = plan.strategy.label
@@ -103,13 +103,22 @@ class BucketLayout:
         self.operations[index] = settling
         return settling
 
-    def _find_tail(self) -> None:
-        last = self.buckets[-1]
-        self.tail = self._own_tail
-        if self.tail_rides and isinstance(last, Bucket):
-            self.tail = last.flat[last.body.numel() :]
-        # NumPy writes and reads some numbers in a tenth of the time that torch's operations take.
-        self._numbers = self.tail.numpy() if self.tail.device.type == "cpu" else None
+    @property
+    def tail(self) -> torch.Tensor:
+        """The tail, where it lies at present."""
+        if self._tail is None:
+            last, self._tail = self.buckets[-1], self._own_tail
+            if self.tail_rides and isinstance(last, Bucket):
+                self._tail = last.flat[last.size :]
+            # NumPy writes and reads some numbers in a tenth of the time that torch's operations take.
+            self._numbers = self._tail.numpy() if self._tail.device.type == "cpu" else None
+        return self._tail
+
+    def release(self) -> None:
+        """Give memory for reductions back until there are any."""
+        for bucket in self.buckets:
+            bucket.release()
+        self._tail = self._numbers = None
 
     def write_tail(self, head: Sequence[float], norms: Sequence[Number], used: Sequence[bool] | None) -> None:
         """Write what rides on the reduction.
@@ -119,6 +128,7 @@ class BucketLayout:
             norms: of local gradients; empty for none.
             used: which parameters have a gradient; None for all.
         """
+        tail = self.tail
         if self._numbers is not None:
             self._numbers[: self.step_tag.stop] = head
             self._numbers[self.step_tag.stop :] = 1.0 if used is None else used
@@ -127,11 +137,11 @@ class BucketLayout:
             return
         # From memory that is pinned a GPU takes them by itself, and nobody waits.
         flags = [True] * self._count if used is None else used
-        told = torch.tensor([*head, *flags], dtype=self.tail.dtype, pin_memory=self.tail.is_cuda)
-        self.tail.copy_(told, non_blocking=True)
+        told = torch.tensor([*head, *flags], dtype=tail.dtype, pin_memory=tail.is_cuda)
+        tail.copy_(told, non_blocking=True)
         for at, norm in enumerate(norms, self.norms.start):
             if isinstance(norm, torch.Tensor):  # a frozen group's has none
-                self.tail[at].copy_(norm)
+                tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
         """Read the tail's sums, as far as all steps need them, and ``numbers``; with one wait for the tail's GPU."""
@@ -150,7 +160,7 @@ class BucketLayout:
         for bucket in self.buckets:
             bucket.replace_buffer()
         self._own_tail = self._own_tail.clone()
-        self._find_tail()
+        self._tail = self._numbers = None
 
 
 def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:

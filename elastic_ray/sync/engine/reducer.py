@@ -123,6 +123,8 @@ class GradientReducer:
     def enter_group(self) -> None:
         """A group was entered, or buckets were laid out anew: ranks must have the same ones."""
         self._announcements = Announcements(self._number, self._layout)
+        if self._group.group.world_size == 1:
+            self._layout.release()
 
     def follow(self, *, changed: bool) -> None:
         """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
@@ -488,9 +490,13 @@ class GradientReducer:
     def _measure_alone(self) -> None:
         self._tried = True  # what buckets refuse is better told with the first gradient
         for bucket in self._buckets:
-            bucket.put(1.0)
+            if self._measures:
+                bucket.put(1.0)
+            else:
+                bucket.check()
         if self._measures:
             self._statistics.collect_alone(self._buckets, self._grad_scale())
+            self._layout.release()
 
 
 def _gradient_hook(reference: weakref.ref[GradientReducer], index: int) -> Callable[[torch.Tensor], None]:

@@ -139,6 +139,12 @@ class GradientBucket(MeasuredGradient, Protocol):
             RuntimeError: a gradient cannot be taken in; the message says why.
         """
 
+    def check(self) -> None:
+        """Raise RuntimeError where :meth:`put` would."""
+
+    def release(self) -> None:
+        """Give memory back until it is needed."""
+
     def flat_gradient(self) -> torch.Tensor:
         """What it holds as one vector."""
 

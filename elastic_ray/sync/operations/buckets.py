@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -19,17 +18,21 @@ _LARGE = 1 << 14
 """Elements of a tensor from which a pass over memory takes longer than a call."""
 
 
-@dataclasses.dataclass(slots=True)
 class Bucket:
     """A flat buffer that holds the gradients of some parameters of one group, dtype and device, in real numbers.
 
-    Attributes:
+    Its memory is there from the first use on, until :meth:`release`: one rank alone needs none.
+
+    Args:
         index: position in the order of reduction.
         group: parameter group that the parameters belong to.
         params: the parameters, in the order of their ``views``.
-        flat: the buffer, followed by ``tail`` extra elements.
-        body: the buffer without its tail.
-        views: one view of ``body`` for each parameter, in its shape.
+        tail: extra elements behind them.
+
+    Attributes:
+        index, group, params: as given.
+        size: elements of the parameters.
+        dtype: of the gradients.
         complete: whether the pass has reached all parameters, so that none of ``grads`` is None.
         grads: the parameters' ``.grad`` when the buffer was filled.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
@@ -38,19 +41,51 @@ class Bucket:
         additions: how often the pass adds to that ``.grad``.
     """
 
-    sliced: ClassVar[bool] = False  # each rank receives the whole mean
-    index: int
-    group: int
-    params: list[torch.nn.Parameter]
-    flat: torch.Tensor
-    body: torch.Tensor
-    views: list[torch.Tensor]
-    complete: bool = True
-    grads: list[torch.Tensor | None] = dataclasses.field(default_factory=list)
-    carried: torch.Tensor | None = None
-    used: list[bool] = dataclasses.field(default_factory=list)
-    written: tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int] | None = None
-    additions: int = 1
+    sliced = False  # each rank receives the whole mean
+
+    def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int = 0) -> None:
+        self.index, self.group, self.params = index, group, list(params)
+        self.dtype = params[0].dtype.to_real()
+        self.size, self._tail = sum(real_count(p) for p in params), tail
+        self._memory: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
+        self.complete = True
+        self.grads: list[torch.Tensor | None] = []
+        self.carried: torch.Tensor | None = None
+        self.used: list[bool] = []
+        self.written: tuple[torch.nn.Parameter, weakref.ref[torch.Tensor], int] | None = None
+        self.additions = 1
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The buffer, with what follows the parameters."""
+        return self._held()[0]
+
+    @property
+    def body(self) -> torch.Tensor:
+        """The buffer without that."""
+        return self._held()[1]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """One view of ``body`` for each parameter, in its shape."""
+        return self._held()[2]
+
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        if self._memory is None:
+            self._hold(torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device))
+            assert self._memory is not None, "it was made"
+        return self._memory
+
+    def _hold(self, flat: torch.Tensor) -> None:
+        body = flat[: self.size]
+        pieces = torch.split(body, [real_count(p) for p in self.params])
+        views = [shaped_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
+        self._memory = flat, body, views
+
+    def release(self) -> None:
+        """Give the memory back until it is needed."""
+        self._memory = self.carried = None
+        self.grads = []
 
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
@@ -80,11 +115,6 @@ class Bucket:
     def drop_carried(self) -> None:
         """What :meth:`carry` has kept is not needed any more."""
         self.carried = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the gradients."""
-        return self.flat.dtype
 
     @property
     def has_gradient(self) -> Sequence[bool]:
@@ -147,12 +177,16 @@ class Bucket:
             check_gradients(self.params, self.grads, complete=self.complete)
             raise
 
+    def check(self) -> None:
+        """Raise RuntimeError where :meth:`put` would."""
+        check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
+
     def _put(self, weight: float) -> None:
         """As :meth:`put`, without its explanation of errors."""
         if not weight:  # a mean over nothing is no number
             self.body.zero_()
             return
-        if self.complete and (weight == 1.0 or self.body.numel() < _LARGE * len(self.params)):
+        if self.complete and (weight == 1.0 or self.size < _LARGE * len(self.params)):
             grads: Any = self.grads  # all are there
             torch._foreach_copy_(self.views, grads)
             if weight != 1.0:
@@ -198,8 +232,8 @@ class Bucket:
 
     def replace_buffer(self) -> None:
         """Leave the buffer to a reduction that was given up and may still write to it."""
-        self.flat = self.flat.clone()
-        self.body, self.views = _cut_views(self.flat, self.params)
+        if self._memory is not None:
+            self._hold(self.flat.clone())
 
 
 class AllReduceOperation:
@@ -218,17 +252,3 @@ class AllReduceOperation:
 
     def void(self) -> None:
         """Nothing is kept."""
-
-
-def build_bucket(index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int) -> Bucket:
-    """A bucket of parameters of one dtype and device, with ``tail`` extra elements at its end."""
-    size = sum(real_count(p) for p in params)
-    flat = torch.zeros(size + tail, dtype=params[0].dtype.to_real(), device=params[0].device)
-    body, views = _cut_views(flat, params)
-    return Bucket(index=index, group=group, params=list(params), flat=flat, body=body, views=views)
-
-
-def _cut_views(flat: torch.Tensor, params: Sequence[torch.nn.Parameter]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    sizes = [real_count(p) for p in params]
-    body = flat[: sum(sizes)]
-    return body, [shaped_like(piece, p) for piece, p in zip(torch.split(body, sizes), params, strict=True)]

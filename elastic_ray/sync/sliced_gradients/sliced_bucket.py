@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.operations.buckets import Bucket, build_bucket
+from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, pieces_of
 from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
 
@@ -38,8 +38,7 @@ class SlicedBucket(Bucket):
     def __init__(
         self, index: int, group: int, params: Sequence[torch.nn.Parameter], owners: TiledOptimizer | JointTiles
     ) -> None:
-        made = build_bucket(index, group, params, 0)
-        super().__init__(index=index, group=group, params=made.params, flat=made.flat, body=made.body, views=made.views)
+        super().__init__(index, group, params)
         self._owners = owners
         self._pieces: tuple[object, tuple[BucketPiece, ...]] | None = None
         self._had: Sequence[bool] = [False] * len(params)
@@ -143,7 +142,7 @@ class SlicedBucket(Bucket):
         """Of what it holds; once it is reduced, of what this rank adds up."""
         if self._kept is None:
             return super().squared_norm(preconditioner)
-        found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.flat.device)
+        found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
         for piece, part in self._kept:
             weighted = part.to(found.dtype)
             if preconditioner is not None:

@@ -164,6 +164,15 @@ class RowBucket:
         else:
             self.held = rows.scaled(weight)
 
+    def check(self) -> None:
+        """Raise RuntimeError where :meth:`put` would."""
+        if self.table.param.grad is None:
+            check_gradients(self.params, [None], complete=self.complete)
+
+    def release(self) -> None:
+        """Give memory back until it is needed."""
+        self.held, self._carried, self._flat = no_rows(self.table.param), None, None
+
     def note_used(self) -> None:
         """Remember for the step's later micro-steps whether the table had a gradient."""
         self._used = [self._has_gradient or any(self._used)]
