@@ -12,11 +12,14 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
+import secrets
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from elastic_ray.background import Background
 from elastic_ray.communication.bootstrap import Bootstrap, BootstrapCall
@@ -25,15 +28,27 @@ from elastic_ray.job.journal import Journal, delete_train_loop, store_train_loop
 from elastic_ray.job.supervisor import JobSupervisor
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.record.controller_state import ControllerState, run_of
+from elastic_ray.warm_pool.client import environment_key
+from elastic_ray.warm_pool.pool import CONTROLLERS
 from elastic_ray.warm_pool.processes import end_strays
+from elastic_ray.warm_pool.sizing import read_config
 from elastic_ray.worker.messages import ControllerAnswer, StateSaved, WorkerMessage, WorkerReregistration
+from elastic_ray.worker.ownership import adopt, calling_owner
+from elastic_ray.worker.setup import ProcessOwner
 from elastic_ray.worker_group.failure_detector import FailureDetector
 from elastic_ray.worker_group.reconnection import Reconnection
 from placement.ray_cluster import groups
 from placement.ray_cluster.autoscaler_presence import may_autoscale
-from placement.ray_cluster.named_actors import create_on_head
+from placement.ray_cluster.named_actors import (
+    add_alias,
+    aliases,
+    create_on_head,
+    delete_alias,
+    find_actor,
+    names_of_actors,
+)
 from placement.text import log_plainly
-from placement.versions import Spoken, check_spoken, spoken
+from placement.versions import Spoken, VersionError, check_spoken, spoken
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -41,6 +56,7 @@ _TICK_S = 0.1
 _MOST_INLINE_BYTES = (
     32 << 10
 )  # Ray puts arguments of 100 KB into its object store, which a restart may not find them in
+_WARM_ANSWER_S = 20.0  # one that is only starting is still sooner there than a new one
 _RELEASE_S = 10.0
 _KNOWN_S = 5.0
 _NOTE_S = 1.0  # a control store that is away holds no driver up for longer
@@ -48,12 +64,17 @@ _DRIVER = "driver"
 
 
 def start(spec: JobSpec) -> Any:
-    """Create the job's controller; raises ``ValueError`` when a controller of that name is alive."""
+    """Return the job's controller, a warm one or a new one.
+
+    Raises:
+        ValueError: a controller of that name is alive.
+    """
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
-        return _create(spec)
+        return _warm(spec) or _create(spec)
     key = store_train_loop(spec.train_loop, spec.callbacks)
+    stored = dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key)
     try:
-        return _create(dataclasses.replace(spec, train_loop=b"", callbacks=b"", stored_train_loop=key))
+        return _warm(stored) or _create(stored)
     except BaseException:
         delete_train_loop(key)
         raise
@@ -61,22 +82,97 @@ def start(spec: JobSpec) -> Any:
 
 def _create(spec: JobSpec) -> Any:
     # A worker node that goes away must not take the job's memory of itself along.
-    name = f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
-    return create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
+    name = _name_of(spec)
+    controller = create_on_head(JobController, name, spec, spoken(), max_restarts=-1)
+    if any(find_actor(own) is not None for own, _ in aliases(name, whole=True)):
+        ray.kill(controller)
+        raise ValueError(f"a controller named {name!r} is alive")
+    return controller
+
+
+def _name_of(spec: JobSpec) -> str:
+    return f"job:{spec.trial.controller if spec.trial is not None else spec.job}"
+
+
+def _warm(spec: JobSpec) -> Any | None:
+    """A controller that has waited for this job; None if there is none. It has not begun unless it is returned."""
+    if spec.trial is not None:
+        return None
+    taken = {own for own, _ in aliases("job:")}
+    for own in set(names_of_actors(f"{CONTROLLERS}{environment_key({})}/")) - taken:
+        if (controller := find_actor(own)) is None:
+            continue
+        try:
+            if ray.get(controller.take_up.remote(spec, own, calling_owner(""), spoken()), timeout=_WARM_ANSWER_S):
+                return controller
+        except (RayError, VersionError) as error:  # it must not begin after all, beside the one that is made now
+            logger.info("job %s: a warm controller does not answer: %r", spec.job, error)
+            ray.kill(controller)
+            delete_alias(_name_of(spec), own)
+    return None
+
+
+def prepare_next() -> None:
+    """Start a controller for the next job of this runtime environment, unless one waits. Blocks for a moment."""
+    kind = f"{CONTROLLERS}{environment_key({})}/"
+    if set(names_of_actors(kind)) <= {own for own, _ in aliases("job:")}:
+        create_on_head(JobController, f"{kind}{secrets.token_hex(4)}", None, spoken(), max_restarts=-1)
 
 
 class JobController:
     """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
 
-    def __init__(self, spec: JobSpec, theirs: Spoken) -> None:
+    def __init__(self, spec: JobSpec | None, theirs: Spoken) -> None:
         check_spoken(theirs, "the driver", "its job's controller")
         log_plainly(logging.WARNING)
-        self._stored_train_loop = spec.stored_train_loop
         self._handle = ray.get_runtime_context().current_actor
-        self._name = spec.trial.controller if spec.trial is not None else spec.job
         self._background = Background()
-        self._journal = Journal(ray.get_runtime_context().get_actor_id() or self._name)
+        self._journal = Journal(str(ray.get_runtime_context().get_actor_id()))
         self._recovered = asyncio.Event()
+        self._own_name = ""
+        self._takes = asyncio.Lock()
+        spec = spec or self._journal.trial()
+        if spec is not None:
+            self._live(spec)
+        else:
+            self._main = asyncio.get_event_loop().create_task(self._wait_for_job())
+
+    async def _wait_for_job(self) -> None:
+        """Of a warm one: it ends if no job comes."""
+        await asyncio.sleep(read_config(os.environ).idle_s)
+        async with self._takes:
+            ray.kill(self._handle)
+
+    async def take_up(self, spec: JobSpec, own: str, owner: ProcessOwner, theirs: Spoken) -> bool:
+        """Run this job, as a controller that was made for it; False of one that has a job.
+
+        Args:
+            spec: the job.
+            own: name of this controller's actor, beside which it gets that of the job.
+            owner: the job's driver, whose modules and output are its from now on.
+            theirs: what the driver speaks.
+        """
+        check_spoken(theirs, "the driver", "its job's controller")
+        async with self._takes:
+            if self._own_name or not await asyncio.to_thread(add_alias, _name_of(spec), own):
+                return False
+            self._main.cancel()
+            self._own_name = own
+            await asyncio.to_thread(adopt, owner)
+            await asyncio.to_thread(self._journal.begin_again, spec)
+            self._live(spec)
+            return True
+
+    async def leave(self) -> None:
+        """End, unless it has a job."""
+        async with self._takes:
+            if not self._own_name:
+                ray.kill(self._handle)
+
+    def _live(self, spec: JobSpec) -> None:
+        """Begin with a job, or continue with what the controller before had noted."""
+        self._stored_train_loop = spec.stored_train_loop
+        self._name = spec.trial.controller if spec.trial is not None else spec.job
         remembered = self._journal.read()
         if self._stored_train_loop:
             self._journal.note_train_loop(self._stored_train_loop)
@@ -114,6 +210,8 @@ class JobController:
     def _forget(self) -> None:
         """There will be no other controller of this job."""
         self._journal.close(delete=True)
+        for own, alias in aliases(f"job:{self._name}", whole=True):
+            delete_alias(alias, own)
         if self._stored_train_loop:
             delete_train_loop(self._stored_train_loop)
 
@@ -321,6 +419,8 @@ class JobController:
         await asyncio.sleep(0.2)  # let the last answers out
         await self._job.group.withdrawn()
         await self._job.group.refilled()
+        if self._spec.trial is None and self._spec.elastic.warm_workers_per_node and read_config(os.environ).on:
+            await asyncio.to_thread(prepare_next)
         await asyncio.to_thread(self._forget)
         # exit_actor() raises an exception that only a task of Ray's own understands
         ray.kill(self._handle)

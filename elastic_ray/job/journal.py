@@ -112,23 +112,23 @@ class Journal:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
     def begin_again(self, spec: JobSpec) -> None:
-        """The controller runs another trial from the next note on: nothing of the one before counts. Blocks.
+        """The controller runs another job, or trial, from the next note on: nothing before it counts. Blocks.
 
         Raises:
             Exception: the control store does not take it.
         """
         if not self.flush(_RENEW_S):  # else what is under way to the store would be written after this
             raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")
-        assert spec.trial is not None, "only trials follow each other"
         # Who puts a reference to an object into a pickle keeps the object for ever; what it holds is stored as well.
-        spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, checkpoint_ref=None))
+        if spec.trial is not None:
+            spec = dataclasses.replace(spec, trial=dataclasses.replace(spec.trial, checkpoint_ref=None))
         packed = ray.cloudpickle.dumps(spec)  # type: ignore[no-untyped-call]
         internal_kv._internal_kv_put(self._key("trial"), packed, overwrite=True, namespace=NAMESPACE)
         self._events = 0
         internal_kv._internal_kv_del(self._key("event/"), del_by_prefix=True, namespace=NAMESPACE)
 
     def trial(self) -> JobSpec | None:
-        """The trial that the controller has begun last, if it was made for another one. Blocks for a moment."""
+        """The job, or trial, that it has begun last, if it was made for none, or another. Blocks for a moment."""
         packed: bytes | None = internal_kv._internal_kv_get(self._key("trial"), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 

@@ -38,6 +38,8 @@ from placement.ray_cluster.snapshot import read_nodes
 from placement.text import log_plainly
 
 NAME = "warm-pool"
+CONTROLLERS = "warm-controller/"
+"""How names of controllers begin that were started before their job."""
 
 logger = logging.getLogger("elastic_ray.pool")
 
@@ -69,6 +71,8 @@ def close_pool(timeout_s: float = _CLOSE_S) -> None:
         TimeoutError: it has not ended in time.
     """
     deadline_s = time.monotonic() + timeout_s
+    for _, controller in actors_named(CONTROLLERS):
+        controller.leave.remote()
     while (pool := find_pool()) is not None:
         with contextlib.suppress(RayActorError):
             ray.get(pool.close.remote(), timeout=max(0.1, deadline_s - time.monotonic()))

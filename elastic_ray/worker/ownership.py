@@ -6,6 +6,7 @@ replaced: where modules are found, whose driver shows its output, and where name
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import logging
@@ -25,6 +26,7 @@ from elastic_ray.worker.setup import ProcessOwner
 
 logger = logging.getLogger(__name__)
 
+_adopted: list[ProcessOwner] = []
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
 _FAREWELL_S = 1.5
@@ -42,6 +44,8 @@ class Ownership:
 
     def __init__(self, owner: ProcessOwner | None) -> None:
         self._owner = owner
+        if owner is not None:  # its starter may have been taken over from another Ray job
+            adopt(owner)
         self._saves: Callable[[], bool] = lambda: False
         self._wanted_s = time.monotonic()
         self._begun_s: float | None = None
@@ -106,9 +110,12 @@ def _is_gone(owner: Any) -> bool:
 def calling_owner(holder: str) -> ProcessOwner:
     """The calling actor as an owner (or driver, which then ends its processes itself) and its Ray job."""
     context = ray.get_runtime_context()
+    actor = context.current_actor if context.get_actor_id() is not None else None
+    if _adopted:
+        return dataclasses.replace(_adopted[-1], holder=holder, actor=actor)
     return ProcessOwner(
         holder=holder,
-        actor=context.current_actor if context.get_actor_id() is not None else None,
+        actor=actor,
         ray_job=context.get_job_id(),
         namespace=context.namespace,
         search_path=_search_path(),
@@ -138,6 +145,7 @@ def adopt(owner: ProcessOwner) -> None:
         # Ray's log monitor reads this line, does not show it, and sends what follows to that job's driver.
         print(f":job_id:{owner.ray_job}", file=stream, flush=True)
     _look_up_in(owner.namespace)
+    _adopted.append(owner)
 
 
 def _look_up_in(namespace: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorUnavailableError
+from ray.experimental import internal_kv
 
 from placement.ray_cluster.snapshot import on_head
 
 NAMESPACE = "elastic_ray"
 """Ray's namespace of all named actors of ours."""
 
+_KV = NAMESPACE.encode()
+_ALIAS = "alias/"
 _PATIENCE_S = 60.0
 _POLL_S = 0.1
 
@@ -52,18 +56,53 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 
 def find_actor(name: str) -> Any | None:
-    """The actor of this name; None if there is none. Blocks for a moment."""
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError:
-        return None
+    """The actor of this name, or alias; None if there is none. Blocks for a moment."""
+    for own in (name, *(own for own, _ in aliases(name, whole=True))):
+        with contextlib.suppress(ValueError):
+            return ray.get_actor(own, namespace=NAMESPACE)
+    return None
 
 
 def names_of_actors(prefix: str) -> list[str]:
-    """Names of living actors that begin so, sorted. Blocks for a moment."""
+    """Names and aliases of living actors that begin so, sorted. Blocks for a moment."""
+    names = _names()
+    found = {name for name in names if name.startswith(prefix)}
+    return sorted(found | {alias for own, alias in aliases(prefix) if own in names})
+
+
+def _names() -> set[str]:
     there = ray.util.list_named_actors(all_namespaces=True)
-    names = (str(each["name"]) for each in there if each["namespace"] == NAMESPACE)
-    return sorted(name for name in names if name.startswith(prefix))
+    return {str(each["name"]) for each in there if each["namespace"] == NAMESPACE}
+
+
+def aliases(prefix: str, *, whole: bool = False) -> list[tuple[str, str]]:
+    """Own name and alias of actors that have an alias that begins so, or is so. Blocks for a moment."""
+    keys = internal_kv._internal_kv_list(_alias_key(prefix, "" if whole else None), namespace=_KV) or ()
+    return [(own, alias) for alias, _, own in (key.decode()[len(_ALIAS) :].partition("\n") for key in keys)]
+
+
+def add_alias(alias: str, own: str) -> bool:
+    """Let an actor that was made before its name was known be found by another name; False where that is taken.
+
+    Of two that ask at once none may get it. Blocks for a moment.
+    """
+    if find_actor(alias) is not None:
+        return False
+    internal_kv._internal_kv_put(_alias_key(alias, own), b"", overwrite=True, namespace=_KV)
+    others = {alias, *(each for each, _ in aliases(alias, whole=True))} - {own}
+    if others.isdisjoint(_names()):
+        return True
+    delete_alias(alias, own)
+    return False
+
+
+def delete_alias(alias: str, own: str) -> None:
+    """The actor is not found by it any more. Blocks for a moment."""
+    internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
+
+
+def _alias_key(alias: str, own: str | None) -> bytes:
+    return f"{_ALIAS}{alias}{'' if own is None else chr(10) + own}".encode()
 
 
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:

@@ -13,9 +13,8 @@ import math
 import time
 from collections.abc import Collection, Mapping
 
-import ray
-
 from placement.ray_cluster import groups, notes
+from placement.ray_cluster.named_actors import names_of_actors
 
 logger = logging.getLogger("placement.allocator")
 
@@ -60,7 +59,7 @@ async def _release(group_id: str) -> None:
 
 def _controllers() -> int:
     """Controllers of jobs and trials that Ray knows, restarting ones among them. Blocks for some milliseconds."""
-    return sum(str(named["name"]).startswith("job:") for named in ray.util.list_named_actors(all_namespaces=True))
+    return len(names_of_actors("job:"))
 
 
 class Orphans:

@@ -21,10 +21,11 @@ import elastic_ray as er
 from elastic_ray.driver.handle import JobHandle
 from elastic_ray.job.controller import start
 from elastic_ray.warm_pool.client import environment_key
-from elastic_ray.warm_pool.pool import NAME, close_pool, find_pool
+from elastic_ray.warm_pool.pool import CONTROLLERS, NAME, close_pool, find_pool
 from elastic_ray.warm_pool.processes import pool_client, setup_of
 from elastic_ray.warm_pool.sizing import VARIABLE
 from elastic_ray.worker.ownership import calling_owner
+from placement.ray_cluster.named_actors import aliases, names_of_actors
 from tests.job.specs import spec
 from tests.local_cluster import NAMESPACE, LocalCluster
 
@@ -148,10 +149,25 @@ def seen(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the_job_before(
+def test_a_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(VARIABLE, "on")
+    cluster = LocalCluster(num_cpus=1)
+    try:
+        asked = spec(storage_path=str(tmp_path))
+        with pytest.raises(TrainingFailedError, match=f"{VARIABLE} must be 'off' or set some of .*has 'on'"):
+            JobHandle(start(asked), asked).result(timeout=60)
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_a_job_and_its_controller_run_in_processes_that_were_warm_before_and_see_nothing_of_the_job_before(
     pool_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two scripts in two directories: each has its own modules, actors' names, path and output."""
+    """Two scripts in two directories: each has its own modules, actors' names, path and output.
+
+    A warm controller that dies comes back with its job.
+    """
     first, second = tmp_path / "first", tmp_path / "second"
     with driver(pool_cluster, first, "first", epochs=1_000_000) as script:
         wait_for(lambda: (first / "seen.json").exists() or script.poll() is not None)
@@ -160,8 +176,16 @@ def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the
         assert script.wait(60) == 0, script.stdout and script.stdout.read()
     assert seen(first)["pid"] not in warm.values(), "a job's own process came into the pool"
 
-    with driver(pool_cluster, second, "second", epochs=1) as script:
+    wait_for(lambda: names_of_actors(CONTROLLERS))
+    with driver(pool_cluster, second, "second", epochs=1_000_000) as script:
+        wait_for(lambda: (second / "seen.json").exists() or script.poll() is not None)
+        ((own, _),) = aliases("job:second", whole=True)
+        assert own.startswith(CONTROLLERS) and "job:second" not in actors(), "its controller was not warm"
+        os.kill(killed := actors()[own], signal.SIGKILL)
+        wait_for(lambda: actors().get(own, killed) != killed)
+        er.JobHandle.attach("second").stop()
         output = script.communicate(timeout=180)[0]
+    wait_for(lambda: not aliases("job:second"))
     assert script.returncode == 0, output
     one, other = seen(first), seen(second)
     assert other["pid"] in warm.values(), "it did not run in a process of the pool"
@@ -203,15 +227,3 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
     assert ray.get(mine.sees_running.remote(os.getpid()), timeout=180), "a job's process ended with the pool"
     ray.kill(mine)
     wait_for(lambda: not pool_cluster.leaks())
-
-
-@pytest.mark.slow
-def test_a_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(VARIABLE, "on")
-    cluster = LocalCluster(num_cpus=1)
-    try:
-        asked = spec(storage_path=str(tmp_path))
-        with pytest.raises(TrainingFailedError, match=f"{VARIABLE} must be 'off' or set some of .*has 'on'"):
-            JobHandle(start(asked), asked).result(timeout=60)
-    finally:
-        cluster.shutdown()
