@@ -74,18 +74,21 @@ class SweepDriver:
         token: unique among all drivers.
         ray_job: Ray job of its process.
         folder: directory of the sweep's results; the same after ``Tuner.restore``.
+        promise: by what the sweep's trials are compared; None weighs them alike.
         words: the process, for people.
     """
 
     token: str
     ray_job: str
     folder: str
+    promise: Promise | None
     words: str
 
 
-def this_driver(folder: str) -> SweepDriver:
+def this_driver(folder: str, promise: Promise | None) -> SweepDriver:
     """Return a new driver in this process, of the sweep with its results in ``folder``."""
     return SweepDriver(
+        promise=promise,
         token=secrets.token_hex(8),
         ray_job=ray.get_runtime_context().get_job_id(),
         folder=folder,
@@ -93,7 +96,7 @@ def this_driver(folder: str) -> SweepDriver:
     )
 
 
-def claim_sweep(name: str, promise: Promise | None, driver: SweepDriver) -> None:
+def claim_sweep(name: str, driver: SweepDriver) -> None:
     """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
 
     Raises:
@@ -102,8 +105,8 @@ def claim_sweep(name: str, promise: Promise | None, driver: SweepDriver) -> None
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
         try:
-            sweep = find_sweep(name, promise)
-            while runs := ray.get(sweep.claim.remote(driver, promise), timeout=_OPEN_S):
+            sweep = find_sweep(name, driver.promise)
+            while runs := ray.get(sweep.claim.remote(driver), timeout=_OPEN_S):
                 busy, words = runs
                 if busy or time.monotonic() > deadline:
                     raise SweepRunsError(name, words)
@@ -170,11 +173,15 @@ def find_sweep(name: str, promise: Promise | None) -> Any:
     return create_on_head(Sweep, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
-def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str]:
-    """A controller that runs this trial from now on, and its name: one that waits for another trial, or a new one."""
+def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str, Promise | None]:
+    """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared.
+
+    It is one that waits for another trial, or a new one.
+    """
     for attempt in range(_ATTEMPTS):
         try:
-            controller, run, kept = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
+            opened = find_sweep(name, promise).open.remote(spec)
+            controller, run, kept = ray.get(opened, timeout=_OPEN_S)
         except GetTimeoutError:
             raise TimeoutError(
                 f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
@@ -185,14 +192,23 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
         except RayActorError:  # it had nothing to do and has just ended itself
             time.sleep(0.2 * (attempt + 1))
         else:
-            if kept != promise:
+            if promise not in (None, kept):
                 logger.warning(
                     "trial %s is weighed by %s, not by %s: sweep %r has another trial or has had one within %g s, and "
                     "keeps its promise; give this sweep a name of its own, or wait until then",
                     *(spec.job, kept, promise, name, _LINGER_S),
                 )
-            return controller, run
+            return controller, run, kept
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
+
+
+def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
+    """The job of a trial with what its sweep's promise says of it."""
+    if promise is None or spec.trial is None:
+        return spec
+    most, rungs = promise.max_t, promise.rungs
+    trial = dataclasses.replace(spec.trial, most_reports=most, rungs=rungs, metric=promise.metric, mode=promise.mode)
+    return dataclasses.replace(spec, trial=trial)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -234,7 +250,7 @@ class Sweep:
         self._stop_reason, self._stopped_by_s, self._stopped, self._told_s = "", 0.0, False, 0.0
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
-    async def claim(self, driver: SweepDriver, promise: Promise | None) -> tuple[bool, str] | None:
+    async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's, unless another one may still drive it.
 
         Returns:
@@ -246,7 +262,7 @@ class Sweep:
             if silent_s < (_SILENT_S if self._busy else _SEEN_S):
                 return bool(self._busy) or silent_s < _TOLD_S, other.words
         if not self._busy:  # else it was resumed
-            self._promise = promise
+            self._promise = driver.promise
             self._stop_reason, self._stopped, self._told_s = "", False, 0.0
         if driver.folder != self._folder:
             self._records = {each.trial: self._records[each.trial] for each in self._busy.values()}
@@ -263,11 +279,11 @@ class Sweep:
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
             raise SweepStoppedError(self._name, self._stop_reason)
-        kind, run, name = _kind(spec), spec.trial.controller, ""
-        self._processes.admit(run, kind)
         cached = self._cached.find(spec.trial.start_from)
         trial = dataclasses.replace(spec.trial, sweep=self._handle, checkpoint_ref=cached)
-        spec = dataclasses.replace(spec, trial=trial)
+        spec = promised(dataclasses.replace(spec, trial=trial), self._promise)
+        kind, run, name = _kind(spec), trial.controller, ""
+        self._processes.admit(run, kind)
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
             asked = self._idle.pop(fits[-1])
             controller = asked.controller
@@ -288,13 +304,14 @@ class Sweep:
         self._stop_late(controller)
         return controller, name, self._promise
 
-    async def attached(self, spec: JobSpec, controller: Any) -> None:
-        """A driver has found a trial's controller that still runs."""
+    async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
+        """A driver has found a trial's controller that still runs; returns by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
         self._stop_late(controller)
+        return self._promise
 
     def _stop_late(self, controller: Any) -> None:
         """Stop a trial that was on its way when the sweep was stopped."""
@@ -342,7 +359,9 @@ class Sweep:
         Args:
             driver: who asks; None for one that has not claimed the sweep.
         """
-        if driver is not None and self._driver in (None, driver):  # None: this actor was made again
+        if driver is not None and self._driver in (None, driver):
+            if self._driver is None:  # this actor was made again
+                self._promise = driver.promise
             self._driver, self._folder, self._seen_s = driver, driver.folder, time.monotonic()
         if self._stopped:
             self._told_s = self._told_s or time.monotonic()

@@ -40,7 +40,7 @@ from placement.ray_cluster.named_actors import find_actor
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.storage.storage_calls import call_storage
 from placement.text import clipped, printable
-from tuning.sweep import find_sweep, open_controller
+from tuning.sweep import find_sweep, open_controller, promised
 from tuning.trials import Promise, lacks_metric, score_of
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Template:
 
     Attributes:
         spec: the job of a trial, but for its name, config and places.
-        promise: by what trials are compared while they run; None weighs them alike.
+        promise: by what trials are compared while they run; None leaves that to the sweep's driver.
         reports_ahead: how far training may run ahead of the sweep's decisions.
         keep_s: how long a trial's processes wait for the next trial [s].
         tenant_weight: weight of the sweep against other jobs.
@@ -199,6 +199,7 @@ class TrialJob:
     ) -> None:
         self._template = template
         self._sweep = template.sweep or sweep
+        self._promise = template.promise
         self._directory = directory
         self._filesystem = filesystem
         self._knowledge_path = knowledge_path
@@ -232,8 +233,8 @@ class TrialJob:
             return None
         if report is not None:
             self._taken = report.index
-            if self._template.promise is not None:
-                self._compare(report, self._template.promise)
+            if self._promise is not None:
+                self._compare(report, self._promise)
         return report
 
     @property
@@ -312,18 +313,15 @@ class TrialJob:
                 reports_ahead=template.reports_ahead,
                 knowledge_path=self._knowledge_path,
                 keep_s=template.keep_s,
-                most_reports=template.promise.max_t if template.promise is not None else None,
-                rungs=template.promise.rungs if template.promise is not None else (),
                 parameters=shown_parameters(config),
-                metric=template.promise.metric if template.promise is not None else "",
-                mode=template.promise.mode if template.promise is not None else "min",
             ),
         )
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)
         storage.create_within(base.elastic.storage_timeout_s)
-        controller, name = open_controller(self._sweep, template.promise, spec)
+        controller, name, kept = open_controller(self._sweep, template.promise, spec)
+        self._promise = template.promise or kept
         self._write_note({"controller": name, "key": self._key, _RUN_NAME: posixpath.basename(storage_path)})
-        return JobHandle(controller, spec)
+        return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
         """The trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
@@ -350,7 +348,9 @@ class TrialJob:
             storage = RunStorage(spec.storage_path, self._filesystem)
             point = self._call("reading where a checkpoint stands", lambda: storage.load_resume_point(start))
             self._taken = point.reports if point is not None else 0
-        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
+        sweep = find_sweep(self._sweep, self._template.promise)
+        with contextlib.suppress(RayError):
+            self._promise = self._promise or ray.get(sweep.attached.remote(spec, controller), timeout=START_TIMEOUT_S)
         logger.info("trial %s: its job still runs, and goes on", self.job)
         return handle
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from ray import tune
+from ray.tune.schedulers import MedianStoppingRule
 
-import tuning
 from tests.local_cluster import LocalCluster
 from tests.observe.page.pages import chromium, dashboard, missing, read, tab, until
-from tests.tuning.sweeps import fit, trainable
+from tests.tuning.sweeps import fit
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,10 +24,10 @@ pytestmark = [
 def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
     hold = tmp_path / "go"
     space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 4, "hold": str(hold)}
-    promise = tuning.Promise(metric="score", mode="max", max_t=4, grace_period=1, reduction_factor=2)
-    sweep = threading.Thread(
-        target=fit, args=(tmp_path / "runs", space), kwargs={"elastic": trainable(promise=promise)}
-    )
+    # It compares them at 1, 2 and 4 reports, and cuts none of so few.
+    median = MedianStoppingRule(time_attr="training_iteration", grace_period=1, min_samples_required=5)
+    options = {"scheduler": median, "run": {"stop": {"training_iteration": 4}}}
+    sweep = threading.Thread(target=fit, args=(tmp_path / "runs", space), kwargs=options)
     sweep.start()
     try:
         with dashboard(address=sweep_cluster.address) as (url, _), chromium() as started, tab(started) as (page, _):
