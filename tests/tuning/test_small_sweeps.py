@@ -227,7 +227,7 @@ def test_a_sweep_that_is_stopped_ends_with_what_there_is(
     listed, shown, paused = stop.said
     (line,) = (line for line in listed.splitlines() if line.startswith("stopped "))
     assert " sweep " in line and "2 trials: 2 running, 0 done, 0 cut" in line
-    assert len([each for each in shown.splitlines() if " running " in each]) == 3, "the sweep, and a line for each"
+    assert len([each for each in shown.splitlines() if " running " in each]) == 2, "a line for each"
     assert "sweep 'stopped' cannot be paused: trials have no state of their own" in paused
     over = CliRunner().invoke(cli, ["status", "stopped"]).output
     assert over.startswith("sweep stopped: ") and " 0 running, 0 done, 2 cut" in over
