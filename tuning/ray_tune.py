@@ -30,6 +30,7 @@ from placement.allocator.actor import find_allocator
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
 from tuning.in_tune import in_tune
+from tuning.rung_sizes import Sweep
 from tuning.sweep import StopWatch, SweepDriver, SweepStoppedError, claim_sweep, release_sweep, this_driver
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable
@@ -57,7 +58,7 @@ def elastic(
     promise: Promise | None = None,
     reports_ahead: int = 0,
     keep_s: float = 30.0,
-    sweep: str | None = None,
+    sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
     """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
 
@@ -91,6 +92,7 @@ def elastic(
             resources. 10 s after the last trial they end anyway.
         sweep: name of the sweep, also its tenant; ``fit()`` raises ``SweepRunsError`` while another sweep of the name
             runs, and one that follows within seconds uses its processes. By default the name of the Tune experiment.
+            A ``tuning.Sweep`` also says when it is to end, or what it may cost.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -321,7 +323,9 @@ def _claim_sweeps() -> None:
             promise = _elastic_of(self)[0]._template.promise or read_promise(
                 getattr(self, "_scheduler_alg", None), _trials_of(self)[0].stopping_criterion
             )
-            watch.claim(name, promise, self.experiment_path)
+            trials = getattr(getattr(self, "search_alg", None), "total_samples", None)
+            limits = _elastic_of(self)[0]._template.limits
+            watch.claim(name, this_driver(self.experiment_path, promise, limits, trials))
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
@@ -404,9 +408,8 @@ class _Watch:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
 
-    def claim(self, name: str, promise: Promise | None, folder: str) -> None:
+    def claim(self, name: str, driver: SweepDriver) -> None:
         """Become the driver of the sweep of this name; raises SweepRunsError where it has one."""
-        driver = this_driver(folder, promise)
         claim_sweep(name, driver)
         self.driver = driver
 

@@ -19,9 +19,12 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from elastic_ray.job_spec import JobSpec
+from placement.allocator.actor import NAME as ALLOCATOR
+from placement.cluster.free_resources import FreeResources
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.cached_checkpoints import CheckpointCache
+from tuning.rung_sizes import Sweep, SweepPlanner
 from tuning.sweep_processes import SweepProcesses
 from tuning.trials import Promise, TrialRecord, weights
 
@@ -33,6 +36,8 @@ _LINGER_S = 10.0  # after the last trial; with trials running, idle controllers 
 _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
+_PLAN_S = 3.0
+_ENDLESS = 1_000_000  # trials: nobody means so many
 _OPEN_S = 120.0
 _STOP_S = 15.0  # for trials to end their steps
 _TOLD_S = 2.0  # within which all drivers of a sweep that was stopped have asked
@@ -76,6 +81,9 @@ class SweepDriver:
         folder: directory of the sweep's results; the same after ``Tuner.restore``.
         promise: by what the sweep's trials are compared; None weighs them alike.
         words: the process, for people.
+        limits: when the sweep is to end; None for no plan.
+        trials: in all, with a plan.
+        begun_s: when it began [s since the epoch].
     """
 
     token: str
@@ -83,12 +91,41 @@ class SweepDriver:
     folder: str
     promise: Promise | None
     words: str
+    begun_s: float
+    limits: Sweep | None = None
+    trials: int = 0
+
+    def planner(self) -> SweepPlanner | None:
+        """Gives the sweep's rungs their sizes; None without limits."""
+        if self.limits is None or not self.limits.planned or self.promise is None:
+            return None
+        return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
 
 
-def this_driver(folder: str, promise: Promise | None) -> SweepDriver:
-    """Return a new driver in this process, of the sweep with its results in ``folder``."""
+def this_driver(
+    folder: str, promise: Promise | None, limits: Sweep | None = None, trials: int | None = None
+) -> SweepDriver:
+    """Return a new driver in this process, of the sweep with its results in ``folder``.
+
+    Raises:
+        ValueError: there are limits, and nobody says how much is to be trained.
+    """
+    if limits is not None and limits.planned:
+        if promise is None or promise.max_t is None:
+            raise ValueError(
+                "Sweep(deadline_s=..., budget_usd=...) needs a scheduler with rungs and an end, "
+                f"ASHAScheduler(max_t=...) for instance, or tuning.elastic(promise=...), but got {promise}"
+            )
+        if not trials or trials > _ENDLESS:
+            raise ValueError(
+                "Sweep(deadline_s=..., budget_usd=...) needs the number of trials, but got a searcher without end: "
+                "set TuneConfig(num_samples=...)"
+            )
     return SweepDriver(
         promise=promise,
+        limits=limits,
+        trials=trials or 0,
+        begun_s=time.time(),
         token=secrets.token_hex(8),
         ray_job=ray.get_runtime_context().get_job_id(),
         folder=folder,
@@ -170,7 +207,7 @@ class StopWatch:
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
     """The sweep's actor, made on first use."""
-    return create_on_head(Sweep, f"sweep:{name}", name, promise, get_if_exists=True)
+    return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str, Promise | None]:
@@ -220,7 +257,7 @@ class _TrialStart:
     controller: Any
 
 
-class Sweep:
+class SweepActor:
     """Actor class; use :func:`find_sweep`.
 
     Args:
@@ -238,6 +275,9 @@ class Sweep:
         self._promise = promise
         self._records: dict[str, TrialRecord] = {}
         self._announced_weights: dict[str, float] = {}
+        self._planner: SweepPlanner | None = None
+        self._sized: dict[str, int] = {}
+        self._planned_s = 0.0
         self._busy: dict[str, _TrialStart] = {}
         self._idle: dict[str, _TrialStart] = {}
         self._ending: dict[str, _TrialStart] = {}  # take no other trial
@@ -262,7 +302,7 @@ class Sweep:
             if silent_s < (_SILENT_S if self._busy else _SEEN_S):
                 return bool(self._busy) or silent_s < _TOLD_S, other.words
         if not self._busy:  # else it was resumed
-            self._promise = driver.promise
+            self._promise, self._planner = driver.promise, driver.planner()
             self._stop_reason, self._stopped, self._told_s = "", False, 0.0
         if driver.folder != self._folder:
             self._records = {each.trial: self._records[each.trial] for each in self._busy.values()}
@@ -324,6 +364,7 @@ class Sweep:
         record = self._records.get(begun.trial, TrialRecord(trial=begun.trial))
         self._records[begun.trial] = dataclasses.replace(record, running=True)
         self._announced_weights.pop(begun.trial, None)
+        self._sized.pop(begun.trial, None)
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
@@ -361,7 +402,7 @@ class Sweep:
         """
         if driver is not None and self._driver in (None, driver):
             if self._driver is None:  # this actor was made again
-                self._promise = driver.promise
+                self._promise, self._planner = driver.promise, driver.planner()
             self._driver, self._folder, self._seen_s = driver, driver.folder, time.monotonic()
         if self._stopped:
             self._told_s = self._told_s or time.monotonic()
@@ -417,6 +458,26 @@ class Sweep:
                 logger.debug("sweep %s: trial %s weighs %.2f: %s", self._name, each.trial, weight.value, weight.reason)
                 each.controller.weigh.remote(weight.value)
 
+    async def _size(self, planner: SweepPlanner) -> None:
+        """Hold trials at the sizes of their rungs, by the models that the allocator has of them now."""
+        allocator = await asyncio.to_thread(find_actor, ALLOCATOR)
+        if allocator is None:
+            return
+        try:
+            seen = await asyncio.wait_for(allocator.snapshot.remote(), _CALL_TIMEOUT_S)
+        except (RayError, asyncio.TimeoutError):
+            return
+        trials = {each.trial: each for each in self._busy.values()}
+        room, before = FreeResources(seen.cluster), planner.note
+        views = [state.view for job, state in seen.jobs.items() if job in trials]
+        slots = {view.job: room.slots(view).tolist() for view in views}
+        for job, workers in planner.sizes(self._records, views, slots, time.time()).items():
+            if self._sized.get(job) != workers:
+                self._sized[job] = workers
+                trials[job].controller.resize.remote(workers)
+        if planner.note and not before:
+            logger.warning("sweep %s: %s", self._name, planner.note)
+
     async def _watch(self) -> None:
         """Forget controllers that are gone; end with the last of them."""
         while True:
@@ -431,6 +492,9 @@ class Sweep:
             if self._stop_reason and not self._stopped:
                 self._stopped = await self._all_ended()
             now_s = time.monotonic()
+            if self._planner is not None and self._busy and now_s > self._planned_s + _PLAN_S:
+                self._planned_s = now_s
+                await self._size(self._planner)
             if self._told_s and now_s > self._told_s + _TOLD_S:  # another sweep of the name may begin
                 self._stop_reason, self._stopped, self._told_s = "", False, 0.0
             self._processes.expire(now_s)

@@ -40,6 +40,7 @@ from placement.ray_cluster.named_actors import find_actor
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.storage.storage_calls import call_storage
 from placement.text import clipped, printable
+from tuning.rung_sizes import Sweep
 from tuning.sweep import find_sweep, open_controller, promised
 from tuning.trials import Promise, lacks_metric, score_of
 
@@ -84,6 +85,7 @@ class Template:
         keep_s: how long a trial's processes wait for the next trial [s].
         tenant_weight: weight of the sweep against other jobs.
         sweep: its name; None leaves that to the driver.
+        limits: when it is to end; None for no plan.
         metric_else: names of what a report without the promise's metric is compared by.
     """
 
@@ -93,6 +95,7 @@ class Template:
     keep_s: float
     tenant_weight: float
     sweep: str | None
+    limits: Sweep | None = None
     metric_else: tuple[str, ...] = ()
 
 
@@ -108,7 +111,7 @@ def make_template(
     promise: Promise | None = None,
     reports_ahead: int = 1,
     keep_s: float = 30.0,
-    sweep: str | None = None,
+    sweep: str | Sweep | None = None,
 ) -> Template:
     """Check everything that trials have in common; the arguments are those of ``tuning.elastic``."""
     if promise is not None and not isinstance(promise, Promise):
@@ -142,6 +145,7 @@ def make_template(
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
     TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
+    limits, sweep = (sweep, sweep.name) if isinstance(sweep, Sweep) else (None, sweep)
     if sweep is not None and not re.fullmatch(_NAME, sweep):
         raise ValueError(f"sweep must be letters, digits or ._=,+- (it names an actor), but got {sweep!r}")
     return Template(
@@ -151,6 +155,7 @@ def make_template(
         keep_s=keep_s,
         tenant_weight=weight,
         sweep=sweep,
+        limits=limits,
     )
 
 
