@@ -120,7 +120,7 @@ def test_a_longer_deadline_gives_smaller_sizes_and_an_impossible_one_says_what_w
 
 def test_a_later_rung_has_a_size_of_its_own() -> None:
     """The last trial alone is too slow on one worker, the first ones are not."""
-    planner = SweepPlanner(Sweep(deadline_s=720.0), PROMISE, 9, 0.0)
+    planner = SweepPlanner(Sweep(deadline_s=742.0), PROMISE, 9, 0.0)
     records = {**{f"t{i}": record(f"t{i}", 1) for i in range(7)}, "ahead": record("ahead", 3), "new": record("new", 0)}
     views = [view("t0"), view("ahead", progress=Progress(done=150.0)), view("new", progress=None)]
     found = planner.sizes(records, views, {each.job: ROOM for each in views}, 400.0)

@@ -286,3 +286,36 @@ def test_a_sweep_that_follows_one_of_its_name_at_once_is_not_compared_with_it(
     records, kept = ray.get(sweep.__ray_call__.remote(lambda actor: (list(actor._records), actor._promise)))
     assert len(records) == 1
     assert kept == promise
+
+
+class Sizes(tune.Callback):
+    """Keeps the sizes at which trials are held, in their order."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def on_trial_result(self, **_: Any) -> None:
+        jobs = ray.get(ray.get_actor(NAME, namespace=NAMESPACE).snapshot.remote()).jobs
+        self.held += [state.view.held_at for state in jobs.values() if state.view.held_at is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deadline_s", [1.0, 3600.0])
+def test_a_sweep_with_a_deadline_holds_trials_at_the_sizes_of_their_rungs(
+    shared_cluster: LocalCluster, tmp_path: Path, deadline_s: float, capfd: Any
+) -> None:
+    sizes, limits = Sizes(), tuning.Sweep(name=f"within{deadline_s:g}", deadline_s=deadline_s)
+    grid = fit(
+        tmp_path,
+        {"epochs": 80, "pause_s": 0.05},
+        elastic=trainable(workers=(1, 2), sweep=limits),
+        num_samples=2,
+        scheduler=ASHAScheduler(max_t=80, grace_period=40, reduction_factor=2),
+        run={"callbacks": [sizes]},
+    )
+    assert not grid.errors
+    if deadline_s > 60:
+        assert sizes.held[-1] == 1
+    else:
+        assert sizes.held, "it goes on with the sizes that come closest"
+        assert "deadline_s=1 cannot be kept: by what its trials have told, the sweep takes" in capfd.readouterr().err
