@@ -38,7 +38,7 @@ TRIALS = [
 ]
 
 
-def test_a_sweep_is_summed_up_with_its_best_trial_and_the_time_left() -> None:
+def test_a_sweep_is_summed_up() -> None:
     found = sweep_status("s", TRIALS)
     counts = (found.running, found.done, found.cut, found.failed)
     assert counts == (2, 2, 1, 1), "one that was stopped after its last rung is done"
@@ -48,7 +48,7 @@ def test_a_sweep_is_summed_up_with_its_best_trial_and_the_time_left() -> None:
     assert (unknown.best, unknown.best_trial, unknown.eta_s) == (None, "", None)
 
 
-def test_the_line_of_a_sweep_stands_before_its_trials_that_run() -> None:
+def test_a_sweep_stands_before_its_trials() -> None:
     other = JobRow(job="other", phase="failed", ended_s=40.0)
     rows = grouped([*TRIALS, other])
     assert [row.job for row in rows] == ["s", "a", "bb", "other"]
@@ -68,7 +68,7 @@ def test_of_sweeps_of_one_name_the_last_one_counts() -> None:
 
 
 @pytest.mark.parametrize(("mode", "order"), [("max", ["b", "a", "c"]), ("min", ["a", "b", "c"])])
-def test_trials_are_listed_best_first_those_without_a_value_last(mode: str, order: list[str]) -> None:
+def test_trials_are_listed_best_first(mode: str, order: list[str]) -> None:
     trials = [trial(job, "running", score, mode=mode) for job, score in (("c", None), ("b", 0.9), ("a", 0.1))]
     assert [row.job for row in best_first(trials)] == order
 

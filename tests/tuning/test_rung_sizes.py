@@ -40,7 +40,7 @@ def view(job: str, **fields: Any) -> JobView:
     return JobView(job=job, bundle={"CPU": 1}, **{**known, "most_workers": 4, "resize_cost_s": 0.0, **fields})
 
 
-def test_what_is_left_of_a_sweep_is_what_its_rungs_let_through() -> None:
+def test_rungs_say_what_is_left() -> None:
     fresh = rungs_left(PROMISE, 9, ())
     assert [(rung.trials, rung.reports, rung.longest) for rung in fresh] == [(9, 9, 1), (3, 6, 2), (1, 6, 6)]
     some = [record("a", 5), record("b", 2), *(record(f"cut{i}", 1, running=False) for i in range(4)), record("new", 0)]
@@ -93,13 +93,13 @@ def test_a_deadline_is_kept_before_a_budget() -> None:
     assert size_rungs(rungs, rates, slots=8, at_once=1, seconds=20.0, worker_s=11.0).sizes == (1,)
 
 
-def test_sizes_are_allowed_ones_that_the_cluster_has_room_for() -> None:
+def test_sizes_fit_the_cluster() -> None:
     rungs, rates = [Rung(trials=4, reports=4.0, longest=1.0)], np.array([0.0, 1.0, 0.0, 1.9])
     found = {slots: size_rungs(rungs, rates, slots=slots, at_once=4, seconds=0.1).sizes for slots in (1, 3, 16)}
     assert found == {1: (2,), 3: (2,), 16: (4,)}, "on one slot it waits for a node"
 
 
-def test_trials_have_no_size_before_one_has_told_its_speed() -> None:
+def test_no_size_before_a_speed_is_known() -> None:
     planner, room = SweepPlanner(Sweep(deadline_s=100.0), PROMISE, 9, 0.0), {"a": ROOM}
     assert planner.sizes({"a": record("a", 0)}, [view("a")], room, 1.0) == {}
     assert planner.sizes({"a": record("a", 1)}, [view("a", goodput=None)], room, 1.0) == {}
@@ -107,7 +107,7 @@ def test_trials_have_no_size_before_one_has_told_its_speed() -> None:
     assert planner.sizes({"a": record("a", 1)}, [view("a")], room, 1.0) != {}
 
 
-def test_a_longer_deadline_gives_smaller_sizes_and_an_impossible_one_says_what_would_do() -> None:
+def test_sizes_follow_the_deadline() -> None:
     records, room = {"a": record("a", 1), "b": record("b", 0)}, {"a": ROOM, "b": ROOM}
     views = [view("a"), view("b", progress=None, goodput=None)]
     roomy = SweepPlanner(Sweep(deadline_s=1e6, usd_per_worker_h=2.0), PROMISE, 9, 0.0)

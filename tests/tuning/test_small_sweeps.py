@@ -295,13 +295,12 @@ class Sizes(tune.Callback):
         self.held: list[int] = []
 
     def on_trial_result(self, **_: Any) -> None:
-        jobs = ray.get(ray.get_actor(NAME, namespace=NAMESPACE).snapshot.remote()).jobs
-        self.held += [state.view.held_at for state in jobs.values() if state.view.held_at is not None]
+        self.held += [state.view.held_at for state in jobs().values() if state.view.held_at is not None]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deadline_s", [1.0, 3600.0])
-def test_a_sweep_with_a_deadline_holds_trials_at_the_sizes_of_their_rungs(
+def test_a_deadline_holds_trials_at_sizes(
     shared_cluster: LocalCluster, tmp_path: Path, deadline_s: float, capfd: Any
 ) -> None:
     sizes, limits = Sizes(), tuning.Sweep(name=f"within{deadline_s:g}", deadline_s=deadline_s)

@@ -36,14 +36,15 @@ def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_
             until(page, "document.querySelectorAll('[data-sweep] svg rect').length >= 2", 120)
             assert "2 trials" in page.locator("[data-sweep] h3").inner_text()
             jobs = read(f"{url}api/snapshot")["jobs"]
-            assert len({job["sweep"] for job in jobs}) == 1 and len(jobs) == 2
-            assert all(job["job"].startswith(f"{job['sweep']}-") for job in jobs)
+            assert {job["sweep"] for job in jobs} == {"tests"} and len(jobs) == 2
             rungs = "[...document.querySelectorAll('[data-rung]')].map((each) => each.textContent).join()"
             until(page, f"{rungs} === 'rung 2: 2 trials, 0 over'", 120)  # the third epoch waits for the file
             for job in read(f"{url}api/snapshot")["jobs"]:
                 assert (job["reports"], job["rungs"]) == (2, [1, 2, 4]) and 0.5 <= job["progress"] <= 0.75
                 spent = read(f"{url}api/jobs/{job['job']}")["shares"]
                 assert spent["training"] > 0 and 0 < job["productive"] <= 1
+            until(page, "document.querySelectorAll('[data-parallel=tests] path').length === 2", 30)
+            until(page, "document.querySelector('[data-importance=tests]').textContent.includes('2 have one')", 30)
             hold.touch()
             until(page, "document.querySelector('[data-sweep] h3').textContent.includes('0 running')", 120)
     finally:
@@ -52,4 +53,5 @@ def test_the_trials_of_a_sweep_are_lines_of_it(sweep_cluster: LocalCluster, tmp_
     with dashboard("--from", str(tmp_path / "runs")) as (url, _):
         stored = read(f"{url}api/snapshot")["jobs"]
     assert len(stored) == 2 and {job["phase"] for job in stored} <= {"finished", "stopped"}
-    assert all(job["sweep"] for job in stored)
+    assert {(job["sweep"], job["metric"], job["mode"]) for job in stored} == {("tests", "score", "max")}
+    assert sorted((job["parameters"]["quality"], job["score"]) for job in stored) == [(1.0, 4.0), (2.0, 8.0)]

@@ -120,7 +120,7 @@ def test_all_rungs_end_with_the_most_reports_and_are_never_too_many() -> None:
     assert len(many) <= 33 and many[-1] == 10**9
 
 
-def test_without_a_known_end_trials_are_weighed_against_the_longest() -> None:
+def test_without_an_end_the_longest_counts() -> None:
     endless = dataclasses.replace(PROMISE, max_t=None)
     assert (endless.rungs, endless.next_rung(30)) == ((), 81)
     records = [TrialRecord(trial=name, values=(score,) * 40) for name, score in {"best": 0.9, "worst": 0.1}.items()]

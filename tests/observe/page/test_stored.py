@@ -50,7 +50,7 @@ def test_runs_are_found_below_a_path_and_shown_with_their_sizes(tmp_path: Path) 
     assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
 
 
-def test_a_trial_tells_its_parameters_and_rungs_also_from_its_files(tmp_path: Path) -> None:
+def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
     facts = {"sweep": "s", "parameters": {"lr": 0.1}, "metric": "eval/loss", "mode": "min", "rungs": [1, 3]}
     for name, told in {"one": facts, "two": {**facts, "rungs": "many"}}.items():
         storage = RunStorage(str(tmp_path / "sweep" / name))
