@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +40,48 @@ class EventKind(str, enum.Enum):
     PASS = "pass"
     WARNING = "warning"
     FINISHED = "finished"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TrialFacts:
+    """What a job says of itself that is a trial of a sweep.
+
+    Attributes:
+        sweep: its name, as ``elastic-ray stop`` takes it.
+        parameters: of the trial, by name.
+        metric: what the sweep compares trials by; empty where that is not known.
+        mode: "max" if a larger metric is better, "min" otherwise.
+        rungs: reports after which the sweep may cut it, ascending, the last one its end; empty where unknown.
+    """
+
+    sweep: str
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metric: str = ""
+    mode: str = "min"
+    rungs: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, told: Any) -> TrialFacts | None:
+        """What a file says of a trial; None where it says nothing that can be read."""
+        try:
+            found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
+        except (TypeError, ValueError, KeyError):
+            return None
+        texts = all(isinstance(each, str) for each in (found.sweep, found.metric, found.mode))
+        return found if texts and isinstance(found.parameters, Mapping) else None
+
+
+def number_in(metrics: Any, name: str) -> float | None:
+    """A reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
+    with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
+        if name in metrics:
+            found = float(metrics[name])
+        else:
+            for part in name.split("/"):
+                metrics = metrics[part]
+            found = float(metrics)
+        return found if math.isfinite(found) else None
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +262,7 @@ class JobStatus:
         mfu: model FLOPs utilisation, 0 to 1; None where operations, or the GPU's peak, are not known.
         reports: reports of rank 0 so far, those of earlier runs that it goes on from included.
         checkpoint: path of what a restart would go on from, reported or automatic; empty before the first.
+        trial: of a trial of a sweep, what it is; None of any other job.
     """
 
     job: str
@@ -258,6 +303,12 @@ class JobStatus:
     mfu: float | None = None
     reports: int = 0
     checkpoint: str = ""
+    trial: TrialFacts | None = None
+
+    @property
+    def score(self) -> float | None:
+        """Of a trial, the metric that its sweep compares trials by; None where it is not known."""
+        return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 from elastic_ray.authentication import new_secret
 from elastic_ray.config import ElasticConfig, SchedulingConfig
+from elastic_ray.events import TrialFacts
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +132,14 @@ class JobSpec(RunSettings):
     def owner(self) -> Mapping[str, Any]:
         """Whose job it is and what one worker takes, as an event of a start tells it."""
         return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
+
+    @property
+    def trial_facts(self) -> TrialFacts | None:
+        """Of a trial, what it says of itself; its controller is called after the sweep."""
+        if self.trial is None:
+            return None
+        sweep, said = self.trial.controller.rpartition("-")[0], self.trial
+        return TrialFacts(sweep=sweep, parameters=said.parameters, metric=said.metric, mode=said.mode, rungs=said.rungs)
 
     @property
     def states_kept(self) -> int:

@@ -76,7 +76,6 @@ def sweep(directory: str, constants: dict[str, Any]) -> tune.ResultGrid:
         scaling_config=ray.train.ScalingConfig(num_workers=(1, SLOTS)),
         # Eight workers and their start on two cores: some wait for their turn longer than the usual 2 s.
         elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0, warm_workers_per_node=0),
-        promise=tuning.Promise(metric="accuracy", mode="max", max_t=EPOCHS, grace_period=1, reduction_factor=3),
     )
     tuner = tune.Tuner(
         trainable,

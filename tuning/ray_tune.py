@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import posixpath
 import time
 import weakref
@@ -20,6 +21,7 @@ from ray.train.v2.api.config import ScalingConfig
 from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.result import RESULT_DUPLICATE, SHOULD_CHECKPOINT
+from ray.tune.schedulers import AsyncHyperBandScheduler, HyperBandScheduler, MedianStoppingRule
 
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.events import JobPhase
@@ -28,6 +30,7 @@ from placement.allocator.actor import find_allocator
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
 from tuning.in_tune import in_tune
+from tuning.rung_sizes import Sweep
 from tuning.sweep import StopWatch, SweepDriver, SweepStoppedError, claim_sweep, release_sweep, this_driver
 from tuning.trial_job import NoCheckpointError, Template, TrialJob, make_template
 from tuning.trials import Promise, check_searchable
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 # The trial itself only waits, and Tune refuses a trial that holds nothing. How many run at a time is
 # TuneConfig(max_concurrent_trials). A thousandth of a CPU would take a whole one from workers that need whole ones.
 _WITHOUT_HEAD = {"CPU": 0.001}
+_REPORTS = "training_iteration"
 _WAIT_S = 5.0
 _LOOK_S = 0.5
 _HELD_S = 3.0  # Tune's loop learns within this time that the sweep was stopped, and starts no other trial meanwhile
@@ -54,7 +58,7 @@ def elastic(
     promise: Promise | None = None,
     reports_ahead: int = 0,
     keep_s: float = 30.0,
-    sweep: str | None = None,
+    sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
     """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
 
@@ -79,7 +83,8 @@ def elastic(
             architecture recognise each other.
         weight: of the sweep against other jobs; ``AllocatorConfig.tenants`` overrules it.
         promise: by what trials are compared while they run, so that those near the top grow and those that are about to
-            be cut do not; None lets them compete by their speed alone.
+            be cut do not. By default it is read off Tune's scheduler (ASHA, HyperBand, and median stopping by
+            reports); without one that stops trials they compete by their speed alone.
         reports_ahead: how many reports training may be ahead of Tune's decision on the last one. With 0, as in a
             function of Tune's own, it waits at every report for as long as Tune takes; a trial that is stopped has then
             trained nothing in vain, and its processes are free at once. 1 hides that time where epochs are short.
@@ -87,6 +92,7 @@ def elastic(
             resources. 10 s after the last trial they end anyway.
         sweep: name of the sweep, also its tenant; ``fit()`` raises ``SweepRunsError`` while another sweep of the name
             runs, and one that follows within seconds uses its processes. By default the name of the Tune experiment.
+            A ``tuning.Sweep`` also says when it is to end, or what it may cost.
 
     Returns:
         A class trainable with ``reset_config`` (``TuneConfig(reuse_actors=True)``).
@@ -314,7 +320,12 @@ def _claim_sweeps() -> None:
     def claim_and_add(self: TuneController) -> None:
         watch, name = _watch_of(self), _sweep_of(self)
         if name and watch.driver is None:
-            watch.claim(name, _elastic_of(self)[0]._template.promise, self.experiment_path)
+            promise = _elastic_of(self)[0]._template.promise or read_promise(
+                getattr(self, "_scheduler_alg", None), _trials_of(self)[0].stopping_criterion
+            )
+            trials = getattr(getattr(self, "search_alg", None), "total_samples", None)
+            limits = _elastic_of(self)[0]._template.limits
+            watch.claim(name, this_driver(self.experiment_path, promise, limits, trials))
         add(self)
 
     def clean_and_release(self: TuneController) -> None:
@@ -327,6 +338,40 @@ def _claim_sweeps() -> None:
     TuneController.cleanup = clean_and_release  # type: ignore[method-assign]
 
 
+def read_promise(scheduler: Any, criterion: Any) -> Promise | None:
+    """By what a scheduler of Tune's compares trials; None if it stops none, or not after so many reports.
+
+    Args:
+        scheduler: of the experiment, which knows its metric.
+        criterion: a trial's ``stop``.
+    """
+    scheduler = getattr(scheduler, "_base_scheduler", scheduler)
+    metric, mode = getattr(scheduler, "_metric", None), str(getattr(scheduler, "_mode", None))
+    if not metric or getattr(scheduler, "_time_attr", "") != _REPORTS:
+        return None
+    most, grace, eta = math.inf, 1.0, 2.0  # median stopping cuts half
+    if isinstance(scheduler, AsyncHyperBandScheduler):
+        most, eta = scheduler._max_t, scheduler._reduction_factor
+        grace = scheduler._brackets[0]._rungs[-1][0]
+    elif isinstance(scheduler, HyperBandScheduler):
+        most, eta = scheduler._max_t_attr, scheduler._eta
+        r0: Any = scheduler._get_r0
+        grace = r0(scheduler._s_max_1 - 1)
+    elif isinstance(scheduler, MedianStoppingRule):
+        grace = scheduler._grace_period
+    else:
+        return None
+    stop = criterion.get(_REPORTS, math.inf) if isinstance(criterion, Mapping) else math.inf
+    most = min(most, stop)
+    return Promise(
+        metric=metric,
+        mode=mode,
+        max_t=None if most == math.inf else max(1, int(most)),
+        grace_period=int(min(max(1, grace), most)),
+        reduction_factor=eta,
+    )
+
+
 def _why_stopped(controller: TuneController) -> str:
     """Why the sweep of an experiment's trials was stopped; empty if it was not, or it is not time to look again."""
     watch = _watch_of(controller)
@@ -337,9 +382,12 @@ def _why_stopped(controller: TuneController) -> str:
 
 def _elastic_of(controller: TuneController) -> tuple[Any, ...]:
     """The class of an elastic trial of the experiment, and the directory name of the experiment; empty for none."""
-    trials = controller.get_trials()  # type: ignore[no-untyped-call]
-    trial = next((t for t in trials if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
+    trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
     return () if trial is None else (trial.get_trainable_cls(), trial.storage.experiment_dir_name)
+
+
+def _trials_of(controller: TuneController) -> list[Any]:
+    return list(controller.get_trials())  # type: ignore[no-untyped-call]
 
 
 def _sweep_of(controller: TuneController) -> str:
@@ -360,10 +408,9 @@ class _Watch:
         self._next_s, self.stops = 0.0, StopWatch()
         self.driver: SweepDriver | None = None
 
-    def claim(self, name: str, promise: Promise | None, folder: str) -> None:
+    def claim(self, name: str, driver: SweepDriver) -> None:
         """Become the driver of the sweep of this name; raises SweepRunsError where it has one."""
-        driver = this_driver(folder)
-        claim_sweep(name, promise, driver)
+        claim_sweep(name, driver)
         self.driver = driver
 
     def due(self) -> bool:

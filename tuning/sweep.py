@@ -19,9 +19,12 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from elastic_ray.job_spec import JobSpec
+from placement.allocator.actor import NAME as ALLOCATOR
+from placement.cluster.free_resources import FreeResources
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
 from tuning.cached_checkpoints import CheckpointCache
+from tuning.rung_sizes import Sweep, SweepPlanner
 from tuning.sweep_processes import SweepProcesses
 from tuning.trials import Promise, TrialRecord, weights
 
@@ -33,6 +36,8 @@ _LINGER_S = 10.0  # after the last trial; with trials running, idle controllers 
 _CALL_TIMEOUT_S = 5.0
 _NEWS = 0.1  # relative change of a weight that is told
 _ATTEMPTS = 5
+_PLAN_S = 3.0
+_ENDLESS = 1_000_000  # trials: nobody means so many
 _OPEN_S = 120.0
 _STOP_S = 15.0  # for trials to end their steps
 _TOLD_S = 2.0  # within which all drivers of a sweep that was stopped have asked
@@ -74,18 +79,53 @@ class SweepDriver:
         token: unique among all drivers.
         ray_job: Ray job of its process.
         folder: directory of the sweep's results; the same after ``Tuner.restore``.
+        promise: by what the sweep's trials are compared; None weighs them alike.
         words: the process, for people.
+        limits: when the sweep is to end; None for no plan.
+        trials: in all, with a plan.
+        begun_s: when it began [s since the epoch].
     """
 
     token: str
     ray_job: str
     folder: str
+    promise: Promise | None
     words: str
+    begun_s: float
+    limits: Sweep | None = None
+    trials: int = 0
+
+    def planner(self) -> SweepPlanner | None:
+        """Gives the sweep's rungs their sizes; None without limits."""
+        if self.limits is None or not self.limits.planned or self.promise is None:
+            return None
+        return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
 
 
-def this_driver(folder: str) -> SweepDriver:
-    """Return a new driver in this process, of the sweep with its results in ``folder``."""
+def this_driver(
+    folder: str, promise: Promise | None, limits: Sweep | None = None, trials: int | None = None
+) -> SweepDriver:
+    """Return a new driver in this process, of the sweep with its results in ``folder``.
+
+    Raises:
+        ValueError: there are limits, and nobody says how much is to be trained.
+    """
+    if limits is not None and limits.planned:
+        if promise is None or promise.max_t is None:
+            raise ValueError(
+                "Sweep(deadline_s=..., budget_usd=...) needs a scheduler with rungs and an end, "
+                f"ASHAScheduler(max_t=...) for instance, or tuning.elastic(promise=...), but got {promise}"
+            )
+        if not trials or trials > _ENDLESS:
+            raise ValueError(
+                "Sweep(deadline_s=..., budget_usd=...) needs the number of trials, but got a searcher without end: "
+                "set TuneConfig(num_samples=...)"
+            )
     return SweepDriver(
+        promise=promise,
+        limits=limits,
+        trials=trials or 0,
+        begun_s=time.time(),
         token=secrets.token_hex(8),
         ray_job=ray.get_runtime_context().get_job_id(),
         folder=folder,
@@ -93,7 +133,7 @@ def this_driver(folder: str) -> SweepDriver:
     )
 
 
-def claim_sweep(name: str, promise: Promise | None, driver: SweepDriver) -> None:
+def claim_sweep(name: str, driver: SweepDriver) -> None:
     """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
 
     Raises:
@@ -102,8 +142,8 @@ def claim_sweep(name: str, promise: Promise | None, driver: SweepDriver) -> None
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
         try:
-            sweep = find_sweep(name, promise)
-            while runs := ray.get(sweep.claim.remote(driver, promise), timeout=_OPEN_S):
+            sweep = find_sweep(name, driver.promise)
+            while runs := ray.get(sweep.claim.remote(driver), timeout=_OPEN_S):
                 busy, words = runs
                 if busy or time.monotonic() > deadline:
                     raise SweepRunsError(name, words)
@@ -167,14 +207,18 @@ class StopWatch:
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
     """The sweep's actor, made on first use."""
-    return create_on_head(Sweep, f"sweep:{name}", name, promise, get_if_exists=True)
+    return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
-def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str]:
-    """A controller that runs this trial from now on, and its name: one that waits for another trial, or a new one."""
+def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str, Promise | None]:
+    """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared.
+
+    It is one that waits for another trial, or a new one.
+    """
     for attempt in range(_ATTEMPTS):
         try:
-            controller, run, kept = ray.get(find_sweep(name, promise).open.remote(spec), timeout=_OPEN_S)
+            opened = find_sweep(name, promise).open.remote(spec)
+            controller, run, kept = ray.get(opened, timeout=_OPEN_S)
         except GetTimeoutError:
             raise TimeoutError(
                 f"the actor of sweep {name!r} has not started trial {spec.job!r} within {_OPEN_S:g} s; the head node, "
@@ -185,14 +229,23 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
         except RayActorError:  # it had nothing to do and has just ended itself
             time.sleep(0.2 * (attempt + 1))
         else:
-            if kept != promise:
+            if promise not in (None, kept):
                 logger.warning(
                     "trial %s is weighed by %s, not by %s: sweep %r has another trial or has had one within %g s, and "
                     "keeps its promise; give this sweep a name of its own, or wait until then",
                     *(spec.job, kept, promise, name, _LINGER_S),
                 )
-            return controller, run
+            return controller, run, kept
     raise RuntimeError(f"the actor of sweep {name!r} ends again and again before it can start trial {spec.job!r}")
+
+
+def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
+    """The job of a trial with what its sweep's promise says of it."""
+    if promise is None or spec.trial is None:
+        return spec
+    most, rungs = promise.max_t, promise.rungs
+    trial = dataclasses.replace(spec.trial, most_reports=most, rungs=rungs, metric=promise.metric, mode=promise.mode)
+    return dataclasses.replace(spec, trial=trial)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -204,7 +257,7 @@ class _TrialStart:
     controller: Any
 
 
-class Sweep:
+class SweepActor:
     """Actor class; use :func:`find_sweep`.
 
     Args:
@@ -222,6 +275,9 @@ class Sweep:
         self._promise = promise
         self._records: dict[str, TrialRecord] = {}
         self._announced_weights: dict[str, float] = {}
+        self._planner: SweepPlanner | None = None
+        self._sized: dict[str, int] = {}
+        self._planned_s = 0.0
         self._busy: dict[str, _TrialStart] = {}
         self._idle: dict[str, _TrialStart] = {}
         self._ending: dict[str, _TrialStart] = {}  # take no other trial
@@ -234,7 +290,7 @@ class Sweep:
         self._stop_reason, self._stopped_by_s, self._stopped, self._told_s = "", 0.0, False, 0.0
         self._loop_task = asyncio.get_event_loop().create_task(self._watch())
 
-    async def claim(self, driver: SweepDriver, promise: Promise | None) -> tuple[bool, str] | None:
+    async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's, unless another one may still drive it.
 
         Returns:
@@ -246,7 +302,7 @@ class Sweep:
             if silent_s < (_SILENT_S if self._busy else _SEEN_S):
                 return bool(self._busy) or silent_s < _TOLD_S, other.words
         if not self._busy:  # else it was resumed
-            self._promise = promise
+            self._promise, self._planner = driver.promise, driver.planner()
             self._stop_reason, self._stopped, self._told_s = "", False, 0.0
         if driver.folder != self._folder:
             self._records = {each.trial: self._records[each.trial] for each in self._busy.values()}
@@ -263,11 +319,11 @@ class Sweep:
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
             raise SweepStoppedError(self._name, self._stop_reason)
-        kind, run, name = _kind(spec), spec.trial.controller, ""
-        self._processes.admit(run, kind)
         cached = self._cached.find(spec.trial.start_from)
         trial = dataclasses.replace(spec.trial, sweep=self._handle, checkpoint_ref=cached)
-        spec = dataclasses.replace(spec, trial=trial)
+        spec = promised(dataclasses.replace(spec, trial=trial), self._promise)
+        kind, run, name = _kind(spec), trial.controller, ""
+        self._processes.admit(run, kind)
         while not name and (fits := [key for key, each in self._idle.items() if each.kind == kind]):
             asked = self._idle.pop(fits[-1])
             controller = asked.controller
@@ -288,13 +344,14 @@ class Sweep:
         self._stop_late(controller)
         return controller, name, self._promise
 
-    async def attached(self, spec: JobSpec, controller: Any) -> None:
-        """A driver has found a trial's controller that still runs."""
+    async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
+        """A driver has found a trial's controller that still runs; returns by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)
         self._begun(run, _TrialStart(trial=spec.job, kind=kind, controller=controller))
         self._stop_late(controller)
+        return self._promise
 
     def _stop_late(self, controller: Any) -> None:
         """Stop a trial that was on its way when the sweep was stopped."""
@@ -307,6 +364,7 @@ class Sweep:
         record = self._records.get(begun.trial, TrialRecord(trial=begun.trial))
         self._records[begun.trial] = dataclasses.replace(record, running=True)
         self._announced_weights.pop(begun.trial, None)
+        self._sized.pop(begun.trial, None)
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
@@ -342,7 +400,9 @@ class Sweep:
         Args:
             driver: who asks; None for one that has not claimed the sweep.
         """
-        if driver is not None and self._driver in (None, driver):  # None: this actor was made again
+        if driver is not None and self._driver in (None, driver):
+            if self._driver is None:  # this actor was made again
+                self._promise, self._planner = driver.promise, driver.planner()
             self._driver, self._folder, self._seen_s = driver, driver.folder, time.monotonic()
         if self._stopped:
             self._told_s = self._told_s or time.monotonic()
@@ -398,6 +458,26 @@ class Sweep:
                 logger.debug("sweep %s: trial %s weighs %.2f: %s", self._name, each.trial, weight.value, weight.reason)
                 each.controller.weigh.remote(weight.value)
 
+    async def _size(self, planner: SweepPlanner) -> None:
+        """Hold trials at the sizes of their rungs, by the models that the allocator has of them now."""
+        allocator = await asyncio.to_thread(find_actor, ALLOCATOR)
+        if allocator is None:
+            return
+        try:
+            seen = await asyncio.wait_for(allocator.snapshot.remote(), _CALL_TIMEOUT_S)
+        except (RayError, asyncio.TimeoutError):
+            return
+        trials = {each.trial: each for each in self._busy.values()}
+        room, before = FreeResources(seen.cluster), planner.note
+        views = [state.view for job, state in seen.jobs.items() if job in trials]
+        slots = {view.job: room.slots(view).tolist() for view in views}
+        for job, workers in planner.sizes(self._records, views, slots, time.time()).items():
+            if self._sized.get(job) != workers:
+                self._sized[job] = workers
+                trials[job].controller.resize.remote(workers)
+        if planner.note and not before:
+            logger.warning("sweep %s: %s", self._name, planner.note)
+
     async def _watch(self) -> None:
         """Forget controllers that are gone; end with the last of them."""
         while True:
@@ -412,6 +492,9 @@ class Sweep:
             if self._stop_reason and not self._stopped:
                 self._stopped = await self._all_ended()
             now_s = time.monotonic()
+            if self._planner is not None and self._busy and now_s > self._planned_s + _PLAN_S:
+                self._planned_s = now_s
+                await self._size(self._planner)
             if self._told_s and now_s > self._told_s + _TOLD_S:  # another sweep of the name may begin
                 self._stop_reason, self._stopped, self._told_s = "", False, 0.0
             self._processes.expire(now_s)

@@ -40,7 +40,8 @@ from placement.ray_cluster.named_actors import find_actor
 from placement.storage.private_files import make_directory, open_whole, replace_file
 from placement.storage.storage_calls import call_storage
 from placement.text import clipped, printable
-from tuning.sweep import find_sweep, open_controller
+from tuning.rung_sizes import Sweep
+from tuning.sweep import find_sweep, open_controller, promised
 from tuning.trials import Promise, lacks_metric, score_of
 
 logger = logging.getLogger(__name__)
@@ -79,11 +80,12 @@ class Template:
 
     Attributes:
         spec: the job of a trial, but for its name, config and places.
-        promise: by what trials are compared while they run; None weighs them alike.
+        promise: by what trials are compared while they run; None leaves that to the sweep's driver.
         reports_ahead: how far training may run ahead of the sweep's decisions.
         keep_s: how long a trial's processes wait for the next trial [s].
         tenant_weight: weight of the sweep against other jobs.
         sweep: its name; None leaves that to the driver.
+        limits: when it is to end; None for no plan.
         metric_else: names of what a report without the promise's metric is compared by.
     """
 
@@ -93,6 +95,7 @@ class Template:
     keep_s: float
     tenant_weight: float
     sweep: str | None
+    limits: Sweep | None = None
     metric_else: tuple[str, ...] = ()
 
 
@@ -108,7 +111,7 @@ def make_template(
     promise: Promise | None = None,
     reports_ahead: int = 1,
     keep_s: float = 30.0,
-    sweep: str | None = None,
+    sweep: str | Sweep | None = None,
 ) -> Template:
     """Check everything that trials have in common; the arguments are those of ``tuning.elastic``."""
     if promise is not None and not isinstance(promise, Promise):
@@ -142,6 +145,7 @@ def make_template(
         )
     SchedulingConfig(tenant="sweep", tenant_weight=weight)  # checks the weight
     TrialSpec(controller="", reports_ahead=reports_ahead, keep_s=keep_s)
+    limits, sweep = (sweep, sweep.name) if isinstance(sweep, Sweep) else (None, sweep)
     if sweep is not None and not re.fullmatch(_NAME, sweep):
         raise ValueError(f"sweep must be letters, digits or ._=,+- (it names an actor), but got {sweep!r}")
     return Template(
@@ -151,6 +155,7 @@ def make_template(
         keep_s=keep_s,
         tenant_weight=weight,
         sweep=sweep,
+        limits=limits,
     )
 
 
@@ -199,6 +204,7 @@ class TrialJob:
     ) -> None:
         self._template = template
         self._sweep = template.sweep or sweep
+        self._promise = template.promise
         self._directory = directory
         self._filesystem = filesystem
         self._knowledge_path = knowledge_path
@@ -232,8 +238,8 @@ class TrialJob:
             return None
         if report is not None:
             self._taken = report.index
-            if self._template.promise is not None:
-                self._compare(report, self._template.promise)
+            if self._promise is not None:
+                self._compare(report, self._promise)
         return report
 
     @property
@@ -312,18 +318,15 @@ class TrialJob:
                 reports_ahead=template.reports_ahead,
                 knowledge_path=self._knowledge_path,
                 keep_s=template.keep_s,
-                most_reports=template.promise.max_t if template.promise is not None else None,
-                rungs=template.promise.rungs if template.promise is not None else (),
                 parameters=shown_parameters(config),
-                metric=template.promise.metric if template.promise is not None else "",
-                mode=template.promise.mode if template.promise is not None else "min",
             ),
         )
         storage = RunStorage(storage_path, self._filesystem, private=base.elastic.private_files)
         storage.create_within(base.elastic.storage_timeout_s)
-        controller, name = open_controller(self._sweep, template.promise, spec)
+        controller, name, kept = open_controller(self._sweep, template.promise, spec)
+        self._promise = template.promise or kept
         self._write_note({"controller": name, "key": self._key, _RUN_NAME: posixpath.basename(storage_path)})
-        return JobHandle(controller, spec)
+        return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
         """The trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
@@ -350,7 +353,9 @@ class TrialJob:
             storage = RunStorage(spec.storage_path, self._filesystem)
             point = self._call("reading where a checkpoint stands", lambda: storage.load_resume_point(start))
             self._taken = point.reports if point is not None else 0
-        find_sweep(self._sweep, self._template.promise).attached.remote(spec, controller)
+        sweep = find_sweep(self._sweep, self._template.promise)
+        with contextlib.suppress(RayError):
+            self._promise = self._promise or ray.get(sweep.attached.remote(spec, controller), timeout=START_TIMEOUT_S)
         logger.info("trial %s: its job still runs, and goes on", self.job)
         return handle
 

@@ -32,14 +32,14 @@ class Promise:
     Attributes:
         metric: name of what is reported; one that is nested is named as Ray Tune names it, "eval/accuracy".
         mode: "max" if a larger metric is better, "min" otherwise.
-        max_t: reports of a trial that is never cut.
+        max_t: reports of a trial that is never cut; None where nobody says: as many as the longest one has made.
         grace_period: reports at the first rung.
         reduction_factor: eta; one trial in so many passes a rung.
     """
 
     metric: str
     mode: str
-    max_t: int = 100
+    max_t: int | None = 100
     grace_period: int = 1
     reduction_factor: float = 4.0
 
@@ -48,11 +48,15 @@ class Promise:
             raise ValueError(f"metric must be the name of a reported metric, but got {self.metric!r}")
         if self.mode not in ("max", "min"):
             raise ValueError(f"mode must be 'max' or 'min', but got {self.mode!r}")
-        if not 1 <= self.grace_period <= self.max_t:
+        if not 1 <= self.grace_period <= self._limit:
             raise ValueError(
-                f"grace_period must be between 1 and max_t ({self.max_t}) reports, but got {self.grace_period}"
+                f"grace_period must be between 1 and max_t ({self._limit:g}) reports, but got {self.grace_period}"
             )
         check_number("reduction_factor", self.reduction_factor, above=1)
+
+    @property
+    def _limit(self) -> float:
+        return math.inf if self.max_t is None else self.max_t
 
     @property
     def patience(self) -> int:
@@ -61,7 +65,9 @@ class Promise:
 
     @property
     def rungs(self) -> tuple[int, ...]:
-        """Reports after which a trial may be cut, ascending, and ``max_t``; of very many the first."""
+        """Reports after which a trial may be cut, ascending, and ``max_t``; of very many the first; none without it."""
+        if self.max_t is None:
+            return ()
         found = [self.grace_period]
         while found[-1] < self.max_t and len(found) < _MOST_RUNGS:
             found.append(self.next_rung(found[-1]))
@@ -69,13 +75,13 @@ class Promise:
 
     def next_rung(self, reports: int) -> int:
         """The first rung after so many reports; ``max_t`` where there is none before it."""
-        if reports >= self.max_t:
+        if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
         rung = self.grace_period * self.reduction_factor ** max(math.floor(passed) - 1, 0)
         while rung <= reports:
             rung *= self.reduction_factor
-        return min(self.max_t, math.ceil(rung))
+        return math.ceil(min(self._limit, rung))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,8 +122,9 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
     running = [each for each in records if each.running]
     if promise is None:
         return {each.trial: TrialWeight(value=1.0, reason="trials are not compared") for each in running}
+    longest = promise.max_t or max([promise.patience, *(len(each.values) for each in records)])
     chances = {each.trial: chance(each, records, promise) for each in running}
-    expected = {each.trial: _expected(each, chances[each.trial], promise) for each in running}
+    expected = {each.trial: _expected(each, chances[each.trial], promise, longest) for each in running}
     mean = sum(expected.values()) / len(expected) if expected else 1.0
     return {
         each.trial: TrialWeight(
@@ -151,10 +158,10 @@ def _score(trial: TrialRecord, at: int, promise: Promise) -> float:
     return value if promise.mode == "max" else -value
 
 
-def _expected(trial: TrialRecord, s: float, promise: Promise) -> float:
-    at = min(len(trial.values), promise.max_t)
-    rung = promise.next_rung(at)
-    return max(rung - at, 0) + s * (promise.max_t - rung)
+def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> float:
+    at = min(len(trial.values), longest)
+    rung = min(promise.next_rung(at), longest)
+    return max(rung - at, 0) + s * (longest - rung)
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:

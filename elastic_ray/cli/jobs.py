@@ -12,6 +12,7 @@ import click
 from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows
 from elastic_ray.cli.options import job_argument, json_option, read_size
 from elastic_ray.cli.output import count, say, show_json, show_table
+from elastic_ray.cli.sweeps import grouped
 from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent, JobPhase
 
@@ -28,12 +29,14 @@ _POLL_S = 0.5
 def jobs(everything: bool, as_json: bool) -> None:
     """List the cluster's elastic jobs, trials of sweeps among them, and submitted scripts without one.
 
-    Jobs that ended within the last hour come last, those that failed before the others, with what they failed of.
+    Jobs that ended within the last hour come last, those that failed before the others, with what they failed of. A
+    sweep has a line of its own; `elastic-ray status SWEEP` lists its trials.
     """
     rows = read_rows(ended=everything)
     if as_json:
         show_json(rows)
         return
+    rows = grouped(rows)
     now_s = time.time()
     show_table(JOB_COLUMNS, [job_cells(row, now_s) for row in rows], empty="no jobs")
 
@@ -173,12 +176,26 @@ def pause(job: str) -> None:
     from elastic_ray.cli import cluster
 
     cluster.connect()
+    _refuse_sweep(job, "paused")
     found = cluster.find_job(job)
     found.ask("pause", "paused by `elastic-ray pause`")
     reached = found.wait_for(lambda status: status.phase is JobPhase.PAUSED or status.phase.ended, _STOP_S)
     if reached is None:
         raise click.ClickException(f"job {found.answers.job!r} has not been saved within {_STOP_S:g} s; it still tries")
     say(status_line(reached))
+
+
+def _refuse_sweep(name: str, what: str) -> None:
+    """Refuse to pause or resume a sweep; raises a click error."""
+    from elastic_ray.cli import cluster
+
+    found = cluster.find_jobs(name)
+    if cluster.find_sweeps(name, found):
+        raise click.ClickException(
+            f"sweep {name!r} cannot be {what}: trials have no state of their own between two reports, so that only the "
+            f"searcher can let them continue. `elastic-ray stop {name}` ends it; Tuner.restore(...) then continues its "
+            "trials from the last checkpoints that they reported"
+        )
 
 
 @click.command(short_help="Let a paused job continue.")
@@ -188,6 +205,7 @@ def resume(job: str) -> None:
     from elastic_ray.cli import cluster
 
     cluster.connect()
+    _refuse_sweep(job, "resumed")
     found = cluster.find_job(job)
     found.ask("resume")
     say(f"job {found.answers.job}: continues as soon as there are slots for it")

@@ -40,6 +40,11 @@ NODE_COLUMNS = ("NODE", "ADDRESS", "STATE", "TYPE", "MARKET", "GPU", "CPU", "FAI
 DECISION_COLUMNS = ("WHEN", "TRIGGER", "JOB", "WORKERS", "REASON")
 
 
+def comes_from(own: str, submission: str) -> bool:
+    """Whether ``own``, the id of a submission, is of this id or name."""
+    return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobAnswers:
     """What a job's controller has answered.
@@ -56,8 +61,7 @@ class JobAnswers:
 
     def comes_from(self, submission: str) -> bool:
         """Whether a submission of this id or name has started it."""
-        own = "" if self.spec is None else self.spec.submission
-        return re.fullmatch(rf"{re.escape(submission)}(\.\d+)?", own) is not None
+        return comes_from("" if self.spec is None else self.spec.submission, submission)
 
     @property
     def job(self) -> str:
@@ -105,7 +109,7 @@ class JobRow(JobStatus):
 
     Attributes:
         phase: one of ``JobPhase``; ``silent`` if the controller does not answer; of a script ``submitted``,
-            ``script`` (it runs), or how it ended.
+            ``script`` (it runs), or how it ended; of the line that stands for a sweep ``sweep``.
         min_workers, max_workers, tenant, priority, submitted_s: as of ``JobView``.
         held_at: size that ``elastic-ray resize`` holds it at; None leaves it to the allocator.
         reason: of the allocator's last decision.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PHASE_STYLES = {
+    "sweep": "green",
     "running": "green",
     "finished": "green",
     "failed": "red",

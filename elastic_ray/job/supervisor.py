@@ -285,6 +285,8 @@ class JobSupervisor:
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
+        if (trial := self._spec.trial_facts) is not None:
+            started["trial"] = dataclasses.asdict(trial)
         facts = {"pause_s": note.pause.pause_s, "generation": note.generation}
         detail = started if note.kind is EventKind.STARTED else note.pause.detail if note.pause.pause_s else {}
         self.events.add(note.kind, before, after, note.reason, detail={**detail, **note.detail}, **facts)

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, TrialFacts
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.json_numbers import dump, load
 from elastic_ray.sealed import Raised
 from placement.versions import check_format
 
 FORMAT = 1
-_LEFT_OUT = ("last_pause", "metrics")  # of a status: read apart
+_LEFT_OUT = ("last_pause", "metrics", "trial")  # of a status: read apart
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,8 @@ class EndedJobNote:
         names = [field.name for field in dataclasses.fields(JobStatus) if field.name not in _LEFT_OUT]
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "status"}
         status = {name: getattr(self.status, name) for name in names} | {"phase": self.status.phase.value}
+        if self.status.trial is not None:
+            status["trial"] = dataclasses.asdict(self.status.trial)
         metrics = {str(name): value for name, value in self.status.metrics.items()}
         try:
             return dump({"format": FORMAT, **said, "status": {**status, "metrics": metrics}})
@@ -85,7 +87,9 @@ class EndedJobNote:
             raise ValueError("a note of an ended job must be an object with an object 'status'")
         check_format(told, FORMAT)
         try:
-            status = JobStatus(**{**_known(JobStatus, told["status"]), "phase": JobPhase(told["status"].get("phase"))})
+            said = told["status"]
+            read = {"phase": JobPhase(said.get("phase")), "trial": TrialFacts.read(said.get("trial"))}
+            status = JobStatus(**{**_known(JobStatus, said), **read})
             return cls(**{**_known(cls, told), "status": status})
         except TypeError as error:
             raise ValueError(f"a note of an ended job lacks fields: {error}") from None

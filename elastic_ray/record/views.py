@@ -211,6 +211,7 @@ def job_status(
         mfu=report.mfu if report is not None else None,
         reports=record.last_report,
         checkpoint=record.newest_checkpoint,
+        trial=spec.trial_facts,
         **dataclasses.asdict(spent),
     )
     return _with_outlook(status, spec, planner, record)

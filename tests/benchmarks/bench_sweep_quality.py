@@ -187,7 +187,6 @@ def elastic_trainable(constants: dict[str, Any]) -> Any:
         train_loop_config=constants,
         scaling_config=ray.train.ScalingConfig(num_workers=(1, SLOTS), resources_per_worker={"CPU": 1}),
         elastic_config=elastic_ray.ElasticConfig(warm_workers_per_node=0, heartbeat_timeout_s=10.0),
-        promise=tuning.Promise(metric="accuracy", mode="max", max_t=MOST_EPOCHS, grace_period=1, reduction_factor=3),
         sweep="quality",
     )
 

@@ -181,7 +181,6 @@ def elastic_trainable(constants: dict[str, Any]) -> Any:
         train_loop_config=constants,
         scaling_config=ray.train.ScalingConfig(num_workers=(1, SLOTS), resources_per_worker={"CPU": 1}),
         elastic_config=_patient(),
-        promise=tuning.Promise(metric="accuracy", mode="max", max_t=MOST_EPOCHS, grace_period=1, reduction_factor=3),
         sweep="bench",
     )
 

@@ -184,11 +184,26 @@ _RAY = (
         why="where a sweep's results are",
         instead="RunConfig.storage_path, which Tune changes",
     ),
+    *(
+        PrivateNames(
+            home=f"ray.tune.schedulers.{home}",
+            names=names,
+            why="rungs and metric of a sweep's scheduler, by which the allocator weighs its trials",
+            instead="tuning.elastic(promise=...), which says the same again",
+        )
+        for home, names in (
+            ("async_hyperband:AsyncHyperBandScheduler", ("_max_t", "_reduction_factor", "_brackets", "_time_attr")),
+            ("async_hyperband:_Bracket", ("_rungs",)),
+            ("hyperband:HyperBandScheduler", ("_max_t_attr", "_eta", "_get_r0", "_s_max_1")),
+            ("median_stopping_rule:MedianStoppingRule", ("_grace_period", "_metric", "_mode")),
+            ("resource_changing_scheduler:ResourceChangingScheduler", ("_base_scheduler",)),
+        )
+    ),
     PrivateNames(
         home="ray.tune.execution.tune_controller:TuneController",
         names=(
             *("_maybe_add_actors", "_maybe_cache_trial_actor"),
-            *("_stop_experiment_if_needed", "_should_stop_experiment"),
+            *("_stop_experiment_if_needed", "_should_stop_experiment", "_scheduler_alg"),
         ),
         why="a sweep claims its name; a kept actor gives up its workers at once; a sweep that was stopped ends",
         instead="two sweeps of a name mix; workers given back with the next trial; the sweep's next trial fails",

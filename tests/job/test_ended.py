@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 from elastic_ray.cli.listings import JOB_COLUMNS, ended_row, job_cells, job_rows
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, TrialFacts
 from elastic_ray.record.ended import EndedJobNote
 from elastic_ray.sealed import Raised
 from tests.job.specs import spec
@@ -20,6 +21,9 @@ def test_it_survives_being_noted() -> None:
     ended = EndedJobNote.of(spec(user="ann"), STATUS, 1000.0, ERROR, {"loss": math.inf, "epoch": 3})
     assert EndedJobNote.from_json(ended.to_json()) == ended
     assert (ended.cause, ended.duration_s, ended.user) == ("KeyError: 'x'", 60.0, "ann")
+    trial = TrialFacts(sweep="s", parameters={"lr": 0.1}, metric="loss", rungs=(1, 3))
+    noted = dataclasses.replace(ended, status=dataclasses.replace(ended.status, trial=trial))
+    assert EndedJobNote.from_json(noted.to_json()) == noted
     odd = EndedJobNote.of(spec(), STATUS, 1000.0, None, {"what": {1: object()}})
     assert "object" in str(EndedJobNote.from_json(odd.to_json()).status.metrics["what"]) and odd.cause == STATUS.message
 

@@ -13,12 +13,21 @@ import ray.train
 from fsspec.implementations.memory import MemoryFileSystem
 from ray import tune
 from ray.train._internal.session import _TrainingResult
+from ray.tune.schedulers import (
+    ASHAScheduler,
+    FIFOScheduler,
+    HyperBandForBOHB,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    ResourceChangingScheduler,
+)
 
 import elastic_ray
 import tuning
 from elastic_ray.worker.train_loop import call, pack, with_config
 from tests.tuning.sweeps import trainable
 from tuning.in_tune import in_tune
+from tuning.ray_tune import read_promise
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -47,6 +56,35 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fixed_resources_are_refused() -> None:
     with pytest.raises(ValueError, match=r"leave tune\.with_resources out, say what a worker needs in ScalingConfig"):
         tune.with_resources(trainable(), {"CPU": 2})
+
+
+_ASHA = {"max_t": 27, "grace_period": 3, "reduction_factor": 3}
+_BY_REPORTS = {"time_attr": "training_iteration", "grace_period": 5}
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "stop", "says"),
+    [
+        (ASHAScheduler(**_ASHA), None, (27, 3, 3)),
+        (ASHAScheduler(**_ASHA, brackets=2), {"training_iteration": 10}, (10, 3, 3)),
+        (ASHAScheduler(**_ASHA), {"training_iteration": 2}, (2, 2, 3)),
+        (ResourceChangingScheduler(ASHAScheduler(**_ASHA)), None, (27, 3, 3)),
+        (HyperBandForBOHB(max_t=81, reduction_factor=3), None, (81, 1, 3)),
+        (MedianStoppingRule(**_BY_REPORTS), None, (None, 5, 2)),
+        (MedianStoppingRule(**_BY_REPORTS), {"training_iteration": 20}, (20, 5, 2)),
+        (ASHAScheduler(time_attr="seconds"), None, None),
+        (MedianStoppingRule(), None, None),
+        (PopulationBasedTraining(hyperparam_mutations={"lr": tune.uniform(0, 1)}), None, None),
+        (FIFOScheduler(), None, None),
+        (None, None, None),
+    ],
+)
+def test_the_promise_is_read_off_the_scheduler(scheduler: Any, stop: Any, says: Any) -> None:
+    if scheduler is not None:
+        scheduler.set_search_properties("accuracy", "max")
+    found = read_promise(scheduler, stop)
+    read = found and (found.metric, found.mode, found.max_t, found.grace_period, found.reduction_factor)
+    assert read == (says and ("accuracy", "max", *says))
 
 
 @pytest.mark.parametrize("name", ["num_workers", "scaling_config"])

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from ray import tune
 
+from tuning import Promise
 from tuning.nni import ExperimentFailedError, Outcome, Results
-from tuning.nni.algorithms import KNOWN, Algorithm, check_together, read_assessor, read_tuner, works
+from tuning.nni.algorithms import KNOWN, Algorithm, check_together, promise_of, read_assessor, read_tuner, works
 from tuning.nni.spaces import check_space, from_tune
 from tuning.nni.wire import FINAL, TrialId, metric_message, shown
 
@@ -41,6 +42,24 @@ def test_the_mode_is_told_to_tuners_that_take_it() -> None:
     assert assessor is not None and assessor.class_args == {"optimize_mode": "minimize"}
     own = read_tuner({"class_name": "mine.Tuner", "code_directory": "/code"}, "max")
     assert own == Algorithm(class_name="mine.Tuner", code_directory="/code")
+
+
+@pytest.mark.parametrize(
+    ("assessor", "says"),
+    [
+        (None, None),
+        ({"class_name": "mine.Assessor"}, None),
+        ("Medianstop", (None, 1)),
+        ({"name": "Medianstop", "class_args": {"start_step": 3}}, (None, 3)),
+        ({"name": "Curvefitting", "class_args": {"epoch_num": 20}}, (20, 6)),
+        ({"name": "Curvefitting", "class_args": {"epoch_num": 4}}, (4, 4)),
+        ({"name": "Curvefitting", "class_args": {"epoch_num": "many"}}, None),
+    ],
+)
+def test_the_promise_is_read_off_the_assessor(assessor: Any, says: Any) -> None:
+    found = promise_of(read_assessor(assessor, "max"), "accuracy", "max")
+    promise = says and Promise(metric="accuracy", mode="max", max_t=says[0], grace_period=says[1], reduction_factor=2)
+    assert found == promise
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import ray
+from click.testing import CliRunner
 from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
@@ -16,6 +17,7 @@ from ray.tune.search import Searcher
 
 import tuning
 from elastic_ray.cli import cluster
+from elastic_ray.cli.app import cli
 from placement.allocator.actor import NAME
 from placement.ray_cluster.named_actors import NAMESPACE, find_actor
 from tests.local_cluster import LocalCluster
@@ -178,16 +180,24 @@ def test_what_is_paused_gives_its_workers_back_and_goes_on_from_its_checkpoint(
     assert watch.kept_s is not None and watch.kept_s < 3.0
 
 
+SHOWN = ("jobs", "status stopped", "pause stopped")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["sweep", "submission"])
-def test_a_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCluster, tmp_path: Path, of: str) -> None:
+def test_a_sweep_that_is_stopped_ends_with_what_there_is(
+    shared_cluster: LocalCluster, tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", shared_cluster.address)
+
     class Stop(tune.Callback):
         """Stops the sweep as the command line does, once two trials have reported."""
 
         reported: set[str]
+        said: list[str]
 
         def __init__(self) -> None:
-            self.reported = set()
+            self.reported, self.said = set(), []
 
         def on_trial_result(self, trial: Trial, **_: Any) -> None:
             self.reported.add(trial.trial_id)
@@ -199,6 +209,7 @@ def test_a_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCl
                     for each in cluster.known_jobs()
                     if each.spec is not None and each.spec.trial is not None
                 )
+                self.said = self.said or [CliRunner().invoke(cli, words.split()).output for words in SHOWN]
                 (sweep,) = cluster.find_sweeps("stopped" if of == "sweep" else "a submission", jobs)
                 assert cluster.stop_sweep(sweep, now=False, reason="enough of it") >= 2
 
@@ -213,6 +224,13 @@ def test_a_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCl
     )
     assert not grid.errors
     assert len(stop.reported) == 2, "no other trial has started"
+    listed, shown, paused = stop.said
+    (line,) = (line for line in listed.splitlines() if line.startswith("stopped "))
+    assert " sweep " in line and "2 trials: 2 running, 0 done, 0 cut" in line
+    assert len([each for each in shown.splitlines() if " running " in each]) == 2, "a line for each"
+    assert "sweep 'stopped' cannot be paused: trials have no state of their own" in paused
+    over = CliRunner().invoke(cli, ["status", "stopped"]).output
+    assert over.startswith("sweep stopped: ") and " 0 running, 0 done, 2 cut" in over
     reasons = [line for path in tmp_path.rglob("events.jsonl") for line in path.read_text().splitlines()[-1:]]
     assert len(reasons) == 2 and all("the sweep was stopped: enough of it" in reason for reason in reasons)
 
@@ -268,3 +286,35 @@ def test_a_sweep_that_follows_one_of_its_name_at_once_is_not_compared_with_it(
     records, kept = ray.get(sweep.__ray_call__.remote(lambda actor: (list(actor._records), actor._promise)))
     assert len(records) == 1
     assert kept == promise
+
+
+class Sizes(tune.Callback):
+    """Keeps the sizes at which trials are held, in their order."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def on_trial_result(self, **_: Any) -> None:
+        self.held += [state.view.held_at for state in jobs().values() if state.view.held_at is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deadline_s", [1.0, 3600.0])
+def test_a_deadline_holds_trials_at_sizes(
+    shared_cluster: LocalCluster, tmp_path: Path, deadline_s: float, capfd: Any
+) -> None:
+    sizes, limits = Sizes(), tuning.Sweep(name=f"within{deadline_s:g}", deadline_s=deadline_s)
+    grid = fit(
+        tmp_path,
+        {"epochs": 80, "pause_s": 0.05},
+        elastic=trainable(workers=(1, 2), sweep=limits),
+        num_samples=2,
+        scheduler=ASHAScheduler(max_t=80, grace_period=40, reduction_factor=2),
+        run={"callbacks": [sizes]},
+    )
+    assert not grid.errors
+    if deadline_s > 60:
+        assert sizes.held[-1] == 1
+    else:
+        assert sizes.held, "it goes on with the sizes that come closest"
+        assert "deadline_s=1 cannot be kept: by what its trials have told, the sweep takes" in capfd.readouterr().err

@@ -120,6 +120,17 @@ def test_all_rungs_end_with_the_most_reports_and_are_never_too_many() -> None:
     assert len(many) <= 33 and many[-1] == 10**9
 
 
+def test_without_an_end_the_longest_counts() -> None:
+    endless = dataclasses.replace(PROMISE, max_t=None)
+    assert (endless.rungs, endless.next_rung(30)) == ((), 81)
+    records = [TrialRecord(trial=name, values=(score,) * 40) for name, score in {"best": 0.9, "worst": 0.1}.items()]
+    records.append(TrialRecord(trial="early", values=(0.5,)))
+    found = weights(records, endless)
+    assert found["best"].value == found["worst"].value == 0.25, "no longer one is known: nothing more is expected"
+    assert found["early"].value > 2
+    assert [each.value for each in weights([TrialRecord(trial=name) for name in "ab"], endless).values()] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("reports", range(30))
 def test_rungs_are_those_of_successive_halving(reports: int) -> None:
     assert PROMISE.next_rung(reports) == next((r for r in (1, 3, 9, 27) if r > reports), 27)

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from placement.checks import is_whole
+from tuning.trials import Promise
+
 _OLD_SCIPY = "it needs an older SciPy"
 _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
@@ -107,6 +110,25 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
             "or take 'Medianstop'"
         )
     return _with_mode("assessor", assessor, mode)
+
+
+def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
+    """By what an assessor of NNI's compares trials; None for one of the user's own, or none.
+
+    Args:
+        assessor: with its arguments.
+        metric: name of the reported metric.
+        mode: "max" or "min".
+    """
+    if assessor is None or not assessor.name:
+        return None
+    said = assessor.class_args
+    most = said.get("epoch_num")  # of Curvefitting, which must have it
+    grace = said.get("start_step", 6 if assessor.name == "Curvefitting" else 0)
+    if not (most is None or is_whole(most, 1)) or not is_whole(grace, 0):
+        return None  # NNI refuses it
+    grace = max(1, min(grace, most or grace))
+    return Promise(metric=metric, mode=mode, max_t=most, grace_period=grace, reduction_factor=2)
 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:

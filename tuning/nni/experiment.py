@@ -21,7 +21,7 @@ from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.driver.trainer import check_resources
 from placement.checks import is_whole
 from placement.text import printable
-from tuning.nni.algorithms import check_together, read_assessor, read_tuner
+from tuning.nni.algorithms import check_together, promise_of, read_assessor, read_tuner
 from tuning.nni.manager import HOSTS, ExperimentConfig, ExperimentState, Manager
 from tuning.nni.results import ExperimentFailedError, Outcome, Results
 from tuning.nni.serving import ExperimentContext, TrialServer
@@ -70,8 +70,9 @@ class Experiment:
         scheduling_config: as for ``ElasticTrainer``; without a tenant the experiment is one of its own.
         model_fingerprint: as for ``ElasticTrainer``.
         weight: of the experiment against other jobs.
-        promise: by what trials are compared while they run, so that those near the top grow. What NNI sees counts where
-            a report lacks its metric ("default", say); its mode must be the experiment's.
+        promise: by what trials are compared while they run, so that those near the top grow; by default what the
+            assessor says. What NNI sees counts where a report lacks its metric ("default", say); its mode must be the
+            experiment's.
         name: of the experiment, on the web page, and of its tenant.
         storage_path: directory or URI for the trials' events and checkpoints, which all nodes see; by default it is
             NNI's directory of the experiment.
@@ -137,7 +138,7 @@ class Experiment:
             scheduling_config=scheduling_config,
             model_fingerprint=model_fingerprint,
             weight=weight,
-            promise=_agreed(promise, mode),
+            promise=_agreed(promise, mode) or promise_of(judge, metric, mode),
         )
         self._template = dataclasses.replace(template, metric_else=(metric, DEFAULT))
         self._name, self._metric, self._mode, self._storage_path = name, metric, mode, storage_path
@@ -193,8 +194,8 @@ class Experiment:
         check_resources(self._template.spec)
         self._address = ray.get_runtime_context().gcs_address
         context = self._context()
-        driver = this_driver(context.path)
-        claim_sweep(self._sweep, self._template.promise, driver)
+        driver = this_driver(context.path, self._template.promise)
+        claim_sweep(self._sweep, driver)
         self._driver = driver
         self._answered_s = self._busy_s = time.monotonic()
         self._server = TrialServer(self._template, self._metric, context)

@@ -8,24 +8,31 @@ from typing import Any
 
 import click
 
-from elastic_ray.cli.jobs import show_events
-from elastic_ray.cli.listings import SHORT_ID, JobRow, Submission, ended_row, job_rows
+from elastic_ray.cli.jobs import read_rows, show_events
+from elastic_ray.cli.listings import SHORT_ID, JobRow, Submission, comes_from, ended_row, job_rows
 from elastic_ray.cli.observe.status_lines import outlook_lines
 from elastic_ray.cli.options import job_argument, json_option
-from elastic_ray.cli.output import ago, say, show_json
+from elastic_ray.cli.output import ago, say, show_json, show_table
+from elastic_ray.cli.sweeps import TRIAL_COLUMNS, best_first, called, grouped, sweep_status, sweeps_of, trial_cells
 from elastic_ray.driver.display import status_line
 
 
-@click.command(short_help="Show one job.")
+@click.command(short_help="Show one job, or a sweep.")
 @job_argument
 @click.option("--events", "last", default=5, show_default=True, type=click.IntRange(min=0), help="Events to show.")
 @json_option
 def status(job: str, last: int, as_json: bool) -> None:
-    """Show a job, where its workers are, and why it has so many. Exit code 1 if it has failed."""
+    """Show a job, where its workers are, and why it has so many. Exit code 1 if it has failed.
+
+    Of a sweep, show its trials that run or have ended within the last hour, the best first.
+    """
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 
     cluster.connect()
+    if trials := _trials_of(job):
+        _show_sweep(trials, as_json)
+        return
     if not cluster.find_jobs(job):
         ended, script = cluster.ended_job(job), ray_jobs.find(job)
         if ended is not None and (script is None or script.ended):  # else its name is in use again
@@ -54,6 +61,28 @@ def status(job: str, last: int, as_json: bool) -> None:
         show_events(name, events[len(events) - min(last, len(events)) :])
     if row.failed:
         raise click.exceptions.Exit(1)
+
+
+def _trials_of(name: str) -> list[JobRow]:
+    """The trials of the sweep of this name, or of the only one that the submission of this name has started."""
+    rows = read_rows()
+    if any(row.job == name for row in rows):
+        return []
+    sweeps = sweeps_of(rows)
+    submitted = [rows for rows in sweeps.values() if all(comes_from(row.submission, name) for row in rows)]
+    return sweeps.get(name) or (submitted[0] if len(submitted) == 1 else [])
+
+
+def _show_sweep(trials: list[JobRow], as_json: bool) -> None:
+    """A sweep and its trials."""
+    ranked, names = best_first(trials), called(trials)
+    (row,) = (each for each in grouped(trials) if each.phase == "sweep")
+    if as_json:
+        show_json({"sweep": sweep_status(row.job, trials), "trials": ranked})
+        return
+    say(f"sweep {row.job}: {row.message}")
+    cells = [trial_cells(each, names.get(each.job, "")) for each in ranked]
+    show_table(TRIAL_COLUMNS, cells, empty="no trials")
 
 
 def _show_ended(row: JobRow, as_json: bool) -> None:

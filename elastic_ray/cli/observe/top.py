@@ -18,6 +18,7 @@ from elastic_ray.cli.listings import NODE_COLUMNS, JobRow, NodeRow, job_rows, no
 from elastic_ray.cli.observe.top_lines import SORTS, TOP_COLUMNS, TopLine, sorted_rows, top_cells, top_lines
 from elastic_ray.cli.output import PHASE_STYLES, on_terminal, plain_table, say
 from elastic_ray.cli.overview import NO_ALLOCATOR, headline
+from elastic_ray.cli.sweeps import grouped
 
 if TYPE_CHECKING:
     from placement.allocator.snapshot import CoreSnapshot
@@ -44,7 +45,8 @@ def top(interval: float, once: bool, looks: int | None, by: str) -> None:
     with contextlib.suppress(KeyboardInterrupt), _Keys(wanted=not piped) as keys, screen:
         for look in itertools.count(1):
             seen = cluster.snapshot()
-            rows, nodes = job_rows(cluster.known_jobs(), seen), node_rows(cluster.ray_nodes(), seen)
+            rows = grouped(job_rows(cluster.known_jobs(), seen, (), cluster.ended_jobs()), ended=False)
+            nodes = node_rows(cluster.ray_nodes(), seen)
             screen.show(_heading(seen), rows, nodes, by)
             if look == last or keys.ended_within(interval):
                 break

@@ -18,7 +18,19 @@ _FROM_JOBS = {"JOB": 0, "PHASE": 1, "WORKERS": 2, "BATCH": 4, "SAMPLES/S": 5}
 _MOST_FIRST = 24  # columns of a name
 _LEAST_LAST = 8  # columns of the last cell, which is cut to the room there is
 _GAP = 2
-_ORDER = ("running", "starting", "waiting", "paused", "silent", "submitted", "script", "failed", "stopped", "finished")
+_ORDER = (
+    "sweep",
+    "running",
+    "starting",
+    "waiting",
+    "paused",
+    "silent",
+    "submitted",
+    "script",
+    "failed",
+    "stopped",
+    "finished",
+)
 _NODES_FROM = 12  # lines of a terminal that has room for nodes
 
 _Key = Callable[[JobRow], tuple[float | str, ...]]

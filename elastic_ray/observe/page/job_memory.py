@@ -6,8 +6,7 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause
-from elastic_ray.observe.page.rows import number_of
+from elastic_ray.events import EventKind, JobEvent, JobStatus, Pause, number_in
 from elastic_ray.observe.page.source import JobFacts, JobLook
 from elastic_ray.record.outlook import time_spent
 from placement.allocator.snapshot import JobState
@@ -88,7 +87,7 @@ class JobMemory:
             status.workers,
             noise,
             factor,
-            number_of(status, "loss"),
+            number_in(status.metrics, "loss"),
         )
         self._series.append(values)
         if len(self._series) > MOST_POINTS:

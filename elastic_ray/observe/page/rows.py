@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from elastic_ray.events import JobPhase, JobStatus
+from elastic_ray.events import JobPhase, JobStatus, TrialFacts, number_in
 from elastic_ray.observe.page.model import PageJob, PageNode
 from elastic_ray.observe.page.source import JobFacts, NodeLook
 from placement.allocator.snapshot import JobState
@@ -68,7 +68,7 @@ def job_row(
         epoch=status.epoch if status is not None else 0,
         epochs=status.epochs if status is not None else None,
         step=status.step if status is not None else 0,
-        loss=number_of(status, "loss"),
+        loss=number_in(status.metrics, "loss") if status is not None else None,
         progress=1.0 if _phase(status, None) == JobPhase.FINISHED.value else progress,
         eta_s=None if ended_s is not None else eta_s,
         productive=told(status, "productive_share"),
@@ -84,15 +84,16 @@ def job_row(
         note=clipped(status.note) if status is not None else "",
         nodes=dict(state.target) if state is not None and ended_s is None else {},
         reports=status.reports if status is not None else 0,
-        rungs=facts.rungs if facts is not None else (),
-        parameters=facts.parameters if facts is not None else {},
-        metric=facts.metric if facts is not None else "",
-        mode=facts.mode if facts is not None else "min",
-        score=number_of(status, facts.metric) if facts is not None and facts.metric else None,
-        sweep=facts.sweep if facts is not None else "",
+        score=status.score if status is not None else None,
+        **trial_cells(status.trial if status is not None else None),
         storage=facts.storage if facts is not None else "",
         colour=colour,
     )
+
+
+def trial_cells(trial: TrialFacts | None) -> dict[str, Any]:
+    """What a trial says of itself, as fields of its row."""
+    return {} if trial is None else {each.name: getattr(trial, each.name) for each in dataclasses.fields(trial)}
 
 
 def _phase(status: JobStatus | None, ended_s: float | None) -> str:
@@ -128,20 +129,6 @@ def _progress(
     if eta_s is None and view is not None and missing is not None and goodput and view.init_batch_size:
         eta_s = missing * view.init_batch_size / goodput
     return progress, eta_s
-
-
-def number_of(status: JobStatus | None, name: str) -> float | None:
-    """A reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
-    value: Any = status.metrics if status is not None else {}
-    with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
-        if name in value:
-            found = float(value[name])
-        else:
-            for part in name.split("/"):
-                value = value[part]
-            found = float(value)
-        return found if math.isfinite(found) else None
-    return None
 
 
 def _why(status: JobStatus | None, state: JobState | None) -> str:

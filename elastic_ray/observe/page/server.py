@@ -19,6 +19,7 @@ from elastic_ray.observe.page.changes import difference, plain, tables, to_json
 from elastic_ray.observe.page.doors import LONGEST_WAIT_S, MOST, MOST_OF_ONE, Doors
 from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
 from elastic_ray.observe.page.gate import HEADERS, Asked, Gate
+from elastic_ray.observe.page.importance import importance
 from elastic_ray.observe.page.source import ActionRefusedError, Source
 from placement.errors import InputError
 
@@ -69,6 +70,7 @@ class PageServer:
         app.router.add_get("/api/snapshot", self._snapshot)
         app.router.add_get("/api/events", self._events)
         app.router.add_get("/api/jobs/{job:[^/]+}", self._job)
+        app.router.add_get("/api/sweeps/{sweep:[^/]+}", self._sweep)
         app.router.add_get("/api/what-if", self._what_if)
         app.router.add_post("/api/jobs/{job:[^/]+}/{action}", self._act)
         app.router.add_get("/{name}", self._file)
@@ -241,6 +243,16 @@ class PageServer:
         if found is None:
             return _error(404, f"there is no job {job[:_MOST_NAME]!r}")
         return web.Response(body=to_json(plain(found)), content_type="application/json")
+
+    async def _sweep(self, request: web.Request) -> web.StreamResponse:
+        """How much each parameter of a sweep matters: one question at a time."""
+        sweep = request.match_info["sweep"]
+        trials = [row for row in (await self._ready())["jobs"] if row["sweep"] == sweep]
+        if not trials:
+            return _error(404, f"there is no sweep {sweep[:_MOST_NAME]!r}")
+        async with self._guessing:
+            found, why = await asyncio.to_thread(importance, trials)
+        return web.Response(body=to_json({"importance": found, "why": why}), content_type="application/json")
 
     async def _what_if(self, request: web.Request) -> web.StreamResponse:
         """The running jobs on other nodes, or under another policy: one question at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from elastic_ray.observe.page.model import JobDetail, PageSnapshot
@@ -18,21 +18,12 @@ class JobFacts:
     """What does not change while a job runs.
 
     Attributes:
-        sweep: of a trial, its sweep; else empty.
         storage: its run directory.
-        rungs: of a trial, reports after which its sweep may cut it.
-        parameters: of a trial, by name.
-        metric: what its sweep compares trials by, and ``mode``: "max" if larger is better.
     """
 
     min_workers: int
     max_workers: int
-    sweep: str = ""
     storage: str = ""
-    rungs: tuple[int, ...] = ()
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    metric: str = ""
-    mode: str = "min"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

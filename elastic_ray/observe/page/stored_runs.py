@@ -5,11 +5,10 @@ Events tell sizes, not nodes: every job has a row of its own, as high as its wor
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 
-from elastic_ray.events import EventKind, JobEvent, Report
+from elastic_ray.events import EventKind, JobEvent, Report, TrialFacts, number_in
 from elastic_ray.observe.page.history import History
 from elastic_ray.observe.page.job_memory import MARKS, pauses, shares_of_time
 from elastic_ray.observe.page.model import (
@@ -21,6 +20,7 @@ from elastic_ray.observe.page.model import (
     PageSource,
     Strip,
 )
+from elastic_ray.observe.page.rows import trial_cells
 from placement.palette import colour
 from placement.text import clipped
 
@@ -109,6 +109,9 @@ def _row(run: StoredRun, ink: str) -> PageJob:
     ended = end is not None and last is end
     workers = last.to_workers if last is not None else 0
     batches = [e.detail.get("to_batch_size") for e in run.events if e.kind is EventKind.BATCH]
+    told = (TrialFacts.read(event.detail.get("trial")) for event in reversed(run.events))
+    trial = next((each for each in told if each is not None), None)
+    metrics = run.reports[-1].metrics if run.reports else {}
     return PageJob(
         job=run.job,
         phase=_phase(end) if ended else "unfinished",
@@ -116,12 +119,14 @@ def _row(run: StoredRun, ink: str) -> PageJob:
         target=0 if ended else workers,
         batch=batches[-1] if batches and isinstance(batches[-1], int) else 0,
         epoch=run.reports[-1].epochs_done if run.reports else 0,
-        loss=_loss(run.reports[-1]) if run.reports else None,
+        loss=number_in(metrics, "loss"),
         resizes=sum(1 for event in run.events if event.kind is EventKind.RESIZE),
         submitted_s=run.events[0].time_s if run.events else None,
         ended_s=last.time_s if last is not None else None,
         why=clipped(last.reason) if last is not None else "",
-        sweep=run.job.partition("/")[0] if "/" in run.job else "",
+        reports=run.reports[-1].index if run.reports else 0,
+        score=number_in(metrics, trial.metric) if trial is not None and trial.metric else None,
+        **(trial_cells(trial) or {"sweep": run.job.partition("/")[0] if "/" in run.job else ""}),
         storage=run.where,
         colour=ink,
     )
@@ -133,18 +138,11 @@ def _phase(end: JobEvent | None) -> str:
     return next((word for word in ("finished", "stopped") if reason.endswith(f"the job has {word}")), "failed")
 
 
-def _loss(report: Report) -> float | None:
-    value = report.metrics.get("loss")
-    with contextlib.suppress(OverflowError):
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    return None
-
-
 def _detail(run: StoredRun, last_s: float) -> JobDetail:
     """One run; its reports stand where a live job's samples do."""
     begun_s = run.events[0].time_s if run.events else last_s
     series = tuple(
-        (None, float(report.index), None, None, float(report.workers), None, None, _loss(report))
+        (None, float(report.index), None, None, float(report.workers), None, None, number_in(report.metrics, "loss"))
         for report in run.reports
     )
     return JobDetail(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Pause
+from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Pause, TrialFacts
 from elastic_ray.observe.page.changes import tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, shares_of_time
@@ -288,9 +288,10 @@ def test_a_node_without_slots_has_no_lane_and_an_efficiency_is_at_most_all_of_it
     nodes = tuple(
         NodeLook(node=name, address=name, total={"CPU": cpus}, labels={}) for name, cpus in (("head", 0.0), ("n0", 4.0))
     )
-    facts = JobFacts(min_workers=1, max_workers=2, parameters={"lr": 0.1}, metric="eval/accuracy", mode="max")
-    status = answer("a", throughput=100.0, goodput=130.0, metrics={"eval": {"accuracy": 0.9}, "loss": math.nan}).status
-    look = JobLook(job="a", status=status, facts=facts)
+    trial = TrialFacts(sweep="s", parameters={"lr": 0.1}, metric="eval/accuracy", mode="max")
+    metrics = {"eval": {"accuracy": 0.9}, "loss": math.nan}
+    status = answer("a", throughput=100.0, goodput=130.0, metrics=metrics, trial=trial).status
+    look = JobLook(job="a", status=status, facts=JobFacts(min_workers=1, max_workers=2))
     page.take(ClusterLook(now_s=1.0, allocator=None, jobs=(look,), alive=frozenset({"a"}), nodes=nodes))
     seen = page.snapshot(1.0)
     assert [each.node for each in seen.nodes] == ["n0"]

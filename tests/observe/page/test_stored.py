@@ -50,6 +50,28 @@ def test_runs_are_found_below_a_path_and_shown_with_their_sizes(tmp_path: Path) 
     assert [job.job for job in RunFiles(str(tmp_path / "one")).look(0.0).jobs] == ["one"]
 
 
+def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
+    facts = {"sweep": "s", "parameters": {"lr": 0.1}, "metric": "eval/loss", "mode": "min", "rungs": [1, 3]}
+    for name, told in {"one": facts, "two": {**facts, "rungs": "many"}}.items():
+        storage = RunStorage(str(tmp_path / "sweep" / name))
+        (tmp_path / "sweep" / name).mkdir(parents=True)
+        started = JobEvent(
+            kind=EventKind.STARTED, time_s=1.0, from_workers=0, to_workers=1, reason="", detail={"trial": told}
+        )
+        storage.append_events([started.to_json()])
+        storage.append_reports([Report(index=3, metrics={"eval": {"loss": 0.5}}, workers=1).to_json()])
+    one, two = RunFiles(str(tmp_path)).look(0.0).jobs
+    assert (one.sweep, one.parameters, one.metric, one.mode, one.rungs) == (
+        "s",
+        {"lr": 0.1},
+        "eval/loss",
+        "min",
+        (1, 3),
+    )
+    assert (one.score, one.reports) == (0.5, 3)
+    assert (two.sweep, two.parameters) == ("sweep", {}), "what cannot be read is left out"
+
+
 def test_a_run_that_died_with_its_cluster_is_unfinished_and_ends_with_its_last_event(tmp_path: Path) -> None:
     write(tmp_path / "run")
     events = tmp_path / "run" / "events.jsonl"

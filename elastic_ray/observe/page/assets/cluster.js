@@ -90,15 +90,19 @@ function sweep(store, name, trials) {
   }
   const left = trials.length - shown.length;
   return h("div", { class: "chart", "data-sweep": name }, h("h3", {}, summary(name, trials, called)),
-    ranking(trials, called), h("p", { class: "soft" }, "Each trial over time; the width of a line is its workers."),
+    ranking(trials, called), parallel(name, trials, called), matter(store, name, trials), h("p", { class: "soft" }, "Each trial over time; the width of a line is its workers."),
     h("div", { class: "scroll" }, svg("svg", { viewBox: `0 0 ${WIDTH} ${y + 8}`, role: "img", "aria-label": `Trials of ${name} over time`, style: { minWidth: "640px" } }, lines)),
     left ? h("p", { class: "soft" }, `and ${plural(left, "more trial")} that have come less far`) : null);
 }
 
+function differing(trials) {
+  const all = [...new Set(trials.flatMap((t) => Object.keys(t.parameters)))];
+  return all.filter((name) => new Set(trials.map((t) => JSON.stringify(t.parameters[name]))).size > 1);
+}
+
 // Trials are called by the parameters in which they differ.
 function names(trials) {
-  const all = [...new Set(trials.flatMap((t) => Object.keys(t.parameters)))];
-  const differ = all.filter((name) => new Set(trials.map((t) => JSON.stringify(t.parameters[name]))).size > 1);
+  const differ = differing(trials);
   return new Map(trials.map((t) => [t.job, differ.map((name) => `${name.split("/").at(-1)}=${value(t.parameters[name])}`).join(" ")]));
 }
 
@@ -116,7 +120,9 @@ function best(trials) {
 function summary(name, trials, called) {
   const running = trials.filter((t) => t.ended_s === null);
   const count = (phase) => trials.filter((t) => t.ended_s !== null && t.phase === phase).length;
-  const parts = [`${running.length} running`, `${count("finished")} done`, `${count("stopped")} cut`, count("failed") ? `${count("failed")} failed` : ""];
+  // One that was stopped after the last rung was trained to its end.
+  const whole = trials.filter((t) => t.ended_s !== null && t.phase === "stopped" && t.reports >= (t.rungs.at(-1) ?? Infinity)).length;
+  const parts = [`${running.length} running`, `${count("finished") + whole} done`, `${count("stopped") - whole} cut`, count("failed") ? `${count("failed")} failed` : ""];
   const [first] = best(trials);
   if (first) parts.push(`best ${first.metric} ${number(first.score)}${called.get(first.job) ? ` at ${called.get(first.job)}` : ""}`);
   const ends = running.map((t) => t.eta_s).filter((eta) => eta !== null);
@@ -131,6 +137,56 @@ function ranking(trials, called) {
   return table(["Trial", rows[0].metric || "Loss", "Reports", "Phase", "ETA"], rows.map((t) => [
     h("span", { title: t.job }, h("i", { class: "swatch", style: { background: t.colour } }), called.get(t.job) || t.job),
     t.score === null ? (t.metric || t.loss === null ? "–" : number(t.loss)) : number(t.score), String(t.reports), t.phase, t.eta_s === null ? "" : span(t.eta_s)]));
+}
+
+// Parallel coordinates: a line for each trial through the parameters in which trials differ, to the metric; best in front.
+function parallel(name, trials, called) {
+  const ranked = best(trials).slice(0, MOST_TRIALS);
+  const names = differing(ranked);
+  if (ranked.length < 2 || !names.length) return null;
+  const axes = [...names.map((key) => axis(key.split("/").at(-1), ranked.map((t) => t.parameters[key]))), axis(ranked[0].metric, ranked.map((t) => t.score))];
+  const x = (i) => 60 + (i * (WIDTH - 120)) / (axes.length - 1);
+  const lines = ranked.map((t, i) => svg("path", { d: axes.map((a, k) => `${k ? "L" : "M"}${x(k).toFixed(1)} ${a.y[i].toFixed(1)}`).join(""), fill: "none",
+    stroke: t.colour, "stroke-width": i ? 1.5 : 3, opacity: i ? 0.3 + 0.6 * (1 - i / ranked.length) : 1 }, svg("title", {}, `${called.get(t.job) || t.job}: ${number(t.score)}`))).reverse();
+  const marks = axes.map((a, k) => svg("g", {}, svg("line", { x1: x(k), x2: x(k), y1: 24, y2: 166, class: "axis" }), svg("text", { x: x(k), y: 12, "text-anchor": "middle" }, a.label),
+    a.ticks.map(([y, text]) => svg("text", { x: x(k) + 4, y: y + 4, class: "soft" }, text))));
+  return h("div", { class: "scroll", "data-parallel": name }, svg("svg", { viewBox: `0 0 ${WIDTH} 180`, role: "img",
+    "aria-label": `Parameters and ${ranked[0].metric} of the trials of ${name}`, style: { minWidth: "640px" } }, lines, marks));
+}
+
+// Where values stand on an axis: numbers by size, or by their logarithm where they span decades; others side by side.
+function axis(label, values) {
+  const high = Math.max(...values);
+  const low = Math.min(...values);
+  const place = (part) => 166 - 142 * part;
+  if (!values.every((v) => typeof v === "number")) {
+    const all = [...new Set(values.map((v) => value(v)))].sort();
+    const at = (v) => place(all.length > 1 ? all.indexOf(v) / (all.length - 1) : 0.5);
+    return { label, y: values.map((v) => at(value(v))), ticks: all.slice(0, 12).map((v) => [at(v), v.slice(0, 14)]) };
+  }
+  const scale = low > 0 && high / low >= 100 ? Math.log : (v) => v;
+  const y = (v) => place(high > low ? (scale(v) - scale(low)) / (scale(high) - scale(low)) : 0.5);
+  return { label, y: values.map(y), ticks: [...new Set([low, high])].map((v) => [y(v), value(v)]) };
+}
+
+const known = new Map();
+
+// How much each parameter matters: asked anew when another trial has a value.
+function matter(store, name, trials) {
+  const told = trials.filter((t) => t.score !== null).length;
+  const before = known.get(name);
+  if (told && before?.told !== told) {
+    known.set(name, { told, answer: before?.answer });
+    store.ask(`api/sweeps/${encodeURIComponent(name)}`).then((answer) => answer.json()).then((answer) => {
+      known.set(name, { told, answer });
+      store.wanted.add("jobs");
+      store.tell();
+    }, () => known.set(name, { told: 0 }));
+  }
+  const answer = before?.answer;
+  if (!answer) return null;
+  const rows = Object.entries(answer.importance).map(([key, part]) => [key, bar(part, percent(part))]);
+  return h("div", { "data-importance": name }, rows.length ? table(["Parameter", "Importance (Optuna)"], rows) : h("p", { class: "soft" }, `Importance: ${answer.why}`));
 }
 
 // The last rung that a trial has come to; 0 before the first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import time
 from typing import Any
 
@@ -35,7 +34,6 @@ _REST = 3.0  # times the allocator's answer took
 _LONGEST_S = 5.0
 _EXPLAINED_S = 3.0
 _MOST_ASKED = 64  # controllers in one look: of a thousand each has its turn every eight seconds
-_OF_TRIALS = ("rungs", "parameters", "metric", "mode")
 _BOOKKEEPING = ("node:", "bundle", "object_store_memory", "accelerator_type:")
 
 
@@ -224,14 +222,7 @@ def _nodes() -> tuple[NodeLook, ...]:
 
 def _facts(spec: JobSpec) -> JobFacts:
     """What its specification says of a job."""
-    sweep = spec.job.rpartition("-")[0] if spec.trial is not None else ""
-    return JobFacts(
-        min_workers=spec.min_workers,
-        max_workers=spec.max_workers,
-        sweep=sweep or (posixpath.basename(posixpath.dirname(spec.storage_path)) if spec.trial is not None else ""),
-        storage=spec.storage_path,
-        **({name: getattr(spec.trial, name) for name in _OF_TRIALS} if spec.trial is not None else {}),
-    )
+    return JobFacts(min_workers=spec.min_workers, max_workers=spec.max_workers, storage=spec.storage_path)
 
 
 def _ready(ref: Any) -> Any | None:

@@ -1,0 +1,256 @@
+"""How large the trials of each rung are to be, so that a sweep ends in time at the least cost (pure).
+
+After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs
+r_1 < ... < r_k = R and n trials lets n_i = ceil(n / eta^(i - 1)) trials into rung i, each with r_i - r_(i - 1) reports
+to make. With W_i reports of a rung that are still to be made, v(w) reports per second of a trial with w workers, and
+p_i trials that fit beside each other::
+
+    seconds(i, w) = max(W_i / p_i, one trial's reports) / v(w)        p_i = min(n_i, trials at a time, slots / w)
+    worker-seconds(i, w) = W_i w / v(w)
+
+Sizes w_i are those of the least sum of worker-seconds whose sum of seconds is within the time that is left, or, with a
+budget alone, of the least sum of seconds within the worker-seconds that are left. v(w) is the goodput model of the
+trials, fitted while they run, over the work that their reports have taken; sizes follow it at each report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from placement.checks import check_number
+from placement.cluster.jobs import JobView, goodputs
+from tuning.trials import Promise, TrialRecord
+
+_MARGIN = 1.1  # by which the rest is to end early: changes of size take time, and trials pass rungs in any order
+_LAST = 0.03  # part of the whole for what the margin of the last minutes is too short for
+_MOST_POINTS = 200
+_HOUR_S = 3600.0
+_Point = tuple[float, float, tuple[int, ...]]  # seconds, worker-seconds, sizes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What a sweep is called and when it is to end: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
+
+    Attributes:
+        name: of the sweep and its tenant; by default that of the Tune experiment.
+        deadline_s: seconds after ``fit()`` by which all trials should be done; rungs get the sizes that cost least.
+        budget_usd: what the trials' workers may cost [USD]; without a deadline rungs get the sizes that end soonest.
+        usd_per_worker_h: price of a worker [USD/h]; needed with a budget.
+    """
+
+    name: str | None = None
+    deadline_s: float | None = None
+    budget_usd: float | None = None
+    usd_per_worker_h: float | None = None
+
+    def __post_init__(self) -> None:
+        for field, unit in (("deadline_s", "seconds"), ("budget_usd", "USD"), ("usd_per_worker_h", "USD per hour")):
+            if (value := getattr(self, field)) is not None:
+                check_number(field, value, above=0, unit=unit, finite=True)
+        if self.budget_usd is not None and self.usd_per_worker_h is None:
+            raise ValueError("budget_usd needs usd_per_worker_h, the price of a worker [USD/h], but got None")
+
+    @property
+    def planned(self) -> bool:
+        """True if rungs are given sizes."""
+        return self.deadline_s is not None or self.budget_usd is not None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rung:
+    """What is still to be trained until one rung.
+
+    Attributes:
+        trials: that come into it, at least 1.
+        reports: still to be made by all of them.
+        longest: of these the most that one trial makes.
+    """
+
+    trials: int
+    reports: float
+    longest: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RungSizes:
+    """Workers of a trial in each rung, and what the rest of the sweep then takes.
+
+    Attributes:
+        sizes: by rung.
+        seconds: until the end.
+        worker_s: worker-seconds until then.
+        feasible: whether that keeps the limits; if not, it comes closest.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: float
+    worker_s: float
+    feasible: bool
+
+
+def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
+    """What is left to be trained of a sweep.
+
+    Args:
+        promise: with ``max_t``.
+        trials: in all.
+        records: those that are known.
+    """
+    found, low, expected = [], 0, float(trials)
+    for high in promise.rungs:
+        made = [min(max(len(each.values) - low, 0), high - low) for each in records]
+        entered = sum(each > 0 for each in made)
+        missing = [high - low - each for each, record in zip(made, records, strict=True) if record.running and each]
+        waiting = sum(record.running and not each for each, record in zip(made, records, strict=True))
+        coming = max(trials - len(records), 0) + waiting
+        fresh = min(max(math.ceil(expected) - entered, 0), coming)
+        found.append(
+            Rung(
+                trials=max(entered + fresh, 1),
+                reports=float(sum(missing) + fresh * (high - low)),
+                longest=float(high - low if fresh else max(missing, default=0)),
+            )
+        )
+        low, expected = high, expected / promise.reduction_factor
+    return tuple(found)
+
+
+def size_rungs(
+    rungs: Sequence[Rung],
+    rates: NDArray[np.float64],
+    *,
+    slots: int,
+    at_once: int,
+    seconds: float = math.inf,
+    worker_s: float = math.inf,
+) -> RungSizes:
+    """The sizes of rungs; see the module's text.
+
+    Args:
+        rungs: what is left.
+        rates: reports per second of a trial on 1, 2, ... workers; 0 for a size that it cannot have. One is above 0.
+        slots: workers that the cluster has room for.
+        at_once: trials that run at a time, at most.
+        seconds: until the deadline.
+        worker_s: worker-seconds that the budget allows.
+    """
+    points: list[_Point] = [(0.0, 0.0, ())]
+    able = [w for w, rate in enumerate(rates.tolist(), start=1) if rate > 0]
+    usable = [w for w in able if w <= slots] or able[:1]
+    for rung in rungs:
+        options = [
+            (max(rung.reports / side, rung.longest) / rates[w - 1], rung.reports * w / rates[w - 1], w)
+            for w in usable
+            for side in [max(1, min(rung.trials, at_once, slots // w))]
+        ]
+        points = _front([(t + dt, c + dc, (*sizes, w)) for t, c, sizes in points for dt, dc, w in options])
+    fitting = [each for each in points if each[0] <= seconds and each[1] <= worker_s]
+    if fitting:
+        best = fitting[-1] if math.isfinite(seconds) else fitting[0]
+    else:
+        in_time = [each for each in points if each[0] <= seconds]
+        best = in_time[-1] if in_time else points[0]
+    return RungSizes(sizes=best[2], seconds=best[0], worker_s=best[1], feasible=bool(fitting))
+
+
+def _front(found: Sequence[_Point]) -> list[_Point]:
+    """Those that none other beats in time and cost, the fastest first; of very many some."""
+    front: list[_Point] = []
+    for each in sorted(found):
+        if not front or each[1] < front[-1][1]:
+            front.append(each)
+    step = math.ceil(len(front) / _MOST_POINTS)
+    return front if step == 1 else [*front[:-1:step], front[-1]]
+
+
+class SweepPlanner:
+    """Gives trials their sizes while a sweep runs.
+
+    Args:
+        sweep: its limits.
+        promise: with rungs.
+        trials: in all.
+        begun_s: when the sweep began [s].
+    """
+
+    def __init__(self, sweep: Sweep, promise: Promise, trials: int, begun_s: float) -> None:
+        self._sweep, self._promise, self._trials, self._begun_s = sweep, promise, trials, begun_s
+        self._seen_s, self._spent_s, self._at_once = begun_s, 0.0, 1
+        self.note = ""
+        """What its user must know: that a limit cannot be kept, and what would do; empty otherwise."""
+
+    def sizes(
+        self,
+        records: Mapping[str, TrialRecord],
+        views: Sequence[JobView],
+        slots: Mapping[str, Sequence[int]],
+        now_s: float,
+    ) -> dict[str, int]:
+        """Workers of each trial that runs; empty while no trial has told how fast it is.
+
+        Args:
+            records: of all trials, by name.
+            views: of those that run.
+            slots: how many of a trial's workers fit on each node of the empty cluster.
+            now_s: present time [s].
+        """
+        self._spent_s += max(now_s - self._seen_s, 0.0) * sum(view.workers for view in views)
+        self._seen_s, self._at_once = now_s, max(self._at_once, len(views))
+        rates = _rates(records, views, slots)
+        if not rates.any():
+            return {}
+        left_s = worker_s = math.inf
+        if self._sweep.deadline_s is not None:
+            left_s = (self._begun_s + (1 - _LAST) * self._sweep.deadline_s - now_s) / _MARGIN
+        price = self._sweep.usd_per_worker_h
+        if self._sweep.budget_usd is not None and price is not None:
+            worker_s = self._sweep.budget_usd / price * _HOUR_S - self._spent_s
+        room = max(sum(each) for each in slots.values())
+        rungs = rungs_left(self._promise, self._trials, tuple(records.values()))
+        found = size_rungs(rungs, rates, slots=room, at_once=self._at_once, seconds=left_s, worker_s=worker_s)
+        self.note = "" if found.feasible else self._refusal(found, now_s)
+        ends = self._promise.rungs
+        sized: dict[str, int] = {}
+        for view in views:
+            made = len(records[view.job].values) if view.job in records else 0
+            rung = min(sum(end <= made for end in ends), len(ends) - 1)
+            sized[view.job] = min(max(found.sizes[rung], view.min_workers), view.max_workers)
+        return sized
+
+    def _refusal(self, found: RungSizes, now_s: float) -> str:
+        """Why the limits cannot be kept, and what would do."""
+        price, needs_s = self._sweep.usd_per_worker_h, now_s - self._begun_s + found.seconds * _MARGIN
+        cost = f" and {(self._spent_s + found.worker_s) / _HOUR_S * price:.3g} USD" if price is not None else ""
+        limits = {"deadline_s": self._sweep.deadline_s, "budget_usd": self._sweep.budget_usd}
+        said = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
+        return (
+            f"{said} cannot be kept: by what its trials have told, the sweep takes {needs_s:.0f} s{cost} from its "
+            "beginning; it goes on with the sizes that come closest. Give it as much, or fewer trials or reports"
+        )
+
+
+def _rates(
+    records: Mapping[str, TrialRecord], views: Sequence[JobView], slots: Mapping[str, Sequence[int]]
+) -> NDArray[np.float64]:
+    """Reports per second of a trial on 1, 2, ... workers, over the trials that have told; empty if none has."""
+    seconds: list[NDArray[np.float64]] = []
+    for view in views:
+        made = len(records[view.job].values) if view.job in records else 0
+        speeds = goodputs(view, slots[view.job]) if made and view.progress is not None else np.zeros(0)
+        if not speeds.any() or view.progress is None or not view.progress.done or not view.init_batch_size:
+            continue
+        usable = [view.min_workers <= w and view.sizes.allow(w) for w in range(1, len(speeds) + 1)]
+        work = view.progress.done / made * view.init_batch_size
+        with np.errstate(divide="ignore"):
+            seconds.append(np.where(usable, work / speeds, math.inf))
+    if not seconds:
+        return np.zeros(0)
+    least = min(len(each) for each in seconds)
+    mean: NDArray[np.float64] = np.mean([each[:least] for each in seconds], axis=0)
+    return 1.0 / mean
