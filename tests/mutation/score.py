@@ -41,7 +41,7 @@ PARTS = {
     ),
     "consensus": (
         "elastic_ray/consensus/*.py",
-        "tests/membership/test_{consensus,small_parts}.py tests/sync/tiles/test_pieces.py",
+        "tests/membership/test_{announced,consensus,small_parts}.py tests/sync/tiles/test_pieces.py",
     ),
     "data": (
         "elastic_ray/data/{order,batches,sharding,shares,permutation}.py",
