@@ -250,3 +250,21 @@ def test_a_leaver_that_leaves_a_broken_generation_is_lost() -> None:
     driver.target(n1=1)
     assert members_of(plan_in(driver.lost("w1"))) == ["w2"]
     assert only(AllLost, driver.left("w2"))
+
+
+def test_a_joiner_that_could_not_take_the_state_over_waits_with_the_others_for_the_news() -> None:
+    """It is the first to speak of the generation, which nobody has trained in; nobody has died."""
+    driver, joiner = growing(2)
+    assert not driver.tell(StepFailed(worker=joiner, generation=2, cause="reset"))
+    assert not driver.tick(after_s=CONFIG.notice_s - 0.1)
+    spec = plan_in(driver.tick(after_s=0.2))
+    assert (members_of(spec), spec.generation, spec.reason) == (["w1", "w2"], 3, "a collective failed: reset")
+    assert members_of(plan_in(driver.switched(3, "w1", "w2"))) == ["w1", "w2", joiner]
+
+
+@pytest.mark.parametrize(("generation", "saves"), [(1, False), (2, True)])
+def test_the_last_joiner_speaks_for_the_generation_that_it_was_to_enter(generation: int, saves: bool) -> None:
+    driver, joiner = growing(1)
+    driver.lost("w1")
+    out = driver.tell(StepFailed(worker=joiner, generation=generation, cause="late"), after_s=CONFIG.notice_s / 2)
+    assert [members_of(each.spec) for each in only(Announce, out)] == [[joiner]] * saves

@@ -140,3 +140,16 @@ def test_groups_have_allowed_sizes_and_joiners_beyond_one_wait_for_the_next() ->
 def test_after_a_loss_those_that_are_left_go_on_whatever_their_number() -> None:
     driver = running(4, config=dataclasses.replace(CONFIG, min_workers=2, sizes=AllowedSizes(sizes=(2, 4))))
     assert members_of(plan_in(driver.lost("w4"))) == ["w1", "w2", "w3"]
+
+
+def test_who_joins_later_than_the_replacement_is_not_said_to_replace_anyone() -> None:
+    driver = running(2)
+    driver.target(n1=3)
+    driver.reserved("w3")
+    driver.lost("w2")
+    driver.switched(2, "w1")
+    spec = plan_in(driver.join("w4") + driver.tick(after_s=CONFIG.patience_s))
+    assert (members_of(spec), spec.reason) == (["w1", "w4"], "in place of lost workers; test")
+    driver.switched(spec.generation, "w1", "w4")
+    spec = plan_in(driver.ready("w3"))
+    assert (members_of(spec), spec.reason) == (["w1", "w4", "w3"], "test")
