@@ -539,3 +539,112 @@ class Alone:
     """A group of one worker."""
 
     generation, nodes, world_size, batch, equal_shares = 1, 1, 1, None, False
+
+
+# --- why it stays, in a few words ---
+
+
+def test_a_decision_says_in_a_few_words_what_hinders_growth() -> None:
+    limits = BatchLimits(init_batch_size=3, max_batch_size=512)
+    tuner = BatchTuner(limits)
+    assert tuner.decide(1, 1, choice(3)).hindered == "no halves"
+    assert tuner.decide(1, 3, None).hindered == "", "three workers tell the noise"
+    tuner.set_noise(NOISY)
+    assert tuner.decide(1, 1, choice(3)).hindered == "", "it is known"
+    tuner.set_signal(signal(15, present=False), batch_size=3, steps=30)
+    assert tuner.decide(1, 1, choice(3)).hindered == "", "too few estimates to be news"
+    tuner.set_signal(signal(16, present=False), batch_size=3, steps=40)
+    assert tuner.decide(1, 1, choice(3)).hindered == "no signal"
+    tuner.set_signal(signal(17), batch_size=3, steps=50)
+    assert tuner.decide(1, 1, choice(3)).hindered == ""
+    one = BatchTuner(BatchLimits(init_batch_size=3, max_batch_size=3))
+    one.set_signal(signal(16, present=False), batch_size=3, steps=40)
+    assert one.decide(1, 1, choice(3)).hindered == "", "there is nothing to hinder"
+
+
+def test_halves_are_of_the_least_that_a_worker_may_take() -> None:
+    for bounds, size, hindered in (((16, None), 31, True), ((16, None), 32, False), (None, 4, False), (None, 3, True)):
+        limits = BatchLimits(init_batch_size=size, max_batch_size=512, local_bsz_bounds=bounds)
+        found = BatchTuner(limits).decide(1, 1, choice(size)).hindered
+        assert (found == "no halves") == hindered, (bounds, size)
+    accumulates = BatchLimits(init_batch_size=2, max_batch_size=512, gradient_accumulation=True)
+    assert BatchTuner(accumulates).decide(1, 1, choice(1, 1)).hindered == "", "its micro-steps are the halves"
+
+
+def test_no_batch_is_chosen_above_the_largest_that_is_allowed() -> None:
+    limits = BatchLimits(init_batch_size=64, max_batch_size=100)
+    decision = tuner_at(choice(64), limits=limits).decide(1, 1, choice(64))
+    assert decision.changed and 64 < decision.batch_size <= 100
+    prior = BatchTuner(limits)
+    prior.set_prior(Prior(model=GoodputModel(TRUTH, NOISY, 64), largest_batch=4096))
+    assert 64 < prior.decide(1, 1, choice(64)).batch_size <= 100
+
+
+def test_what_others_have_measured_opens_the_way_to_their_largest_batch_until_there_is_an_own_fit() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    assert tuner.set_prior(prior := Prior(model=GoodputModel(TRUTH, NOISY, 64), largest_batch=90))
+    assert not tuner.set_prior(prior), "the same is no news"
+    assert tuner.own_model is None and tuner.model == prior.model
+    assert 64 < tuner.decide(1, 1, choice(64)).batch_size <= 90
+    measure(tuner, choice(64), steps=MIN_STEPS - 1)
+    tuner.set_model(GoodputModel(TRUTH, NOISY, 64))
+    assert not tuner.decide(1, 1, choice(64)).changed, "its own size has not been measured for long enough"
+    assert not tuner.set_prior(dataclasses.replace(prior, largest_batch=99)), "it has a fit of its own"
+
+
+def test_the_noise_of_others_is_that_of_their_initial_batch() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    theirs = GoodputModel(TRUTH, NoiseScale(sqr=2.0, var=8.0), 128)
+    tuner.set_prior(Prior(model=theirs, largest_batch=64))
+    model = tuner.model
+    assert model is not None and model.init_batch_size == 64
+    assert model.noise == NoiseScale(sqr=2.0, var=16.0), "var is that of a mean of M0 samples"
+    assert model.efficiency(256) == pytest.approx(theirs.efficiency(256) * theirs.efficiency(64) ** -1)
+
+
+@pytest.mark.parametrize("cut", [choice(16, 3), choice(64), choice(32, 1), choice(128), choice(512, 7)])
+def test_a_cut_within_the_limits_is_kept_as_it_is(cut: BatchChoice) -> None:
+    decision = BatchTuner(ADAPTIVE).decide(1, 1, cut)
+    assert (decision.choice, decision.changed) == (cut, False)
+
+
+@pytest.mark.parametrize(
+    ("limits", "cut"),
+    [
+        (dataclasses.replace(ADAPTIVE, gradient_accumulation=False), choice(16, 3)),
+        (ADAPTIVE, choice(8, 7)),
+        (ADAPTIVE, choice(1024)),
+        (ADAPTIVE, choice(512, 8)),
+    ],
+)
+def test_a_cut_of_other_limits_is_made_anew(limits: BatchLimits, cut: BatchChoice) -> None:
+    decision = BatchTuner(limits).decide(1, 1, cut)
+    assert decision.changed and decision.choice != cut
+    assert decision.batch_size == min(cut.batch_size(1), 4096)
+
+
+def test_steps_at_another_batch_count_anew_and_those_at_one_add_up() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    measure(tuner, choice(64), steps=5)
+    measure(tuner, choice(32, 1), steps=4)
+    assert (tuner.snapshot().batch_size, tuner.snapshot().steps) == (64, 9)
+    measure(tuner, choice(32), replicas=4, steps=3)
+    assert (tuner.snapshot().batch_size, tuner.snapshot().steps) == (128, 3)
+    counts = {(o.replicas, o.atomic_bsz, o.accum_steps): o.count for o in tuner.snapshot().observations}
+    assert counts == {(1, 64, 0): 5.0, (1, 32, 1): 4.0, (4, 32, 0): 3.0}
+    measure(tuner, choice(64), steps=200)
+    assert tuner.snapshot().observations[-1].count == 100.0, "more weigh no more"
+    assert tuner.snapshot().observations[-1].grad_time == pytest.approx(float(TRUTH.grad_time(64)))
+    tuner.observe(nodes=1, replicas=1, atomic_bsz=7, accum_steps=0, step_time=1.0, steps=0)
+    assert tuner.snapshot().batch_size == 64, "a report of no steps says nothing"
+
+
+def test_out_of_memory_takes_only_batches_well_below_the_failing_one_for_known() -> None:
+    for known, bound in ((choice(95), 50), (choice(90), 90), (choice(40), 50)):
+        tuner = BatchTuner(dataclasses.replace(ADAPTIVE, init_batch_size=16))
+        measure(tuner, known, steps=MIN_STEPS)
+        assert tuner.out_of_memory(100).endswith(f"the local bound is now {bound}")
+    few = BatchTuner(ADAPTIVE)
+    measure(few, choice(90), steps=MIN_STEPS - 1)
+    assert few.out_of_memory(100).endswith("the local bound is now 50"), "it may not have run to its end"
+    assert few.out_of_memory(20).endswith("the local bound is now 16"), "not below the least"

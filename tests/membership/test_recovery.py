@@ -1,4 +1,4 @@
-"""A controller that was restarted takes over from the workers that live: what it begins with, and what it does first."""
+"""A restarted controller takes over from the workers that live: what it begins with, and what it does first."""
 
 from __future__ import annotations
 
