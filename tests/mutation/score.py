@@ -37,7 +37,7 @@ HARMLESS = re.compile(r"strict=|@dataclasses|raise |TYPE_CHECKING")
 PARTS = {
     "membership": (
         "elastic_ray/membership/{machine,recovery,roster,generation_changes}.py",
-        "tests/membership/test_{machine_*,selection,simulated_job,small_parts}.py",
+        "tests/membership/test_{machine_*,recovery,selection,simulated_job,small_parts}.py",
     ),
     "consensus": (
         "elastic_ray/consensus/*.py",
@@ -67,7 +67,7 @@ PARTS = {
     "replicas": ("elastic_ray/state/replicas.py", "tests/loop/test_replicas.py"),
     "allocator": (
         "placement/allocator/{core,known_job,significance,explaining}.py",
-        "tests/placement/test_{core,explaining,elastic_policies,notices}.py",
+        "tests/placement/test_{core,explaining,significance,notices}.py",
     ),
     "goodput": (
         "placement/goodput/*.py",
