@@ -80,7 +80,7 @@ class Executions:
 @pytest.fixture
 def executions(monkeypatch: pytest.MonkeyPatch) -> Executions:
     made = Executions()
-    monkeypatch.setattr(stream.ray.cloudpickle, "loads", lambda packed: made)
+    monkeypatch.setattr("ray.cloudpickle.loads", lambda packed: made)
     monkeypatch.setattr(stream, "hold_order", made.hold_order)
     monkeypatch.setattr(stream, "leave_room", lambda dataset, left: None)
     monkeypatch.setattr(coordinator, "_slow", lambda dataset: f"{dataset}: no rows; CPUs")
@@ -104,8 +104,8 @@ def run(main: Callable[[Any], Any]) -> Any:
         coordinator._loop = asyncio.get_running_loop()
         found = await asyncio.wait_for(main(coordinator), _WAIT_S)
         assert not coordinator._waiting
-        for stream in tuple(coordinator._streams["train"]):
-            coordinator._close(stream, readers_gone=True)
+        for each in tuple(coordinator._streams["train"]):
+            coordinator._close(each, readers_gone=True)
         return found
 
     return asyncio.run(with_coordinator())
