@@ -82,7 +82,10 @@ PARTS = {
         "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
         "tests/placement/test_{autoscaler,budget,job_costs,spot}.py",
     ),
-    "knowledge": ("placement/knowledge/knowledge.py", "tests/placement/test_{knowledge,lengths}.py"),
+    "knowledge": (
+        "placement/knowledge/knowledge.py",
+        "tests/placement/test_{knowledge,knowledge_store,knowledge_sync,lengths}.py",
+    ),
     "adaptation": (
         "elastic_ray/adaptation/{requests,runner,watched,policies/*}.py",
         "tests/adaptation/test_{requests,runner,ballot,batch_policies,scaling_policies,metric_policies,interference}.py",
