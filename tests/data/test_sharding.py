@@ -167,7 +167,7 @@ def test_a_cut_knows_the_sizes_of_an_epochs_steps(batch: int, total: int, world:
     assert cut.count(total, total) == 0
 
 
-def test_a_rest_of_fewer_samples_than_ranks_is_taken_whole_or_dropped() -> None:
+def test_a_rest_smaller_than_ranks_is_taken_or_dropped() -> None:
     assert step_size(position=8, total=10, batch_size=4, world_size=3) == 2
     assert step_size(position=8, total=10, batch_size=4, world_size=3, drop_last=True) == 0
     shares = Shares(weights=(1.0, 3.0, 2.0), least=1, most=None)

@@ -130,7 +130,7 @@ def test_what_cannot_work_says_why() -> None:
         StreamSharder([1, 2, 3], seed=0, position=7)
 
 
-def test_fewer_items_than_ranks_go_to_the_first_one_each() -> None:
+def test_fewer_items_than_ranks_go_to_the_first_ones() -> None:
     drawn = [StreamSharder([1, 2, 3], seed=0).next_step(batch_size=4, world_size=4, rank=rank) for rank in range(4)]
     assert [(step.items, step.count) for step in drawn if step is not None] == [
         ([[1]], 3),
@@ -140,7 +140,7 @@ def test_fewer_items_than_ranks_go_to_the_first_one_each() -> None:
     ]
 
 
-def test_the_end_of_a_stream_is_not_near_until_it_is_known() -> None:
+def test_a_streams_end_is_far_until_it_is_known() -> None:
     """The total of a pass is what is known to be there: what is left allows a change of group, or not."""
     batches = StreamBatches(Numbers(11), seed=0, collate=list)
     cut = StepSplit(batch_size=4, micro_steps=1, world_size=2, rank=1, drop_last=False)

@@ -96,7 +96,7 @@ def test_a_disagreement_names_the_ranks_and_their_step() -> None:
     assert " after 7 steps" not in told and "Layouts" not in told
 
 
-def test_a_disagreement_tells_steps_where_they_differ_and_who_is_silent() -> None:
+def test_a_disagreement_tells_differing_steps_and_who_is_silent() -> None:
     told = disagreement([EDGE.code, 0, EDGE.code], [8, 7, 8])
     assert "in step 7 " in told and "ranks 0, 2 has come to the end of a step after 8 steps" in told
     assert "rank 1 has announced nothing after 7 steps" in told
@@ -136,7 +136,7 @@ def test_layouts_differ_only_between_gradients_of_one_model() -> None:
         (Announced(Intent.COLLECTIVE), False),
     ],
 )
-def test_ranks_without_samples_join_calls_gathers_fetches_and_their_end(found: Announced, joins: bool) -> None:
+def test_ranks_without_samples_join_calls_gathers_fetches_and_ends(found: Announced, joins: bool) -> None:
     end = Announced(Intent.IDLE, 1, 5)
     assert joined_by_idle([found.code, end.code, end.code]) == (found if joins else None)
     assert joined_by_idle([found.code, end.code, 0]) is None, "one has announced nothing"
@@ -147,18 +147,18 @@ def test_ranks_without_samples_join_calls_gathers_fetches_and_their_end(found: A
 
 
 @pytest.mark.parametrize(("idle", "have", "workers"), [(2, 1, "1 worker here"), (1, 2, "2 workers here")])
-def test_what_takes_a_sample_on_each_rank_says_how_many_have_one(idle: int, have: int, workers: str) -> None:
+def test_what_needs_sample_everywhere_says_how_many_have_one(idle: int, have: int, workers: str) -> None:
     told = disagreement([GRADIENTS.code] * have + [IDLE.code] * idle, [4] * 3)
     assert told.startswith(f"step 4 (steps of all loaders counted) has samples for {have} of 3 workers, and these do")
     assert f"use at most {workers}, more samples, or drop_last=True" in told
 
 
-def test_gradients_that_some_ranks_add_to_are_told_by_rank() -> None:
+def test_gradients_that_some_ranks_add_to_are_told() -> None:
     told = notes_differ([0, 1, 0], 12)
     assert told.startswith("the ranks do different things in step 12 (steps of all loaders counted), so that")
     assert "ranks 0, 2 reduces gradients; rank 1 reduces gradients, on top of those of the last update" in told
 
 
-def test_a_rank_that_returned_early_is_told_to_who_goes_on() -> None:
+def test_a_rank_that_returned_early_is_told_to_others() -> None:
     told = returned_early(1, 5, 0, 6)
     assert "in step 6 (" in told and "rank 1 has returned from the train function after 5 steps; rank 0 begins" in told

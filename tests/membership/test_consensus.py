@@ -77,7 +77,7 @@ class Rank:
         self.consensus.follow_group()
 
 
-def test_what_rides_on_the_control_sums_comes_to_its_part_once() -> None:
+def test_what_rides_on_control_sums_reaches_its_part_once() -> None:
     def work(communicator: Communicator) -> Any:
         one = Rank(communicator)
         values = one.consensus.control_values(communicator.rank)
@@ -122,7 +122,7 @@ def test_ranks_that_have_ended_hear_the_fingerprints_of_all() -> None:
     assert on_ranks(2, work) == [(True, [5, 6])] * 2
 
 
-def test_a_rank_without_samples_adds_nothing_to_the_names_of_the_first() -> None:
+def test_rank_without_samples_adds_0_to_the_firsts_names() -> None:
     added = [{(0, 0): {"loss": 2.0}, (0, 1): {"hits": 1.0}}, {(0, 0): {"own": 3.0}}]
     found = on_ranks(2, lambda communicator: with_names_of_first_rank(communicator, added[communicator.rank]))
     assert found == [added[0], {(0, 0): {"own": 3.0, "loss": 0.0}, (0, 1): {"hits": 0.0}}]
@@ -182,7 +182,7 @@ def test_ranks_without_a_wish_agree_on_nothing() -> None:
 
 
 @pytest.mark.parametrize(("ahead", "agreed"), [((2, 2, 2), 7), ((1, 2, 1), 0), ((0, 2, 2), 0), ((1, 1, 1), 6)])
-def test_a_generation_is_agreed_on_once_all_ranks_have_prepared_it(ahead: tuple[int, ...], agreed: int) -> None:
+def test_a_generation_is_agreed_on_once_all_prepared_it(ahead: tuple[int, ...], agreed: int) -> None:
     ranks = [_agreed(prepared_ahead=each) for each in ahead]
     sums = _summed(*ranks)
     assert sums[:2] == [sum(ahead), sum(each * each for each in ahead)]
@@ -190,7 +190,7 @@ def test_a_generation_is_agreed_on_once_all_ranks_have_prepared_it(ahead: tuple[
     assert [each.take_generation() for each in ranks] == [0] * 3, "once"
 
 
-def test_one_rank_is_enough_to_stop_or_preempt_and_later_sums_take_nothing_back() -> None:
+def test_one_rank_suffices_to_stop_or_preempt_for_good() -> None:
     for wish, told in (("stop_requested", (True, False)), ("preempting", (False, True))):
         ranks = [_agreed(), _agreed(**{wish: True})]
         _summed(*ranks)
@@ -209,7 +209,7 @@ def test_the_batch_is_the_first_ranks_wish_alone() -> None:
     assert [each.batch for each in ranks] == [None, None]
 
 
-def test_the_first_rank_asks_for_one_model_and_for_a_comparison_once_each() -> None:
+def test_first_rank_asks_for_consensus_and_comparison_once_each() -> None:
     ranks = [_agreed(), _agreed()]
     ranks[0].ask_for_consensus()
     _summed(*ranks)
@@ -231,7 +231,7 @@ def test_the_first_rank_asks_for_one_model_and_for_a_comparison_once_each() -> N
     assert not ranks[1].comparison and not ranks[1].saves and (ranks[1].generation, ranks[1].batch) == (0, None)
 
 
-def test_reports_are_those_of_the_first_rank_and_never_fewer() -> None:
+def test_reports_are_the_first_rank_s_and_never_fewer() -> None:
     ranks = [_agreed(), _agreed()]
     ranks[0].count_reports(3)
     ranks[1].count_reports(9)
@@ -243,7 +243,7 @@ def test_reports_are_those_of_the_first_rank_and_never_fewer() -> None:
 
 
 @pytest.mark.parametrize("first_reports", [False, True])
-def test_the_third_report_of_another_rank_is_noticed_unless_the_first_reports(first_reports: bool) -> None:
+def test_third_report_elsewhere_is_noticed_unless_the_first_reports(first_reports: bool) -> None:
     ranks = [_agreed(), _agreed()]
     ranks[0].count_reports(int(first_reports))
     _summed(*ranks)
@@ -251,7 +251,7 @@ def test_the_third_report_of_another_rank_is_noticed_unless_the_first_reports(fi
 
 
 @pytest.mark.parametrize("count", [0, 1, 19, 20, 21, 50])
-def test_any_number_of_sums_is_added_up_in_one_order(count: int) -> None:
+def test_any_number_of_sums_adds_up_in_one_order(count: int) -> None:
     def work(communicator: Communicator) -> Any:
         names = [f"n{each:02}" for each in range(count)]
         if communicator.rank:
@@ -265,7 +265,7 @@ def test_any_number_of_sums_is_added_up_in_one_order(count: int) -> None:
     assert on_ranks(1, work) == [[(key, name, value / 2) for key, name, value in expected]]
 
 
-def test_ranks_that_add_to_other_names_are_told_what_this_one_has() -> None:
+def test_ranks_that_add_to_other_names_are_told_theirs() -> None:
     def work(communicator: Communicator) -> Any:
         added = {(0, 0): {"loss": 1.0} if communicator.rank else {}}
         return Rank(communicator).consensus.vote(Announced(Intent.EDGE, 1), added)
@@ -314,7 +314,7 @@ def test_parameters_are_compared_where_code_may_have_changed_them(
     assert on_ranks(2, work) == [([compares] * 2, asked and not compares)] * 2
 
 
-def test_only_the_end_of_a_pass_notes_what_its_last_step_has_left() -> None:
+def test_only_a_passs_end_notes_what_it_has_left() -> None:
     def work(communicator: Communicator) -> Any:
         held = []
         for what in (Announced(Intent.GRADIENTS), Announced(Intent.END_OF_PASS, 1), Announced(Intent.END_OF_PASS)):
@@ -343,13 +343,13 @@ def test_samples_that_ranks_read_differently_are_warned_of_once() -> None:
     assert on_ranks(2, work) == [([], 1, (0.0, 0.0), (1.0, 1.0))] * 2
 
 
-def test_the_tag_of_a_step_counts_steps_samples_and_notes_up_to_64() -> None:
+def test_a_steps_tag_counts_steps_samples_notes_to_64() -> None:
     assert Announcer.step_tag(3, 4) == (7.0, 49.0)
     assert Announcer.step_tag(60, 4) == (0.0, 0.0)
     assert Announcer.step_tag(60, 3) == (63.0, 3969.0)
 
 
-def test_ranks_that_reduce_gradients_of_other_steps_or_layouts_are_told_so() -> None:
+def test_gradients_of_other_steps_are_told() -> None:
     def work(communicator: Communicator) -> Any:
         speaker = Announcer(communicator)
         speaker.start_quietly(Announced(Intent.GRADIENTS), 3 + communicator.rank)
@@ -361,7 +361,7 @@ def test_ranks_that_reduce_gradients_of_other_steps_or_layouts_are_told_so() -> 
         assert isinstance(told, RanksDisagreeError) and "after 3 steps; rank 1" in str(told)
 
 
-def test_what_rides_along_comes_back_summed_and_leaves_nothing_behind() -> None:
+def test_what_rides_along_comes_back_summed_and_leaves_nothing() -> None:
     def work(communicator: Communicator) -> Any:
         speaker = Announcer(communicator, room=5)
         found = []
@@ -394,7 +394,7 @@ def test_strategies_are_told_only_where_all_ranks_reduce_gradients() -> None:
         assert isinstance(told, RanksDisagreeError) and "under strategy" not in str(told)
 
 
-def test_a_refusal_is_repeated_and_so_is_that_of_what_was_not_completed() -> None:
+def test_refusal_is_repeated_also_of_what_was_not_completed() -> None:
     def work(communicator: Communicator) -> Any:
         speaker = Announcer(communicator)
         speaker.start_quietly(Announced(Intent.GRADIENTS), 1)
@@ -408,7 +408,7 @@ def test_a_refusal_is_repeated_and_so_is_that_of_what_was_not_completed() -> Non
     assert on_ranks(1, work) == [True]
 
 
-def test_an_announcement_that_was_given_up_is_a_broken_group() -> None:
+def test_an_announcement_given_up_is_a_broken_group() -> None:
     def work(communicator: Communicator) -> Any:
         return Announcer(communicator).agree()
 
@@ -416,7 +416,7 @@ def test_an_announcement_that_was_given_up_is_a_broken_group() -> None:
     assert isinstance(told, CommunicationFailedError) and "given up" in str(told)
 
 
-def test_a_rank_that_waits_for_long_says_so_and_meets_the_others_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_waits_long_says_so_and_meets_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 announces something; rank 0 has waited by then, and its words are outdated."""
     monkeypatch.setattr("elastic_ray.consensus.announcer._PATIENCE_S", 0.05)
     monkeypatch.setattr("elastic_ray.consensus.announcer._HEARING_S", 0.05)
@@ -436,7 +436,7 @@ def test_a_rank_that_waits_for_long_says_so_and_meets_the_others_later(monkeypat
     assert on_ranks(2, work) == [([2.0, 2.0], 2.0)] * 2
 
 
-def test_a_rank_without_samples_takes_part_until_all_end_the_step() -> None:
+def test_a_rank_without_samples_takes_part_until_the_end() -> None:
     """Rank 1 has none: it joins a call, then the end, and hears the sums of the other."""
 
     def work(communicator: Communicator) -> Any:
@@ -476,7 +476,7 @@ def _decided(ranks: Sequence[SaveAgreement], *, now: bool = False) -> list[Savin
     return [each.decide(sums, number, len(ranks), now=now) for number, each in enumerate(ranks)]
 
 
-def test_a_rank_that_is_not_ready_yet_is_waited_for_unless_it_is_the_end() -> None:
+def test_a_rank_not_ready_is_waited_for_unless_ending() -> None:
     ranks = [SaveAgreement(), SaveAgreement()]
     ranks[0].serve(Writer())
     slow = Slow(Readiness.NOT_YET)
@@ -516,7 +516,7 @@ def test_the_control_sums_say_what_a_ballot_would() -> None:
     assert ranks[0].take_heard(2) == (), "they were another group's"
 
 
-def test_who_has_no_writer_or_gave_up_says_never_and_prepares_nothing() -> None:
+def test_without_a_writer_a_rank_says_never_prepares_nothing() -> None:
     nobody, writer = SaveAgreement(), Slow()
     assert nobody.values(0, 2) == (0.0, 0.0, 0.0, 1.0) and not nobody.together
     assert nobody.ballot(0, 2, divided=True, now=False) == [1.0, 0.0, 0.0, 0.0, 1.0]

@@ -76,7 +76,7 @@ def test_a_generation_that_some_have_entered_is_in_flight(void_below: int) -> No
     assert remembered.gone == ("w3",)
 
 
-def test_workers_before_their_first_generation_start_or_wait_and_know_of_none() -> None:
+def test_workers_before_their_first_generation_start_or_wait() -> None:
     recovered = found(
         SurvivingWorker(worker="w10", node="n1", ready=True, loaded=8),
         SurvivingWorker(worker="w9", node="n2"),
@@ -90,7 +90,7 @@ def test_workers_before_their_first_generation_start_or_wait_and_know_of_none() 
     assert (recovered.current, recovered.in_flight, recovered.issued, recovered.since) == (None, None, 0, ())
 
 
-def test_who_is_no_member_leaves_and_who_starts_over_keeps_the_state_of_its_group() -> None:
+def test_strangers_leave_restarters_keep_their_group_s_state() -> None:
     group = spec(4, "w1")
     out = SurvivingWorker(worker="w2", node="n1", spec=group, switched=3)
     over = SurvivingWorker(worker="w3", node="n1", starts_over=True)
@@ -102,7 +102,7 @@ def test_who_is_no_member_leaves_and_who_starts_over_keeps_the_state_of_its_grou
     assert found(trains("w1", group, failed=0)).since == (StepFailed(worker="w1", generation=0, cause=""),)
 
 
-def test_numbers_that_may_have_been_announced_are_called_off_and_not_used_again() -> None:
+def test_numbers_perhaps_announced_are_called_off_and_not_reused() -> None:
     group = spec(4, "w1", "w2")
     machine, out = taken_over(trains("w1", group), trains("w2", group), issued=4)
     assert [each.generation for each in only(Withdraw, out)] == [5, 6, 7, 8]
@@ -122,7 +122,7 @@ def test_a_generation_that_is_entered_is_not_called_off() -> None:
     assert machine.current == after and machine.in_flight is not None, "w1 trains in it; w2 has yet to come"
 
 
-def test_members_that_died_meanwhile_are_replaced_as_after_any_loss() -> None:
+def test_members_that_died_meanwhile_are_replaced_as_usual() -> None:
     group = spec(4, "w1", "w2")
     _, out = taken_over(trains("w1", group), issued=4, named=6)
     assert plan_in(out).members == (Member(worker="w1", node="n1"),)
@@ -134,9 +134,7 @@ def test_members_that_died_meanwhile_are_replaced_as_after_any_loss() -> None:
     ("trained", "announced", "lost"),
     [(True, (), True), (False, ("w1",), True), (False, ("w8",), False), (False, (), False)],
 )
-def test_newcomers_alone_go_on_only_where_nobody_can_have_trained(
-    trained: bool, announced: tuple[str, ...], lost: bool
-) -> None:
+def test_newcomers_alone_go_on_only_where_nobody_trained(trained: bool, announced: tuple[str, ...], lost: bool) -> None:
     """Of those that a generation was announced to, one lives where it cannot have trained without the others."""
     fresh = SurvivingWorker(worker="w8", node="n1", ready=True)
     machine, out = taken_over(fresh, target=1, trained=trained, announced=announced)

@@ -34,7 +34,7 @@ class Loader:
         self.session = session
 
 
-def test_hooks_are_called_in_order_and_no_loader_is_held() -> None:
+def test_hooks_are_called_in_order_and_hold_no_loader() -> None:
     registry, called, loader = Registry(), list[int](), Loader()
     registry.add_hook(HookPoint.BETWEEN_STEPS, lambda: called.append(1))
     registry.add_hook(HookPoint.BEFORE_END, lambda: called.append(2))
@@ -48,7 +48,7 @@ def test_hooks_are_called_in_order_and_no_loader_is_held() -> None:
     assert registry.loaders.leading is not None and registry.loaders.leading() is None
 
 
-def test_the_first_model_stands_for_the_gain_of_a_step() -> None:
+def test_the_first_model_stands_for_a_step_s_gain() -> None:
     models = Registry().models
     assert models.noise() is None and models.gain(1.0) == 1.0
     assert models.add(ModelInfo(kind="A", details=""), lambda: NoiseScale(sqr=1.0, var=3.0)) == 0
@@ -56,7 +56,7 @@ def test_the_first_model_stands_for_the_gain_of_a_step() -> None:
     assert models.gain(3.0) == pytest.approx((3.0 + 1.0) / (3.0 / 3.0 + 1.0))
 
 
-def test_a_worker_stands_where_it_is_expected_until_its_group() -> None:
+def test_a_worker_stands_where_expected_until_its_group() -> None:
     def form(plan: Any, rank: int) -> Communicator:
         return Communicator(
             None, "b", rank=rank, world_size=1, host="127.0.0.1", timeout_s=_WAIT_S, form_timeout_s=_WAIT_S
@@ -149,11 +149,11 @@ class Noted:
 ENTERED = ["exchange", "enter group", "consensus enters", "buffers of group 1", "SHAPE_CHANGED"]
 
 
-def test_a_run_is_checked_before_it_enters_its_first_group() -> None:
+def test_a_run_is_checked_before_its_first_group() -> None:
     assert Noted().log == [HookPoint.BEFORE_FIRST_EPOCH.name, *ENTERED]
 
 
-def test_models_are_made_one_and_saved_before_the_group_changes() -> None:
+def test_models_are_made_one_and_saved_before_a_change() -> None:
     noted = Noted()
     noted.announce(2)
     noted.session.run.agreed._consensus = True
@@ -162,7 +162,7 @@ def test_models_are_made_one_and_saved_before_the_group_changes() -> None:
     assert noted.between_steps() == [*saved, "before change of group 1", *entered]
 
 
-def test_who_is_preempted_leaves_one_model_behind_and_does_nothing_else() -> None:
+def test_the_preempted_leave_one_model_and_do_nothing_else() -> None:
     noted = Noted()
     noted.announce(2)
     noted.session.run.agreed.preempted = True
@@ -171,7 +171,7 @@ def test_who_is_preempted_leaves_one_model_behind_and_does_nothing_else() -> Non
     assert noted.log == ["collapse", "buffers of group 1", "prepare to save"]
 
 
-def test_hooks_of_the_end_come_before_the_run_says_that_it_has_ended() -> None:
+def test_hooks_of_end_come_before_the_end_is_told() -> None:
     noted = Noted()
     noted.log.clear()
     policies: Any = noted.session.adaptation
@@ -180,7 +180,7 @@ def test_hooks_of_the_end_come_before_the_run_says_that_it_has_ended() -> None:
     assert noted.log == [HookPoint.BEFORE_END.name, "policies end"]
 
 
-def test_hooks_before_the_first_epoch_tell_the_job_their_loader() -> None:
+def test_hooks_before_the_first_epoch_tell_their_loader() -> None:
     session, told = session_of(), list[LoaderInfo | None]()
     controller: Any = session.controller
     ready = controller.ready
@@ -191,7 +191,7 @@ def test_hooks_before_the_first_epoch_tell_the_job_their_loader() -> None:
     assert told == [dataclasses.replace(info, models=())]
 
 
-def test_a_model_that_a_hook_wraps_is_checked_in_the_same_moment() -> None:
+def test_model_that_a_hook_wraps_is_checked_with_it() -> None:
     """It registers its own checks while the hooks are called: they come after the one that wraps it."""
     registry, called = Registry(), list[str]()
 
@@ -205,7 +205,7 @@ def test_a_model_that_a_hook_wraps_is_checked_in_the_same_moment() -> None:
     assert called == ["wrap", "another", "check"]
 
 
-def test_a_loader_of_the_run_before_joins_before_models_look_at_it() -> None:
+def test_an_earlier_run_s_loader_joins_before_models_look() -> None:
     """Else the second run would take up an adaptive batch that its model cannot serve."""
     set_session(None)
     rows = torch.utils.data.TensorDataset(torch.arange(12.0))
