@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -218,6 +219,16 @@ def test_names_of_tests_are_short() -> None:
         if isinstance(node, _Function) and node.name.startswith("test_") and node.name.count("_") > MOST_WORDS
     ]
     assert len(long) <= LONG_NAMES, f"{len(long)} tests have names of more than {MOST_WORDS} words: rename yours"
+
+
+def test_the_mutation_runs_patterns_each_match_a_file() -> None:
+    """It is run by hand, and needs a tool that is not installed here, so that nobody else would notice."""
+    tree = ast.parse((ROOT / "tests/mutation/score.py").read_text())
+    (parts,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PARTS")
+    for pattern in " ".join(" ".join(each) for each in ast.literal_eval(parts).values()).split():
+        before, names, after = re.fullmatch(r"([^{]*)(?:{(.*)})?(.*)", pattern).groups()
+        for name in (names or "").split(","):
+            assert list(ROOT.glob(f"{before}{name}{after}")), f"{before}{name}{after} matches no file"
 
 
 def imported(path: Path) -> Iterator[Path]:

@@ -1,4 +1,17 @@
-"""What a train function has built and registered with its session: models, loaders, hooks, buffers (pure)."""
+"""What a train function has built and registered with its session: models, loaders, hooks, buffers (pure).
+
+Hooks of one point are called in the order of registration, and those that a hook adds in the same round. Where the
+order of moments matters, ``tests/run/test_registry.py`` fails if two change places:
+
+* ``BEFORE_FIRST_EPOCH`` comes before the first group: the job is told the loader that hooks may set. The loader of an
+  earlier run joins before models check its batch, and a model that a hook wraps is checked as others are.
+* In a new group ranks exchange state, models enter, agreements begin anew, buffers are averaged, ``SHAPE_CHANGED`` is
+  called: each works on what the one before has settled.
+* Between steps models are made one, then their buffers; rank 0 gathers what it saves, and ``BETWEEN_STEPS`` saves it.
+  The group changes after that, for leavers may hold parts. They hand over in ``before_change``, in the old group.
+* Who is preempted makes models one before it leaves, and calls no hook.
+* ``BEFORE_END`` comes before policies end and the run says that it has ended: hooks may end a last epoch.
+"""
 
 from __future__ import annotations
 

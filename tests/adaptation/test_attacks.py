@@ -111,7 +111,7 @@ ATTACKS: dict[str, tuple[Callable[[Bad, PolicyView], Any], str]] = {
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 @pytest.mark.parametrize("attack", sorted(ATTACKS))
-def test_one_that_misbehaves_is_told_by_name_and_the_others_are_heard(
+def test_misbehaving_policy_is_named_and_the_others_are_heard(
     attack: str, ranks: tuple[int, ...], strict: bool
 ) -> None:
     does, text = ATTACKS[attack]
@@ -154,7 +154,7 @@ def test_chance_switches_a_policy_off_and_leaves_equal_values() -> None:
     assert "neither by chance" in workers[0].told[0]
 
 
-def test_nan_and_keys_of_two_types_in_a_state_are_equal_on_all_ranks() -> None:
+def test_nan_and_mixed_keys_in_state_are_equal_everywhere() -> None:
     def odd(policy: Bad, view: PolicyView) -> Any:
         _set(policy, "last", float("nan"))
         _set(policy, "keys", {1: float("inf"), "a": (1, 2)})
@@ -175,7 +175,7 @@ class Counts(Policy):
         return ScaleRate(2.0) if self.count == 1 else None
 
 
-def test_a_lost_step_takes_back_an_attribute_that_it_made_and_lists_that_it_changed() -> None:
+def test_lost_step_takes_back_new_attributes_and_changed_lists() -> None:
     workers = [Worker(Counts(), Bad(lambda p, v: None, 0)) for _ in range(2)]
     before = workers[0].state()
     step(workers)
@@ -189,7 +189,7 @@ def test_a_lost_step_takes_back_an_attribute_that_it_made_and_lists_that_it_chan
     assert workers[0].state() == after
 
 
-def test_two_of_a_class_are_two_and_one_given_twice_is_one() -> None:
+def test_two_of_class_are_two_one_twice_is_one() -> None:
     one, other = Counts(), Counts()
     worker = Worker(one, other, one)
     worker.runner.add([other])
@@ -198,7 +198,7 @@ def test_two_of_a_class_are_two_and_one_given_twice_is_one() -> None:
     assert worker.applied == [ScaleRate(2.0)] * 2 and (one.count, other.count) == (3, 3)
 
 
-def test_a_thread_that_changes_attributes_meanwhile_does_not_tear_what_travels() -> None:
+def test_thread_that_changes_attributes_does_not_tear_what_travels() -> None:
     over = threading.Event()
 
     class Threaded(Policy):
@@ -250,7 +250,7 @@ steps = st.lists(st.none() | st.tuples(st.integers(0, 3), st.integers(0, 3), st.
 
 @settings(max_examples=50, deadline=None)
 @given(script=answers, second=answers, happens=steps, world=st.integers(1, 4))
-def test_whoever_dies_whenever_all_ranks_have_applied_the_same_once(
+def test_whoever_dies_whenever_all_ranks_have_applied_the_same(
     script: list[Any], second: list[Any], happens: list[tuple[int, int, int] | None], world: int
 ) -> None:
     """Against one rank that nothing happens to: same requests, same order, policies' state of the committed steps."""

@@ -24,7 +24,7 @@ def summed(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 @given(st.lists(SAID, min_size=1, max_size=6))
-def test_all_say_the_same_exactly_when_the_sums_say_so(said: list[Any]) -> None:
+def test_all_say_the_same_exactly_when_the_sums_do(said: list[Any]) -> None:
     found = verdict(summed([flag_and_digest(each) for each in said]), len(said))
     if all(each is None for each in said):
         assert found is Verdict.NOTHING
@@ -44,7 +44,7 @@ def test_large_groups_are_exact_in_float32(world_size: int) -> None:
     assert verdict([float(value) for value in other], world_size) is expected
 
 
-def test_each_policy_has_its_own_verdict_which_is_taken_once_and_ends_with_the_group() -> None:
+def test_each_policy_has_its_own_verdict_once_per_group() -> None:
     said: list[Any] = [["a"], None, ["b"]]
     ballot = PolicyBallot(lambda: said)
     assert ballot.size(2) == 0 and list(ballot.values(0, 2)) == []

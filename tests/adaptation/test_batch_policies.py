@@ -26,7 +26,7 @@ def run(policy: Any, view: PolicyView = START) -> ScriptedRun:
     return ScriptedRun(policy=policy, view=view, step_s=lambda view: 0.1)
 
 
-def test_the_batch_is_the_noise_scale_once_it_is_far_enough_from_the_present_one() -> None:
+def test_batch_follows_a_noise_scale_that_is_far_enough() -> None:
     script = run(NoiseScaleBatch(smoothing=0.0, hysteresis=1.5, growth=100.0, every=5))
     assert script.steps(20) == [], "no estimate yet"
     assert script.steps(20, noise=noise(40.0)) == [], "40 is not 1.5 times 32"
@@ -59,14 +59,14 @@ def test_a_change_is_at_most_by_its_growth() -> None:
     assert script.steps(3, noise=noise(1.0)) == [SetBatch(size) for size in (128, 64, 32)]
 
 
-def test_a_fixed_batch_and_a_gradient_that_is_all_noise_are_left_alone() -> None:
+def test_a_fixed_batch_and_pure_noise_are_left_alone() -> None:
     fixed = run(NoiseScaleBatch(every=1), PolicyView(batch_size=32, initial_batch_size=32))
     assert fixed.steps(20, noise=noise(500.0)) == []
     assert run(NoiseScaleBatch(every=1)).steps(20, noise=NoiseScale(sqr=-1.0, var=1.0)) == []
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=60), st.floats(0.0, 0.99), st.floats(1.0, 4.0))
-def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
+def test_requests_lie_within_the_bounds_and_what_was_measured(
     scales: list[float], smoothing: float, hysteresis: float
 ) -> None:
     policy = NoiseScaleBatch(smoothing=smoothing, hysteresis=hysteresis, growth=5.0, every=1, min_batch_size=4)
@@ -84,7 +84,7 @@ def test_what_is_asked_lies_within_the_bounds_and_what_was_measured(
     assert min(scales) * (1 - 1e-9) <= (policy.mean or 0) <= max(scales) * (1 + 1e-9)
 
 
-def test_a_step_of_a_schedule_counts_from_the_very_step_on() -> None:
+def test_a_step_of_a_schedule_counts_from_that_step() -> None:
     script = run(BatchSchedule({0: 32, 10: 64, 20: 128}))
     sizes = []
     assert listed(script.policy.before_train(script.view)) == [SetBatch(32)]
@@ -115,12 +115,12 @@ def test_a_schedule_by_epoch_and_by_progress(by: str, views: list[Any], expected
     assert [listed(policy.before_epoch(PolicyView(**view))) for view in views] == expected
 
 
-def test_without_declared_epochs_there_is_no_progress_to_go_by() -> None:
+def test_without_declared_epochs_there_is_no_progress_to_follow() -> None:
     assert BatchSchedule({0: 64}, by="progress").before_epoch(PolicyView()) is None
 
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.integers(1, 1000)), min_size=1, max_size=8))
-def test_a_schedule_as_text_gives_each_value_for_its_length(pairs: list[tuple[int, int]]) -> None:
+def test_a_schedule_as_text_gives_each_value_its_length(pairs: list[tuple[int, int]]) -> None:
     found = parse_schedule(",".join(f"{value}:{length}" for value, length in pairs))
     assert found == tuple((value, float(length)) for value, length in pairs)
 

@@ -28,7 +28,7 @@ def scripted(link: Link, *strategies: str) -> ScriptedRun:
     return ScriptedRun(policy=Interference(strategies), view=START, step_s=link.step_s)
 
 
-def test_it_is_noticed_within_ten_steps_and_the_fastest_strategy_stays() -> None:
+def test_it_is_noticed_within_ten_steps_and_fastest_stays() -> None:
     link = Link(all_reduce=(0.1, 0.3), bf16=(0.11, 0.2), powersgd=(0.15, 0.16))
     script = scripted(link, "all_reduce", "bf16", "powersgd")
     assert script.steps(50) == []
@@ -39,7 +39,7 @@ def test_it_is_noticed_within_ten_steps_and_the_fastest_strategy_stays() -> None
     assert script.view.strategies == ("powersgd",)
 
 
-def test_the_present_one_stays_if_it_is_the_fastest_and_is_not_doubted_again() -> None:
+def test_present_one_stays_if_fastest_and_is_not_doubted() -> None:
     link = Link(all_reduce=(0.1, 0.2), bf16=(0.3, 0.4))
     script = scripted(link, "bf16")
     script.steps(50)
@@ -48,7 +48,7 @@ def test_the_present_one_stays_if_it_is_the_fastest_and_is_not_doubted_again() -
     assert [request for _, request in script.asked] == [SetStrategy("bf16"), SetStrategy("all_reduce")]
 
 
-def test_a_strategy_that_is_refused_is_measured_as_what_it_is() -> None:
+def test_a_refused_strategy_is_measured_as_what_it_is() -> None:
     link = Link(all_reduce=(0.1, 0.2), powersgd=(0.1, 0.2))
     script = scripted(link, "powersgd")
     script.steps(20)
@@ -81,7 +81,7 @@ FREE = [[(0.1, 0.05)] * 4] * 10
         ([(0.2, 0.05)] * 3 + [(0.2, 0.15)], False),  # one computes for longer, and the others wait for it
     ],
 )
-def test_most_workers_must_be_slow_and_not_for_one_that_computes(slow: list[tuple[float, float]], asks: bool) -> None:
+def test_most_workers_must_be_slow_and_not_by_computing(slow: list[tuple[float, float]], asks: bool) -> None:
     assert bool(judged(Interference(), [*FREE, *[slow] * 10])) is asks
 
 
@@ -102,7 +102,7 @@ def test_a_slow_step_or_two_are_nothing() -> None:
     assert not judged(Interference(), [*FREE, *[[(0.9, 0.05)] * 4] * 2, *FREE])
 
 
-def test_another_size_or_batch_has_a_best_of_its_own() -> None:
+def test_another_size_or_batch_has_its_own_best() -> None:
     link = Link(all_reduce=(0.1, 0.3), bf16=(0.1, 0.1))
     script = scripted(link, "bf16")
     script.steps(20)

@@ -72,7 +72,7 @@ def sizes(handle: er.JobHandle) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_job_gets_the_sizes_that_it_asks_for_while_it_trains(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_gets_the_sizes_it_asks_for_while_training(ray_cluster: Any, tmp_path: Path) -> None:
     """Its policy is given both to the trainer and in the loop, and wishes do not wait for the next regular report."""
     again = Sizes(3, 1, 2)
     handle = adapted(tmp_path, Sizes(3, 1, 2), (1, 4), epochs=10_000, pause_s=0.02, own_policy=again, report_s=100.0)
@@ -91,9 +91,7 @@ def test_a_job_gets_the_sizes_that_it_asks_for_while_it_trains(ray_cluster: Any,
 
 
 @pytest.mark.slow
-def test_a_wish_waits_for_free_slots_beyond_the_loss_of_the_controller_and_yields(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_wish_waits_for_free_slots_beyond_a_controller_loss(ray_cluster: Any, tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     other = start(tmp_path / "b", workers=2, epochs=10_000, pause_s=0.05)

@@ -85,12 +85,12 @@ def check(outcome: Outcome) -> None:
 @pytest.mark.parametrize("worker", [1, 2])
 @pytest.mark.parametrize("step", [_ASKED_AFTER - 1, _ASKED_AFTER, _ASKED_AFTER + 1])
 @pytest.mark.parametrize("moment", ["backward", "optimizer_step", "edge"])
-def test_a_kill_at_each_moment_leaves_all_of_a_step_s_requests_or_none(moment: str, step: int, worker: int) -> None:
+def test_kill_leaves_all_of_a_steps_requests_or_none(moment: str, step: int, worker: int) -> None:
     check(run_job(train, [Kill(step, worker, moment)], first=(1, 2, 3)))
 
 
 @pytest.mark.parametrize("step", [_ASKED_AFTER, _ASKED_AFTER + 1, _ASKED_AFTER + 2])
-def test_joiners_have_the_policy_s_state_and_what_was_applied(step: int) -> None:
+def test_joiners_have_the_policys_state_and_what_was_applied(step: int) -> None:
     outcome = run_job(train, [Change(step, (1, 2, 3))], first=(1, 2))
     check(outcome)
     assert len(outcome.results) == 3

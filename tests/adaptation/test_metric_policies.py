@@ -31,7 +31,7 @@ def test_training_stops_after_reports_without_an_improvement() -> None:
     assert asked[3] == [Stop("loss has not been better than 0.9 in the last 2 reports")]
 
 
-def test_an_improvement_is_more_than_min_delta_in_the_direction_of_the_mode() -> None:
+def test_an_improvement_exceeds_min_delta_in_the_modes_direction() -> None:
     grows = [0.5, 0.55, 0.65, 0.7]
     assert [len(each) for each in answers(EarlyStop("accuracy", mode="max", min_delta=0.1, patience=1), grows)] == [
         *(0, 1, 0, 1)
@@ -95,7 +95,7 @@ def costing(policy: CostCap, workers: int) -> ScriptedRun:
 
 
 @given(st.floats(0.5, 5.0), st.integers(1, 8))
-def test_a_run_ends_within_its_cap_and_not_four_steps_before(usd: float, workers: int) -> None:
+def test_run_ends_within_its_cap_and_not_steps_before(usd: float, workers: int) -> None:
     script = costing(CostCap(usd, price_per_worker_hour=10.0), workers)
     while not script.stopped:
         script.step()

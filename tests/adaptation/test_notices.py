@@ -54,13 +54,13 @@ def notice(text: str, **detail: Any) -> WorkerNotice:
     return WorkerNotice(worker="w1", kind=EventKind.POLICY, text=text, detail=detail)
 
 
-def test_an_event_that_a_new_rank_0_repeats_is_there_once() -> None:
+def test_event_that_a_new_rank_0_repeats_appears_once() -> None:
     parts = Parts()
     hear(parts, notice("a", number=1), notice("b", number=2), notice("b", number=2), notice("b", number=3), notice("b"))
     assert [text for _, text in parts.seen] == ["a", "b", "b", "b"]
 
 
-def test_the_event_of_a_batch_says_that_a_policy_has_set_it() -> None:
+def test_batch_event_says_that_a_policy_has_set_it() -> None:
     parts = Parts()
 
     def beat(batch_size: int, held: int | None, steps: int) -> WorkerHeartbeat:
@@ -72,7 +72,7 @@ def test_the_event_of_a_batch_says_that_a_policy_has_set_it() -> None:
     assert parts.seen == [(EventKind.BATCH, "batch 128: set by a policy"), (EventKind.BATCH, "for goodput")]
 
 
-def test_why_a_batch_stays_is_no_change_of_the_batch() -> None:
+def test_why_a_batch_stays_is_no_change_of_it() -> None:
     """Programs read both sizes of each ``batch`` event; a notice has none."""
     seen: list[tuple[Any, str]] = []
     planner = SimpleNamespace(fitted=lambda model: None, take_notice=lambda: "batch 32 stays: no signal")
@@ -88,7 +88,7 @@ def test_why_a_batch_stays_is_no_change_of_the_batch() -> None:
     assert seen == [(EventKind.BATCH_KEPT, "batch 32 stays: no signal")]
 
 
-def test_the_allocator_hears_at_once_of_a_wish_that_changes() -> None:
+def test_the_allocator_hears_at_once_of_a_changed_wish() -> None:
     parts, cut = Parts(), BatchChoice(atomic_bsz=32)
     heard = []
     for steps, wish in ((20, None), (40, (3, 3)), (60, (3, 3)), (80, None)):
@@ -112,7 +112,7 @@ class Link:
         return True
 
 
-def test_a_controller_hears_at_once_what_is_not_to_wait() -> None:
+def test_a_controller_hears_at_once_what_may_not_wait() -> None:
     link = Link()
     group = SimpleNamespace(generation_spec=None)
     run = SimpleNamespace(group=group, rank=0, synced=True, step_report=lambda: "the account", progress=None)
@@ -125,7 +125,7 @@ def test_a_controller_hears_at_once_what_is_not_to_wait() -> None:
     assert link.reports == ["the account"] * 2, "the last one says how far it came"
 
 
-def test_a_policy_that_changes_its_mind_in_every_step_does_not_flood_the_controller() -> None:
+def test_a_fickle_policy_does_not_flood_the_controller() -> None:
     link = Link()
     group = SimpleNamespace(generation_spec=None)
 

@@ -75,7 +75,7 @@ class Asks(Policy):
         return self._what() if view.step == self.at else None
 
 
-def test_a_request_is_applied_on_all_ranks_after_the_next_step() -> None:
+def test_a_request_is_applied_everywhere_after_the_next_step() -> None:
     ranks = [Rank(Asks(2, lambda: [SetBatch(64), ScaleRate(0.5)])) for _ in range(3)]
     for number in (1, 2):
         step(ranks, number)
@@ -91,7 +91,7 @@ def test_a_request_is_applied_on_all_ranks_after_the_next_step() -> None:
     assert len(ranks[0].applied) == 2
 
 
-def test_a_lost_step_leaves_the_request_pending_and_the_policys_state_as_it_was() -> None:
+def test_lost_step_keeps_the_request_and_the_policys_state() -> None:
     ranks = [Rank(Asks(1, lambda: SetBatch(64))) for _ in range(2)]
     step(ranks, 1)
     for _ in range(3):
@@ -130,7 +130,7 @@ class Fails(Policy):
         ("blocks", "Fails.after_step: it has not returned within 0.2 s; it is not asked any more"),
     ],
 )
-def test_failures_name_policy_hook_and_reason_and_the_run_goes_on(how: str, text: str) -> None:
+def test_failures_name_policy_hook_and_reason_and_run_continues(how: str, text: str) -> None:
     ranks = [Rank(Fails(how), Asks(1, lambda: SetBatch(8))) for _ in range(2)]
     for number in (1, 2, 3):
         step(ranks, number)
@@ -152,7 +152,7 @@ def test_a_strict_policy_ends_the_run_on_every_rank(how: str) -> None:
             rank.runner.settle(2)
 
 
-def test_a_policy_that_differs_between_ranks_is_left_out_by_name_and_the_others_go_on() -> None:
+def test_a_policy_that_differs_between_ranks_is_left_out() -> None:
     ranks = [Rank(Asks(1, lambda at=at: SetBatch(8 + at)), Asks(1, lambda: Stop("done"))) for at in range(2)]
     for number in (1, 2, 3):
         step(ranks, number)
@@ -161,7 +161,7 @@ def test_a_policy_that_differs_between_ranks_is_left_out_by_name_and_the_others_
     assert all(list(rank.runner.values.off) == [0] for rank in ranks)
 
 
-def test_a_policy_that_fails_on_one_rank_alone_is_told_there() -> None:
+def test_policy_that_fails_on_one_rank_is_told_there() -> None:
     ranks = [Rank(Fails("")), Rank(Fails("raises"))]
     for number in (1, 2):
         step(ranks, number)
@@ -169,7 +169,7 @@ def test_a_policy_that_fails_on_one_rank_alone_is_told_there() -> None:
     assert "ValueError: oops" in ranks[1].told_here[0]
 
 
-def test_a_refusal_is_told_once_and_raises_where_the_policy_is_strict() -> None:
+def test_a_refusal_is_told_once_and_raises_where_strict() -> None:
     always = Asks(1, lambda: None)
     always.after_step = lambda view: SetBatch(8)
     rank = Rank(always)
@@ -201,9 +201,7 @@ class Counts(Policy):
     every=st.integers(1, 4),
     fates=st.lists(st.sampled_from(["kept", "lost", "grows", "shrinks"]), min_size=1, max_size=25),
 )
-def test_whatever_is_lost_and_whoever_comes_and_goes_all_ranks_have_applied_the_same(
-    every: int, fates: list[str]
-) -> None:
+def test_whatever_is_lost_all_ranks_have_applied_the_same(every: int, fates: list[str]) -> None:
     ranks, number = [Rank(Counts(every)) for _ in range(2)], 0
     for fate in fates:
         number += fate != "lost"
@@ -221,7 +219,7 @@ def test_whatever_is_lost_and_whoever_comes_and_goes_all_ranks_have_applied_the_
     assert captured[0]["states"] == ([{"count": number, "begun": number}] if number else [{}])
 
 
-def test_settings_of_the_run_are_not_overwritten_by_the_state_of_an_earlier_one() -> None:
+def test_settings_of_run_are_not_overwritten_by_earlier_state() -> None:
     before = Rank(Counts(every=3))
     step([before], 1)
     after = Rank(Counts(every=5))
@@ -230,7 +228,7 @@ def test_settings_of_the_run_are_not_overwritten_by_the_state_of_an_earlier_one(
     assert isinstance(policy, Counts) and (policy.every, policy.count) == (5, 1)
 
 
-def test_the_state_must_be_plain_and_says_which_attribute_is_not() -> None:
+def test_state_must_be_plain_and_the_attribute_is_named() -> None:
     policy = Counts(1)
     policy.seen = {"x": [{1, 2}]}  # type: ignore[attr-defined]
     with pytest.raises(PolicyError, match=r"Counts.seen\['x'\]\[0\] is \{1, 2\} of type set"):
@@ -295,7 +293,7 @@ def test_a_wish_ends_with_the_policy_whose_it_is(how: str) -> None:
     assert [rank.runner.values.wish for rank in ranks] == [None if how else (3, 3)] * 2
 
 
-def test_a_wish_outlives_other_policies_and_not_those_that_a_run_has_no_more() -> None:
+def test_a_wish_outlives_other_policies_but_not_its_own() -> None:
     ranks = [WishingRank(Fails("blocks"), Wishes()) for _ in range(2)]
     for number in (1, 2, 3):
         step(ranks, number)

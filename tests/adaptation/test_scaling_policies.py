@@ -77,7 +77,7 @@ def test_the_search_stays_within_the_limits(measured: dict[int, int], good: int,
 
 @settings(max_examples=40)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 3))
-def test_from_everywhere_it_ends_at_the_largest_size_that_pays(start: int, good: int, stride: int) -> None:
+def test_from_everywhere_it_ends_at_the_largest_paying_size(start: int, good: int, stride: int) -> None:
     """On a job that gains up to ``good`` workers and nothing beyond."""
 
     def step_s(workers: int) -> float:
@@ -107,7 +107,7 @@ def test_it_ends_at_the_size_that_a_sweep_finds() -> None:
         assert script.view.workers == swept, start
 
 
-def test_each_size_is_asked_for_once_and_after_its_steps() -> None:
+def test_each_size_is_asked_for_once_after_its_steps() -> None:
     script = run(ThroughputScaling(**SMALL), amdahl)
     script.steps(300)
     assert sizes(script) == [2, 3, 4, 5, 6, 7, 6]
@@ -116,7 +116,7 @@ def test_each_size_is_asked_for_once_and_after_its_steps() -> None:
     assert {later - sooner for sooner, later in itertools.pairwise(steps)} == {13}
 
 
-def test_a_size_that_is_not_granted_counts_as_out_of_reach() -> None:
+def test_size_that_is_not_granted_is_out_of_reach() -> None:
     script = run(ThroughputScaling(**SMALL), lambda workers: 1.0 / workers, grants=lambda wish: min(wish, 3))
     script.steps(600)
     assert script.view.workers == 3
@@ -178,7 +178,7 @@ def test_dear_workers_are_few_and_worthless_hurry_buys_none() -> None:
     assert costed("0.000001,1000000", price=100.0) == 1
 
 
-def test_growth_pays_exactly_when_utility_gains_more_than_it_costs() -> None:
+def test_growth_pays_exactly_when_utility_gains_more_than_cost() -> None:
     policy = UtilityCost("100,1000", price_per_worker_hour=3600.0)
     policy.rates = {1: 1.0, 2: 1.5}
     view = PolicyView(samples=100, epochs=1, epoch_progress=0.5, elapsed_s=10.0)

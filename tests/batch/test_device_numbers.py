@@ -28,7 +28,7 @@ def test_sums_stay_on_a_gpu(one: int | None, other: int | None, there: int) -> N
     assert isinstance(found, torch.Tensor) and found.device == torch.device("cuda", there)
 
 
-def test_preconditioners_of_a_fused_optimizer_do_not_wait_for_each_count_of_steps() -> None:
+def test_fused_preconditioners_do_not_wait_for_each_step_count() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(6):

@@ -45,7 +45,7 @@ class Run:
         return found
 
 
-def test_before_a_signal_is_known_nothing_hinders_and_nothing_goes_back() -> None:
+def test_before_a_signal_nothing_hinders_and_nothing_goes_back() -> None:
     watch = GrowthWatch(INITIAL)
     for step in range(0, 1000, 10):
         watch.observe(batch_size=256, steps=step, signal=None)
@@ -53,7 +53,7 @@ def test_before_a_signal_is_known_nothing_hinders_and_nothing_goes_back() -> Non
     assert (watch.growth, watch.hindrance) == (LARGE_GROWTH, "")
 
 
-def test_without_a_signal_a_batch_does_not_grow_and_says_so() -> None:
+def test_without_a_signal_a_batch_stays_and_says_so() -> None:
     run = Run()
     run.go(INITIAL, 3, present=False)
     assert run.watch.growth == 1.0
@@ -64,7 +64,7 @@ def test_without_a_signal_a_batch_does_not_grow_and_says_so() -> None:
     assert (run.watch.growth, run.watch.hindrance) == (LARGE_GROWTH, "")
 
 
-def test_without_a_signal_for_long_a_batch_goes_down_step_by_step_to_the_initial_one() -> None:
+def test_without_a_signal_for_long_a_batch_falls_stepwise() -> None:
     run = Run()
     run.go(256, 3)
     needed = max(-(-QUIET_STEPS // SPACING), QUIET_UPDATES)
@@ -107,7 +107,7 @@ def reported(before: list[float], after: list[float]) -> list[StepBack]:
         ([2.0, 1.5, 1.2], [1.0] * 8 + [9.0, 9.0], 0),  # another cause
     ],
 )
-def test_a_growth_after_which_the_loss_rises_is_taken_back(before: list[float], after: list[float], backs: int) -> None:
+def test_growth_after_which_the_loss_rises_is_taken_back(before: list[float], after: list[float], backs: int) -> None:
     found = reported(before, after)
     assert [back.batch_size for back in found] == [64] * backs
     assert all("after the growth the loss rose to" in back.reason for back in found)
@@ -156,7 +156,7 @@ def test_a_growth_after_which_gradients_rise_is_taken_back() -> None:
     assert run.watch.hindrance == ""
 
 
-def test_each_further_growth_that_is_taken_back_halves_the_step_again() -> None:
+def test_each_further_growth_taken_back_halves_the_step_again() -> None:
     run, steps = Run(), []
     for _ in range(6):
         run.go(128, 2 * PAUSE_STEPS // SPACING)
@@ -178,13 +178,13 @@ def test_a_growth_that_held_gives_the_larger_step_back() -> None:
 
 
 @pytest.mark.parametrize("size", [0.9 * RISE, 0.01])
-def test_gradients_that_stay_in_their_range_or_shrink_are_no_rise(size: float) -> None:
+def test_gradients_that_stay_in_range_are_no_rise(size: float) -> None:
     run = Run()
     run.go(128, 10, size=1.0)
     assert run.go(256, 30, size=size) == []
 
 
-def test_a_rise_long_after_a_growth_is_not_its_doing() -> None:
+def test_rise_long_after_a_growth_is_not_its_doing() -> None:
     run = Run()
     run.go(128, 10)
     run.go(256, 30)
@@ -203,7 +203,7 @@ def test_a_rise_after_a_shrinkage_is_not_judged() -> None:
         max_size=150,
     )
 )
-def test_whatever_comes_a_step_back_is_smaller_has_a_reason_and_stays_above_the_initial_batch(
+def test_step_back_is_smaller_reasoned_never_below_the_initial(
     reports: list[tuple[int, bool, float, int]],
 ) -> None:
     watch, updates = GrowthWatch(INITIAL), 0

@@ -24,7 +24,7 @@ def due(halving: Halving, first: int, last: int, samples: int = 64) -> list[int]
 
 
 @given(halving=halvings, first=st.integers(0, 3000), length=st.integers(0, 1500), samples=st.integers(0, 60))
-def test_the_count_is_that_of_the_steps_that_are_due(halving: Halving, first: int, length: int, samples: int) -> None:
+def test_the_count_is_that_of_the_due_steps(halving: Halving, first: int, length: int, samples: int) -> None:
     found = due(halving, first, first + length, samples)
     assert halving.count(first, first + length, samples) == len(found)
     if samples < 2 * halving.least:
@@ -55,7 +55,7 @@ def test_a_monitor_finds_the_steps_that_it_names(every: int) -> None:
     assert due(Halving(since=5, every=every), 0, 50) == [step for step in range(5, 50) if step % every == 0]
 
 
-def test_a_batch_that_adapts_is_measured_as_often_as_a_monitor_asks_at_least() -> None:
+def test_adapting_batch_is_measured_as_often_as_monitors_ask() -> None:
     often = due(Halving(since=0, adapts=True, every=2), 0, 400)
     assert often == list(range(0, 400, 2))
     seldom = due(Halving(since=0, adapts=True, every=100), 0, 400)

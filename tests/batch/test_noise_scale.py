@@ -114,7 +114,7 @@ def averages(found: list[NoiseScale], batch: int) -> SmoothedNoise:
     return noise
 
 
-def test_no_value_before_the_first_update_and_no_bias_after_it() -> None:
+def test_no_value_before_first_update_no_bias_after_it() -> None:
     assert SmoothedNoise().whole() is None
     assert SmoothedNoise().groups() == ()
     assert not SmoothedNoise().has_signal
@@ -126,7 +126,7 @@ def test_no_value_before_the_first_update_and_no_bias_after_it() -> None:
 
 
 @given(updates=estimates, scale=st.floats(1.0, 1e4))
-def test_smoothed_values_are_above_zero_and_bounded_by_what_was_seen(
+def test_smoothed_values_are_positive_and_bounded_by_those_seen(
     updates: list[tuple[float, float, float]], scale: float
 ) -> None:
     noise, largest = smoothed(updates), max(abs(sqr) + abs(var) for sqr, var, _ in updates)
@@ -159,7 +159,7 @@ def test_the_ratio_does_not_depend_on_the_gradients_unit(
 
 
 @given(updates=estimates, scale=st.floats(1.0, 1e4))
-def test_without_a_signal_the_gain_is_at_most_the_root_of_the_scale(
+def test_without_signal_gain_is_at_most_the_scales_root(
     updates: list[tuple[float, float, float]], scale: float
 ) -> None:
     noise = smoothed(updates)
@@ -229,7 +229,7 @@ def test_a_gradient_of_zero_says_nothing_of_its_noise() -> None:
 
 
 @pytest.mark.parametrize("first", [(-2.0, 1.0), (-1.0, 1.0 + 1e-12), (-1.0, 1.0)])
-def test_a_first_estimate_that_is_all_noise_does_not_outweigh_those_after_it(first: tuple[float, float]) -> None:
+def test_a_noisy_first_estimate_does_not_outweigh_later_ones(first: tuple[float, float]) -> None:
     """At a batch below the initial one ``sqr`` can take away more than ``var`` gives: the size is unknown then."""
     noise = SmoothedNoise().update(*first, 0.5)
     for _ in range(60):
@@ -239,7 +239,7 @@ def test_a_first_estimate_that_is_all_noise_does_not_outweigh_those_after_it(fir
     assert (whole.sqr, whole.var) == pytest.approx((1.0, 1.0), rel=0.4)
 
 
-def test_memory_is_counted_in_samples_and_bounded_by_the_window() -> None:
+def test_memory_counts_in_samples_and_is_bounded_by_window() -> None:
     def forgotten(scale: float, steps: int) -> float:
         noise = SmoothedNoise(window=100.0).update(0.0, 2.0, 1.0, steps=1000)
         for _ in range(steps):

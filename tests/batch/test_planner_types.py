@@ -67,7 +67,7 @@ def test_steps_of_a_mixed_group_tell_of_each_type() -> None:
     assert planner.throughput == pytest.approx(256 / (0.192 + 0.005))
 
 
-def test_the_model_of_a_type_stays_when_the_group_becomes_mixed() -> None:
+def test_a_types_model_stays_when_the_group_becomes_mixed() -> None:
     planner = BatchPlanner(shares_by_type=True)
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024), dataset_size=10_000))
     planner.choose(SPEC, None)
@@ -84,7 +84,7 @@ def test_the_model_of_a_type_stays_when_the_group_becomes_mixed() -> None:
     assert apart.own_model is None
 
 
-def test_what_was_measured_and_allowed_on_a_type_is_told_under_its_name() -> None:
+def test_what_a_type_measured_and_allows_bears_its_name() -> None:
     planner = BatchPlanner()
     limits = BatchLimits(init_batch_size=64, max_batch_size=1024, local_bsz_bounds=(8, 256))
     planner.open(LoaderInfo(limits=limits))
@@ -96,7 +96,7 @@ def test_what_was_measured_and_allowed_on_a_type_is_told_under_its_name() -> Non
     assert planner.atomic_bsz_ranges["a"] == (8, 256)
 
 
-def test_a_report_of_one_sample_or_no_time_has_an_efficiency_and_no_throughput() -> None:
+def test_one_sample_or_no_time_has_efficiency_no_throughput() -> None:
     planner = BatchPlanner()
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=1, max_batch_size=64)))
     planner.choose(ALONE, "a")

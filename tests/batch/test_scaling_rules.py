@@ -72,7 +72,7 @@ def test_legw_warms_up_longer_for_a_larger_batch() -> None:
     assert Legw(warmup_epochs=0).factors(4.0, [None], 0.0) == (2.0,)
 
 
-def test_step_gain_is_the_gain_or_the_least_it_can_be() -> None:
+def test_step_gain_is_the_gain_or_its_least() -> None:
     assert step_gain(4.0, BALANCED) == pytest.approx(1.6)
     assert (step_gain(4.0, None), step_gain(0.5, None)) == (1.0, 0.5)
 

@@ -77,7 +77,7 @@ def test_replicas_times_micro_batches_equal_one_process(replicas: int, micro: in
     assert several.var == pytest.approx(one.var, rel=1e-3)
 
 
-def test_squared_norm_is_one_number_on_the_device_in_float32() -> None:
+def test_squared_norm_is_one_float32_number_on_the_device() -> None:
     flat = torch.full((1000,), 300.0, dtype=torch.float16)  # 300^2 overflows half precision
     result = squared_norm(flat)
     assert (result.shape, result.dtype) == (torch.Size([]), torch.float32)
@@ -147,7 +147,7 @@ def test_plain_and_unlike_optimizers_have_none() -> None:
         assert preconditioner(optimizer, list(model.parameters())) is None
 
 
-def test_a_coordinate_that_never_had_a_gradient_does_not_drown_the_others() -> None:
+def test_a_coordinate_without_gradients_does_not_drown_the_others() -> None:
     param = nn.Parameter(torch.zeros(100))
     optimizer = torch.optim.Adam([param])
     for _ in range(10):

@@ -64,9 +64,7 @@ def tuner_at(cut: BatchChoice, noise: NoiseScale = NOISY, limits: BatchLimits = 
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(NoiseScale(sqr=1.0, var=3.0), 65, 128), (NOISY, 129, 256)])
-def test_the_batch_grows_where_goodput_does_to_the_double_or_where_much_is_gained_to_four_times(
-    noise: NoiseScale, least: int, most: int
-) -> None:
+def test_batch_grows_to_double_or_four_times_where_worthwhile(noise: NoiseScale, least: int, most: int) -> None:
     decision = tuner_at(choice(64), noise).decide(1, 1, choice(64))
     assert decision.changed
     assert least <= decision.batch_size <= most
@@ -92,7 +90,7 @@ def signal(updates: int, *, present: bool = True, size: float = 1.0) -> NoiseSig
     return NoiseSignal(present=present, size=size, updates=updates)
 
 
-def test_a_second_size_is_measured_once_where_only_one_was() -> None:
+def test_a_second_size_is_measured_once_where_one_was() -> None:
     tuner = tuner_at(choice(64), NoiseScale(sqr=1.0, var=0.7))
     assert not tuner.decide(1, 1, choice(64)).changed, "the model sees no gain"
     measure(tuner, choice(64), steps=TRIED_AFTER)
@@ -134,7 +132,7 @@ def test_no_second_size_is_measured_without_need(why: str) -> None:
     assert not tuner.decide(1, 1, choice(64)).changed
 
 
-def test_without_a_signal_the_batch_does_not_grow_and_goes_down_after_a_while() -> None:
+def test_without_a_signal_the_batch_stays_then_falls() -> None:
     tuner = tuner_at(choice(256))
     tuner.set_signal(signal(10, present=False), batch_size=256, steps=100)
     stays = tuner.decide(1, 1, choice(256))
@@ -145,7 +143,7 @@ def test_without_a_signal_the_batch_does_not_grow_and_goes_down_after_a_while() 
     assert not tuner.decide(1, 1, choice(256)).batch_size < 128, "one step at a time"
 
 
-def test_a_growth_that_went_too_far_is_taken_back_and_not_repeated_at_once() -> None:
+def test_growth_too_far_is_taken_back_and_not_repeated() -> None:
     tuner, updates = tuner_at(choice(64)), 10
     tuner.set_signal(signal(9), batch_size=64, steps=90)
     tuner.set_signal(signal(updates), batch_size=64, steps=100)
@@ -187,13 +185,13 @@ def test_a_small_gain_changes_nothing() -> None:
     assert "not above the hysteresis of 5%" in decision.reason
 
 
-def test_a_gradient_without_noise_keeps_or_takes_back_the_initial_batch() -> None:
+def test_a_gradient_without_noise_keeps_the_initial_batch() -> None:
     signal = NoiseScale(sqr=1.0, var=1e-9)
     assert not tuner_at(choice(64), signal).decide(1, 1, choice(64)).changed
     assert tuner_at(choice(512), signal).decide(1, 1, choice(512)).batch_size == 64
 
 
-def test_the_noise_scale_counts_as_soon_as_it_is_set() -> None:
+def test_the_noise_scale_counts_once_it_is_set() -> None:
     tuner = tuner_at(choice(64), NoiseScale(sqr=1.0, var=1e-9))
     tuner.set_noise(NOISY)
     tuner.set_noise(None)
@@ -205,7 +203,7 @@ def test_the_noise_scale_counts_as_soon_as_it_is_set() -> None:
 # --- before there is a model ---
 
 
-def test_without_a_model_the_batch_stays_and_says_what_is_missing() -> None:
+def test_without_a_model_the_batch_stays_and_says_why() -> None:
     tuner = BatchTuner(ADAPTIVE)
     assert tuner.fit() is None
     first = tuner.decide(1, 2, None)
@@ -219,7 +217,7 @@ def test_without_a_model_the_batch_stays_and_says_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("size", "bounds", "least"), [(3, None, 2), (1, None, 2), (31, (16, 64), 16), (32, (16, 64), None), (4, None, None)]
 )
-def test_a_batch_without_two_halves_has_no_noise_on_one_worker_and_says_so(
+def test_a_batch_without_two_halves_has_no_noise_alone(
     size: int, bounds: tuple[int, int] | None, least: int | None
 ) -> None:
     limits = BatchLimits(
@@ -238,7 +236,7 @@ def test_a_batch_without_two_halves_has_no_noise_on_one_worker_and_says_so(
     assert "two halves" not in tuner.decide(1, 2, None).reason, "two workers tell it"
 
 
-def test_a_resize_keeps_the_global_batch_as_near_as_can_be() -> None:
+def test_resize_keeps_the_global_batch_as_near_as_possible() -> None:
     tuner = BatchTuner(ADAPTIVE)
     assert tuner.decide(1, 4, choice(128), current_replicas=1).choice == choice(32)
     assert tuner.decide(1, 1, choice(512), current_replicas=4).choice == choice(512, 3)
@@ -260,7 +258,7 @@ def test_a_fixed_batch_is_split_over_the_workers(init: int, replicas: int, upper
     assert decision.reason.startswith(f"the batch is fixed at {init}: ")
 
 
-def test_a_fixed_batch_stays_when_a_larger_one_would_be_better() -> None:
+def test_a_fixed_batch_stays_though_a_larger_were_better() -> None:
     limits = BatchLimits(init_batch_size=64)
     tuner = tuner_at(choice(64), limits=limits)
     assert not tuner.decide(1, 1, choice(64)).changed
@@ -280,13 +278,13 @@ def test_out_of_memory_halves_the_bound_and_accumulates_instead() -> None:
     assert tuner.atomic_bsz_range == (16, 256)
 
 
-def test_out_of_memory_stops_at_what_is_known_to_run() -> None:
+def test_out_of_memory_stops_at_size_known_to_run() -> None:
     tuner = tuner_at(choice(400))
     tuner.out_of_memory(512)
     assert tuner.upper == 400
 
 
-def test_one_worker_accumulates_where_a_step_costs_more_than_its_passes() -> None:
+def test_one_worker_accumulates_where_a_step_outweighs_its_passes() -> None:
     """The worker's share is full: only more micro-steps make the batch larger, and the update is paid for once."""
     truth = dataclasses.replace(TRUTH, alpha_s=0.2)
     limits = dataclasses.replace(ADAPTIVE, local_bsz_bounds=(16, 64))
@@ -308,7 +306,7 @@ def test_one_worker_accumulates_where_a_step_costs_more_than_its_passes() -> Non
         assert (cut.accum_steps > 3) == grows, cut
 
 
-def test_out_of_memory_without_accumulation_lowers_the_batch_and_says_so() -> None:
+def test_out_of_memory_without_accumulation_lowers_the_batch() -> None:
     limits = BatchLimits(init_batch_size=64, max_batch_size=256)
     tuner = tuner_at(choice(64), limits=limits)
     tuner.out_of_memory(64)
@@ -355,7 +353,7 @@ def test_outliers_and_nonsense_do_not_count() -> None:
     assert observation.step_time == TRUTH.step_time(1, 1, 64, 0)
 
 
-def test_a_lasting_change_of_speed_counts_after_a_few_reports() -> None:
+def test_a_lasting_change_of_speed_counts_after_few_reports() -> None:
     tuner = BatchTuner(ADAPTIVE)
     for slow in [1.0] * 100 + [3.0] * 8:
         measure(tuner, choice(64), slow=slow)
@@ -427,7 +425,7 @@ def test_decisions_keep_the_limits_settle_and_have_a_reason(
     replicas=st.integers(1, 16),
     current=st.none() | st.builds(choice, st.integers(1, 600), st.integers(0, 3)),
 )
-def test_a_batch_of_one_size_has_it_on_any_number_of_workers(
+def test_batch_of_one_size_keeps_it_on_any_workers(
     size: int, largest: int | None, replicas: int, current: BatchChoice | None
 ) -> None:
     limits = BatchLimits(
@@ -502,7 +500,7 @@ def test_limits_are_integers_that_any_process_can_read() -> None:
     assert b"Size" not in pickle.dumps(limits)
 
 
-def test_why_a_batch_stays_is_told_once_for_each_cause() -> None:
+def test_why_a_batch_stays_is_told_once_per_cause() -> None:
     planner = BatchPlanner(fit_every_s=0.0)
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=64, max_batch_size=1024)))
     group = Alone()
@@ -539,3 +537,112 @@ class Alone:
     """A group of one worker."""
 
     generation, nodes, world_size, batch, equal_shares = 1, 1, 1, None, False
+
+
+# --- why it stays, in a few words ---
+
+
+def test_a_decision_says_briefly_what_hinders_growth() -> None:
+    limits = BatchLimits(init_batch_size=3, max_batch_size=512)
+    tuner = BatchTuner(limits)
+    assert tuner.decide(1, 1, choice(3)).hindered == "no halves"
+    assert tuner.decide(1, 3, None).hindered == "", "three workers tell the noise"
+    tuner.set_noise(NOISY)
+    assert tuner.decide(1, 1, choice(3)).hindered == "", "it is known"
+    tuner.set_signal(signal(15, present=False), batch_size=3, steps=30)
+    assert tuner.decide(1, 1, choice(3)).hindered == "", "too few estimates to be news"
+    tuner.set_signal(signal(16, present=False), batch_size=3, steps=40)
+    assert tuner.decide(1, 1, choice(3)).hindered == "no signal"
+    tuner.set_signal(signal(17), batch_size=3, steps=50)
+    assert tuner.decide(1, 1, choice(3)).hindered == ""
+    one = BatchTuner(BatchLimits(init_batch_size=3, max_batch_size=3))
+    one.set_signal(signal(16, present=False), batch_size=3, steps=40)
+    assert one.decide(1, 1, choice(3)).hindered == "", "there is nothing to hinder"
+
+
+def test_halves_have_at_least_what_a_worker_may_take() -> None:
+    for bounds, size, hindered in (((16, None), 31, True), ((16, None), 32, False), (None, 4, False), (None, 3, True)):
+        limits = BatchLimits(init_batch_size=size, max_batch_size=512, local_bsz_bounds=bounds)
+        found = BatchTuner(limits).decide(1, 1, choice(size)).hindered
+        assert (found == "no halves") == hindered, (bounds, size)
+    accumulates = BatchLimits(init_batch_size=2, max_batch_size=512, gradient_accumulation=True)
+    assert BatchTuner(accumulates).decide(1, 1, choice(1, 1)).hindered == "", "its micro-steps are the halves"
+
+
+def test_no_batch_is_chosen_above_the_largest_allowed() -> None:
+    limits = BatchLimits(init_batch_size=64, max_batch_size=100)
+    decision = tuner_at(choice(64), limits=limits).decide(1, 1, choice(64))
+    assert decision.changed and 64 < decision.batch_size <= 100
+    prior = BatchTuner(limits)
+    prior.set_prior(Prior(model=GoodputModel(TRUTH, NOISY, 64), largest_batch=4096))
+    assert 64 < prior.decide(1, 1, choice(64)).batch_size <= 100
+
+
+def test_others_measurements_open_their_largest_batch_until_own_fit() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    assert tuner.set_prior(prior := Prior(model=GoodputModel(TRUTH, NOISY, 64), largest_batch=90))
+    assert not tuner.set_prior(prior), "the same is no news"
+    assert tuner.own_model is None and tuner.model == prior.model
+    assert 64 < tuner.decide(1, 1, choice(64)).batch_size <= 90
+    measure(tuner, choice(64), steps=MIN_STEPS - 1)
+    tuner.set_model(GoodputModel(TRUTH, NOISY, 64))
+    assert not tuner.decide(1, 1, choice(64)).changed, "its own size has not been measured for long enough"
+    assert not tuner.set_prior(dataclasses.replace(prior, largest_batch=99)), "it has a fit of its own"
+
+
+def test_others_noise_is_that_of_their_initial_batch() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    theirs = GoodputModel(TRUTH, NoiseScale(sqr=2.0, var=8.0), 128)
+    tuner.set_prior(Prior(model=theirs, largest_batch=64))
+    model = tuner.model
+    assert model is not None and model.init_batch_size == 64
+    assert model.noise == NoiseScale(sqr=2.0, var=16.0), "var is that of a mean of M0 samples"
+    assert model.efficiency(256) == pytest.approx(theirs.efficiency(256) * theirs.efficiency(64) ** -1)
+
+
+@pytest.mark.parametrize("cut", [choice(16, 3), choice(64), choice(32, 1), choice(128), choice(512, 7)])
+def test_a_cut_within_the_limits_is_kept(cut: BatchChoice) -> None:
+    decision = BatchTuner(ADAPTIVE).decide(1, 1, cut)
+    assert (decision.choice, decision.changed) == (cut, False)
+
+
+@pytest.mark.parametrize(
+    ("limits", "cut"),
+    [
+        (dataclasses.replace(ADAPTIVE, gradient_accumulation=False), choice(16, 3)),
+        (ADAPTIVE, choice(8, 7)),
+        (ADAPTIVE, choice(1024)),
+        (ADAPTIVE, choice(512, 8)),
+    ],
+)
+def test_a_cut_of_other_limits_is_made_anew(limits: BatchLimits, cut: BatchChoice) -> None:
+    decision = BatchTuner(limits).decide(1, 1, cut)
+    assert decision.changed and decision.choice != cut
+    assert decision.batch_size == min(cut.batch_size(1), 4096)
+
+
+def test_steps_at_another_batch_count_anew_others_add_up() -> None:
+    tuner = BatchTuner(ADAPTIVE)
+    measure(tuner, choice(64), steps=5)
+    measure(tuner, choice(32, 1), steps=4)
+    assert (tuner.snapshot().batch_size, tuner.snapshot().steps) == (64, 9)
+    measure(tuner, choice(32), replicas=4, steps=3)
+    assert (tuner.snapshot().batch_size, tuner.snapshot().steps) == (128, 3)
+    counts = {(o.replicas, o.atomic_bsz, o.accum_steps): o.count for o in tuner.snapshot().observations}
+    assert counts == {(1, 64, 0): 5.0, (1, 32, 1): 4.0, (4, 32, 0): 3.0}
+    measure(tuner, choice(64), steps=200)
+    assert tuner.snapshot().observations[-1].count == 100.0, "more weigh no more"
+    assert tuner.snapshot().observations[-1].grad_time == pytest.approx(float(TRUTH.grad_time(64)))
+    tuner.observe(nodes=1, replicas=1, atomic_bsz=7, accum_steps=0, step_time=1.0, steps=0)
+    assert tuner.snapshot().batch_size == 64, "a report of no steps says nothing"
+
+
+def test_out_of_memory_trusts_only_batches_well_below() -> None:
+    for known, bound in ((choice(95), 50), (choice(90), 90), (choice(40), 50)):
+        tuner = BatchTuner(dataclasses.replace(ADAPTIVE, init_batch_size=16))
+        measure(tuner, known, steps=MIN_STEPS)
+        assert tuner.out_of_memory(100).endswith(f"the local bound is now {bound}")
+    few = BatchTuner(ADAPTIVE)
+    measure(few, choice(90), steps=MIN_STEPS - 1)
+    assert few.out_of_memory(100).endswith("the local bound is now 50"), "it may not have run to its end"
+    assert few.out_of_memory(20).endswith("the local bound is now 16"), "not below the least"

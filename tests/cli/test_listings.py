@@ -83,7 +83,7 @@ def snapshot(*views: JobView) -> CoreSnapshot:
     return CoreSnapshot(**{**fields, **told})
 
 
-def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> None:
+def test_jobs_known_to_controllers_allocator_or_ray_appear_once() -> None:
     view = JobView(job="a", bundle={"CPU": 1}, max_workers=8, submitted_s=100.0, held_at=3, tenant="team")
     silent = JobView(job="b", bundle={"CPU": 1}, max_workers=2, submitted_s=50.0)
     answers = [
@@ -111,7 +111,7 @@ def test_jobs_are_those_that_controllers_allocator_or_ray_know_each_once() -> No
     assert all(len(job_cells(row, 0.0)) == len(JOB_COLUMNS) for row in rows.values())
 
 
-def test_a_name_stands_for_its_submissions_but_not_for_those_of_longer_names() -> None:
+def test_name_stands_for_its_submissions_not_for_longer_names() -> None:
     assert JobAnswers(actor="job:x", spec=spec("x", "bert.2")).comes_from("bert")
     assert JobAnswers(actor="job:x", spec=spec("x", "bert")).comes_from("bert")
     assert not JobAnswers(actor="job:x", spec=spec("x", "bert-large")).comes_from("bert")
@@ -119,7 +119,7 @@ def test_a_name_stands_for_its_submissions_but_not_for_those_of_longer_names() -
     assert not JobAnswers(actor="job:x").comes_from("bert")
 
 
-def test_nodes_show_what_elastic_jobs_may_use_and_who_is_there() -> None:
+def test_nodes_show_what_elastic_jobs_may_use_and_hold() -> None:
     resources = {"CPU": 8.0, "GPU": 4.0, "node:10.0.0.1": 1.0, "CPU_group_0_ff": 1.0}
     living = {
         "NodeID": NODE.node_id,
@@ -136,7 +136,7 @@ def test_nodes_show_what_elastic_jobs_may_use_and_who_is_there() -> None:
     assert alone.free is None and node_cells(alone)[5] == "4" and len(NODE_COLUMNS) == len(node_cells(alone))
 
 
-def test_decisions_are_the_last_ones_of_a_job_or_of_all() -> None:
+def test_decisions_are_the_last_ones_of_one_or_all() -> None:
     seen = dataclasses.replace(snapshot(), log=(RECORD, dataclasses.replace(RECORD, job="b"), RECORD))
     assert [record.job for record in decisions(seen, None, 2)] == ["b", "a"]
     assert len(decisions(seen, "a", 9)) == 2 and decisions(seen, "a", 0) == ()
@@ -163,7 +163,7 @@ def test_spans_have_two_units(seconds: float, text: str) -> None:
     assert ago(seconds) == text
 
 
-def test_a_decision_about_nodes_says_what_changes_and_what_users_must_know() -> None:
+def test_a_decision_about_nodes_says_changes_and_users_need() -> None:
     decision = ScalingDecision(
         nodes={"firm": 1, "spot": 2, "large": 0},
         add={"spot": 1},

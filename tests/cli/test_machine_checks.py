@@ -41,7 +41,7 @@ def test_storage_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert unknown.state == "fail" and "nowhere://bucket" in unknown.detail
 
 
-def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_breaks_is_a_finding_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Any:
         raise OSError("no such device\nand more")
 

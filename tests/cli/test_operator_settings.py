@@ -18,7 +18,7 @@ from tests.job.jobs import start, wait_until
 pytestmark = [pytest.mark.ray_cluster(num_cpus=4), pytest.mark.timeout(1000), pytest.mark.thorough]
 
 
-def test_settings_change_while_a_job_runs_and_outlast_the_allocator(ray_cluster: Any, tmp_path: Path) -> None:
+def test_settings_change_while_job_runs_and_outlast_the_allocator(ray_cluster: Any, tmp_path: Path) -> None:
     file = tmp_path / "cluster-policy.yaml"
     shown = yaml.safe_load(run(ray_cluster, "allocator", "show").stdout)
     assert shown == {"tenants": {}, "priorities": {}, "autoscaling": "auto", "page": False}

@@ -74,7 +74,7 @@ def submit(cluster: Any, script: Path, *options: str, epochs: int, more: tuple[s
     return run(cluster, "submit", str(script), *options, "--", *own, code=code)
 
 
-def test_a_script_runs_to_its_end_at_the_size_that_the_command_line_says(cluster: Any, script: Path) -> None:
+def test_script_runs_to_its_end_at_the_commands_size(cluster: Any, script: Path) -> None:
     done = submit(cluster, script, "--workers", "1:2", "--name", "digits", "--wait", epochs=1)
     assert "the script is done" in done.stdout and "job digits: finished" in done.stdout
     assert (script.parents[1] / "runs" / "digits" / "events.jsonl").exists()
@@ -84,7 +84,7 @@ def test_a_script_runs_to_its_end_at_the_size_that_the_command_line_says(cluster
     assert (row["job"], row["phase"]) == ("digits", "finished")
 
 
-def test_a_script_that_fails_is_exit_code_1_and_its_name_may_be_used_again(cluster: Any, script: Path) -> None:
+def test_failing_script_is_exit_code_1_its_name_reusable(cluster: Any, script: Path) -> None:
     wrong = ("--raise_at", "2")
     failed = submit(cluster, script, "--name", "fails", "--workers", "2", "--wait", epochs=1, more=wrong, code=1)
     assert "the user's own mistake" in failed.stdout and "submission fails: failed" in failed.stderr

@@ -120,7 +120,7 @@ def test_every_command_says_so(head: Head, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_token_for_a_cluster_without_one_is_told_as_well(tmp_path: Path) -> None:
+def test_a_token_for_a_cluster_without_one_is_told(tmp_path: Path) -> None:
     """Ray would join, and then refuse what the cluster's workers answer."""
     process, head = start_head(tmp_path, "disabled")
     try:

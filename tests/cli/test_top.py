@@ -65,7 +65,7 @@ def test_any_rows_fit_any_terminal_and_cannot_steer_it(rows: list[JobRow], width
         assert all(isinstance(line, str) for line in outlook_lines(row))
 
 
-def test_a_thousand_jobs_show_the_first_and_how_many_more() -> None:
+def test_thousand_jobs_show_the_first_and_how_many_more() -> None:
     rows = [JobRow(job=f"job-{n:04d}", phase="waiting" if n % 2 else "running", workers=n) for n in range(1000)]
     begun = time.process_time()
     texts = [line.text for line in top_lines("now", rows, [NODE] * 9, size=(100, 30))]
@@ -82,7 +82,7 @@ def test_twenty_columns_show_name_and_phase() -> None:
     assert others == ["a-job-with  running", "b\\x1b[31m   waiting"]
 
 
-def test_cells_between_the_first_and_the_last_are_whole_or_not_there() -> None:
+def test_cells_between_first_and_last_are_whole_or_absent() -> None:
     columns, rows = ("NAME", "MIDDLE", "LAST"), [("a", "123456", "a long sentence of many words")]
     assert table_lines(columns, rows, 24) == ["NAME  MIDDLE  LAST", "a     123456  a long sen"]
     assert table_lines(columns, rows, 15) == ["NAME  MIDDLE", "a     123456"]
@@ -93,7 +93,7 @@ def test_cells_between_the_first_and_the_last_are_whole_or_not_there() -> None:
     "by, first",
     [("phase", "slow"), ("workers", "big"), ("done", "far"), ("eta", "soon"), ("age", "old"), ("name", "big")],
 )
-def test_jobs_are_sorted_as_asked_and_unknown_values_come_last(by: str, first: str) -> None:
+def test_jobs_are_sorted_as_asked_unknown_values_last(by: str, first: str) -> None:
     rows = [
         JobRow(job="far", phase="waiting", progress=0.9, submitted_s=50.0),
         JobRow(job="soon", phase="waiting", eta_s=1.0, progress=math.nan, submitted_s=60.0),
@@ -104,7 +104,7 @@ def test_jobs_are_sorted_as_asked_and_unknown_values_come_last(by: str, first: s
     assert sorted_rows(rows, by)[0].job == first
 
 
-def test_a_status_says_what_is_left_and_where_the_time_went() -> None:
+def test_status_says_what_is_left_and_where_time_went() -> None:
     row = JobRow(
         job="a",
         phase="running",
@@ -127,7 +127,7 @@ def test_a_status_says_what_is_left_and_where_the_time_went() -> None:
     assert until_end(JobRow(job="a", phase="running", eta_s=60.0)) == "1m00s"
 
 
-def test_a_job_that_waits_says_for_what_and_until_when() -> None:
+def test_a_waiting_job_says_for_what_and_until_when() -> None:
     row = JobRow(job="a", phase="waiting", waits_for="2 slots (GPU 1) on T4", start_s=90.0)
     assert outlook_lines(row) == ("waits for 2 slots (GPU 1) on T4; about 1m30s until they are there",)
     (line,) = [each.text for each in top_lines("", [row], [], size=(120, 24))][2:]

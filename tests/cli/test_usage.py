@@ -28,7 +28,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, arguments)
 
 
-def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
+def test_help_names_every_command_without_loading_ray_or_torch() -> None:
     code = "import sys; from elastic_ray.cli.app import cli\ntry: cli(['--help'])\nexcept SystemExit: pass\n"
     check = "print([name for name in ('ray', 'torch', 'numpy') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code + check], capture_output=True, text=True, check=True)
@@ -63,7 +63,7 @@ def test_help_names_every_command_and_loads_neither_ray_nor_torch() -> None:
         (["allocator", "set", "frob"], "policy must be one of fair_share, fifo"),
     ],
 )
-def test_wrong_usage_is_exit_code_2_and_says_what_is_right(arguments: list[str], message: str) -> None:
+def test_wrong_usage_is_exit_code_2_and_told(arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2 and message in " ".join(result.stderr.split()), result.output
 
@@ -96,7 +96,7 @@ def test_the_submitted_command_quotes_what_a_shell_would_read() -> None:
     ]
 
 
-def test_a_fresh_name_is_one_that_a_job_may_have() -> None:
+def test_a_fresh_name_is_one_a_job_may_have() -> None:
     from elastic_ray.driver.ray_train_config import job_name
 
     name = fresh_name("тест my_train!", datetime.datetime(2026, 7, 15, 9, 30, 12))

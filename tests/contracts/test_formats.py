@@ -210,13 +210,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_a_newer_release_wrote_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+def test_what_a_newer_release_wrote_is_refused_by_name(name: str, tmp_path: Path) -> None:
     error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         READ[name][0](_newer(name), tmp_path)
 
 
-def test_measurements_of_a_newer_release_are_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_measurements_of_newer_release_are_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert _read_knowledge(_newer("knowledge_1.parquet"), tmp_path) == Measurements()
     assert "elastic_ray='knowledge 1'" in caplog.text
 

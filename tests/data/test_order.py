@@ -121,7 +121,7 @@ def test_shuffled_and_plain_index_orders() -> None:
     np.testing.assert_array_equal(order_for(DATASET, shuffle=False).epoch_order(0, 0)[:], np.arange(40))
 
 
-def test_distributed_sampler_gives_its_shuffle_and_seed_but_not_its_shards() -> None:
+def test_distributed_sampler_gives_its_shuffle_and_seed_not_shards() -> None:
     sampler = DistributedSampler(DATASET, num_replicas=4, rank=1, seed=5, drop_last=True)
     order = order_for(DATASET, sampler=sampler)
     np.testing.assert_array_equal(order.epoch_order(0, 1)[:], IndexOrder(samples=40).epoch_order(5, 1)[:])
@@ -131,7 +131,7 @@ def test_distributed_sampler_gives_its_shuffle_and_seed_but_not_its_shards() -> 
     np.testing.assert_array_equal(order_for(DATASET, sampler=plain).epoch_order(0, 1)[:], np.arange(40))
 
 
-def test_set_epoch_is_called_and_a_dataset_may_bring_its_order() -> None:
+def test_set_epoch_is_called_and_dataset_may_bring_order() -> None:
     class Reversing:
         epochs: list[int] = []  # noqa: RUF012
 

@@ -44,7 +44,7 @@ def test_orders_are_those_of_every_other_version(samples: int, first: int, expec
 
 @settings(max_examples=200)
 @given(samples=st.integers(1, 5_000), key=st.text(max_size=9), data=st.data())
-def test_each_index_once_and_any_part_is_that_of_the_whole(samples: int, key: str, data: st.DataObject) -> None:
+def test_each_index_once_any_part_is_that_of_whole(samples: int, key: str, data: st.DataObject) -> None:
     order = Permutation(samples=samples, key=key)
     whole = order[:]
     assert len(order) == samples and whole.dtype == np.int64
@@ -75,7 +75,7 @@ def test_every_index_comes_at_every_position_equally_often(samples: int) -> None
 
 
 @pytest.mark.parametrize("samples", [5, 9, 16, 33, 100, 1_024])
-def test_neighbours_of_an_order_are_no_neighbours_in_the_data(samples: int) -> None:
+def test_neighbours_of_an_order_are_no_neighbours_in_data(samples: int) -> None:
     orders = epochs(samples, 1_000)
     gaps = np.bincount((np.diff(orders, axis=1) % samples).ravel(), minlength=samples)[1:]
     expected = gaps.sum() / (samples - 1)
@@ -94,7 +94,7 @@ def test_epochs_and_seeds_have_nothing_in_common(samples: int) -> None:
         assert stats.kstest(ranks * np.sqrt(samples - 1), "norm").pvalue > UNLIKELY
 
 
-def test_a_window_of_a_large_order_is_spread_over_all_of_it() -> None:
+def test_a_window_of_a_large_order_is_spread_everywhere() -> None:
     samples = 10**9
     window = Permutation(samples=samples, key="a")[10**8 : 10**8 + 100_000]
     assert len(np.unique(window)) == len(window)

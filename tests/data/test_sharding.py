@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ray.data.batches import StepSplit
 from elastic_ray.data.permutation import Permutation
 from elastic_ray.data.sharding import (
     can_switch,
@@ -120,7 +121,53 @@ def test_one_rank_leaves_no_step_below_its_least() -> None:
     assert [step_size(position=p, total=5, batch_size=4, world_size=1, least=4) for p in (0, 4)] == [4, 1]
 
 
-def test_a_rest_of_fewer_samples_than_ranks_is_taken_whole_or_dropped() -> None:
+def sizes_of(total: int, batch: int, world: int, least: int) -> list[int]:
+    found, position = [], 0
+    while count := step_size(position=position, total=total, batch_size=batch, world_size=world, least=least):
+        found.append(count)
+        position += count
+    assert position == total
+    return found
+
+
+@pytest.mark.parametrize(
+    ("total", "batch", "world", "least", "sizes"),
+    [
+        (5, 4, 1, 2, [3, 2]),
+        (3, 2, 1, 2, [2, 1]),  # the first would keep one itself
+        (4, 3, 1, 2, [2, 2]),
+        (12, 11, 1, 1, [11, 1]),
+        (6, 4, 2, 2, [6]),  # two steps would leave somebody one sample
+        (7, 5, 2, 2, [7]),
+        (6, 4, 2, 1, [4, 2]),
+        (8, 5, 2, 2, [4, 4]),
+        (7, 4, 4, 1, [7]),
+        (8, 4, 4, 1, [4, 4]),
+        (9, 5, 4, 1, [5, 4]),
+        (15, 12, 4, 1, [11, 4]),
+        (16, 14, 4, 1, [8, 8]),  # two samples a rank in the last step
+        (16, 8, 4, 1, [8, 8]),
+        (17, 8, 4, 1, [8, 5, 4]),
+    ],
+)
+def test_the_last_steps_leave_each_rank_what_it_needs(
+    total: int, batch: int, world: int, least: int, sizes: list[int]
+) -> None:
+    assert sizes_of(total, batch, world, least) == sizes
+
+
+@given(batch=st.integers(1, 40), total=st.integers(1, 200), world=worlds, least=st.integers(1, 2))
+def test_a_cut_knows_the_sizes_of_an_epochs_steps(batch: int, total: int, world: int, least: int) -> None:
+    cut = StepSplit(batch_size=batch, micro_steps=1, world_size=world, rank=0, drop_last=False, least=least)
+    position = 0
+    for size in sizes_of(total, max(batch, world), world, least):
+        assert cut.count(position, total) == size
+        assert sum(map(sum, cut.sizes(size, position))) == size
+        position += size
+    assert cut.count(total, total) == 0
+
+
+def test_a_rest_smaller_than_ranks_is_taken_or_dropped() -> None:
     assert step_size(position=8, total=10, batch_size=4, world_size=3) == 2
     assert step_size(position=8, total=10, batch_size=4, world_size=3, drop_last=True) == 0
     shares = Shares(weights=(1.0, 3.0, 2.0), least=1, most=None)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from elastic_ray.data.batches import StepSplit, StreamBatches
 from elastic_ray.data.order import StreamSharder
 
 
@@ -129,7 +130,7 @@ def test_what_cannot_work_says_why() -> None:
         StreamSharder([1, 2, 3], seed=0, position=7)
 
 
-def test_fewer_items_than_ranks_go_to_the_first_one_each() -> None:
+def test_fewer_items_than_ranks_go_to_the_first_ones() -> None:
     drawn = [StreamSharder([1, 2, 3], seed=0).next_step(batch_size=4, world_size=4, rank=rank) for rank in range(4)]
     assert [(step.items, step.count) for step in drawn if step is not None] == [
         ([[1]], 3),
@@ -137,3 +138,22 @@ def test_fewer_items_than_ranks_go_to_the_first_one_each() -> None:
         ([[3]], 3),
         ([], 3),
     ]
+
+
+def test_a_streams_end_is_far_until_it_is_known() -> None:
+    """The total of a pass is what is known to be there: what is left allows a change of group, or not."""
+    batches = StreamBatches(Numbers(11), seed=0, collate=list)
+    cut = StepSplit(batch_size=4, micro_steps=1, world_size=2, rank=1, drop_last=False)
+    batches.begin(0, 0, cut, new_pass=True)
+    found, position = [], 0
+    while True:
+        step = batches.step(0, position, cut)
+        found.append((sum(map(sum, step.sizes)) if step.sizes else 0, step.total))
+        if not step.sizes:
+            break
+        position += found[-1][0]
+        batches.commit()
+    assert sum(size for size, _ in found) == 11
+    assert all(total >= position for position, (_, total) in zip((4, 8, 11), found, strict=False))
+    assert found[0] == (4, 8), "as many again, while the end is not in sight"
+    assert found[-2:] == [(3, 11), (0, 11)]

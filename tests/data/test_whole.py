@@ -17,9 +17,7 @@ def ends_of(lengths: list[int]) -> list[int]:
 
 
 @given(lengths=LENGTHS, worlds=st.lists(st.integers(1, 9), min_size=1, max_size=60))
-def test_each_batch_is_taken_once_and_whole_whatever_the_sizes_of_the_group(
-    lengths: list[int], worlds: list[int]
-) -> None:
+def test_each_batch_is_taken_once_whole_at_any_size(lengths: list[int], worlds: list[int]) -> None:
     ends, position, taken, steps = ends_of(lengths), 0, [], 0
     while True:
         world = worlds[steps % len(worlds)]

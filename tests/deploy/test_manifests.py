@@ -67,7 +67,7 @@ def named(value: Any, key: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("folder", FOLDERS.values(), ids=FOLDERS)
-def test_every_file_of_a_folder_is_used_and_has_what_kubernetes_asks_for(folder: Path) -> None:
+def test_every_file_of_a_folder_is_used_and_complete(folder: Path) -> None:
     used = str(read(folder / "kustomization.yaml"))
     assert [path.name for path in folder.glob("*.yaml") if path.stem != "kustomization" and path.name not in used] == []
     for each in built(folder):
@@ -97,7 +97,7 @@ def test_what_production_names_is_there() -> None:
     assert cluster["spec"]["authOptions"] == {"mode": "token"}
 
 
-def test_no_pod_of_production_runs_as_root_and_every_mount_has_its_volume() -> None:
+def test_no_production_pod_runs_as_root_mounts_have_volumes() -> None:
     for name, pod in pods(built(FOLDERS["kubernetes/production"])):
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0, name
         volumes = {each["name"] for each in pod.get("volumes", ())} | ({"data"} if name == "redis" else set())
@@ -118,7 +118,7 @@ def test_images_are_of_this_release_and_of_one_ray() -> None:
     assert f"ray=={ray}" in (DEPLOY.parent / "constraints.txt").read_text()
 
 
-def test_kueue_has_a_flavor_for_every_node_selector_and_a_queue_for_the_cluster() -> None:
+def test_kueue_has_a_flavor_per_selector_and_a_queue() -> None:
     objects = built(FOLDERS["kueue"])
     (cluster,) = [each for each in objects if each["kind"] == "RayCluster"]
     (local,) = [each for each in objects if each["kind"] == "LocalQueue"]

@@ -66,7 +66,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.name)
-def test_a_script_is_one_that_bash_reads_and_asks_slurm_first(script: Path) -> None:
+def test_script_is_readable_by_bash_and_asks_slurm_first(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)
     lines = script.read_text().splitlines()
     asked = [i for i, line in enumerate(lines) if line.startswith("#SBATCH ")]

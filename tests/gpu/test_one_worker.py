@@ -52,7 +52,7 @@ def test_every_collective_of_gradients_takes_tensors_of_the_device(device: torch
     group.all_to_all(nothing.clone(), nothing, [0], [0]).wait()
 
 
-def test_a_group_that_was_aborted_leaves_the_process_to_form_another(device: torch.device) -> None:
+def test_an_aborted_group_leaves_the_process_to_form_another(device: torch.device) -> None:
     for _ in range(2):
         backend = backend_of_one(device)
         tensor = torch.ones(3, device=device)

@@ -133,7 +133,7 @@ def test_a_worker_comes_and_another_is_killed(
 
 
 @pytest.mark.parametrize("choice", ["replicated", "fully_shard"])
-def test_all_workers_are_killed_and_go_on_from_what_was_saved(
+def test_all_workers_killed_continue_from_what_was_saved(
     ray_cluster: Any, device: torch.device, undisturbed: dict[str, torch.Tensor], tmp_path: Path, choice: str
 ) -> None:
     until = tmp_path / "all has happened"

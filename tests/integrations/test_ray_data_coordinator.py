@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from elastic_ray.integrations.ray_data import coordinator
+from elastic_ray.integrations.ray_data import coordinator, stream
 from elastic_ray.integrations.ray_data.coordinator import DatasetCoordinator, RowsFound, RowsWanted
 from elastic_ray.integrations.ray_data.row_window import Reader, Readers
-from elastic_ray.integrations.ray_data.stream import RowStream
 
 _WAIT_S = 20.0
 
@@ -28,8 +29,34 @@ def wanted(first: int, end: int, *, client: str = "a", generation: int = 1, **mo
     )
 
 
+class Execution:
+    """One execution of the dataset: blocks of 10 rows; what it waits for is ended by its shutdown."""
+
+    def __init__(self, executions: Executions, number: int) -> None:
+        self._executions, self._number = executions, number
+        self._ended = threading.Event()
+
+    def bundles(self) -> Iterator[Any]:
+        """Blocks as Ray Data hands them out, with what the test says goes wrong."""
+        made, number = self._executions, self._number
+        for block in range(made.blocks):
+            if made.broken.get(number) == block:
+                raise OSError("storage did not answer (503)")
+            if made.stuck and block:
+                self._ended.wait(_WAIT_S)
+                return
+            entry = SimpleNamespace(ref=f"block {block} of execution {number}", metadata=SimpleNamespace(num_rows=10))
+            yield SimpleNamespace(blocks=[entry], slices=[None])
+        if made.broken.get(number) == made.blocks:
+            raise OSError("storage did not answer (503)")
+
+    def shutdown(self, force: bool) -> None:
+        """As that of Ray Data's executor."""
+        self._ended.set()
+
+
 class Executions:
-    """Stands in for Ray Data: blocks of 10 rows, as far as they are wanted; the test says what goes wrong.
+    """A dataset whose executions the test scripts.
 
     Attributes:
         started: epoch of each execution that was started.
@@ -41,31 +68,21 @@ class Executions:
         self.broken: dict[int, int] = {}
         self.blocks, self.stuck = 2, False
 
-    def read(self, stream: Any) -> None:
-        """What ``RowStream._read`` does."""
-        number = len(self.started)
-        self.started.append(stream.epoch)
-        for block in range(self.blocks):
-            if self.broken.get(number) == block:
-                raise OSError("storage did not answer (503)")
-            with stream._lock:
-                stream._lock.wait_for(lambda: stream._closed or stream._wanted > stream._window.end)
-                if self.stuck and block:
-                    stream._lock.wait_for(lambda: stream._closed)
-                if stream._closed:
-                    return
-                stream._window.add(10, f"block {block} of execution {number}")
-            stream._changed()
-        if self.broken.get(number) == self.blocks:
-            raise OSError("storage did not answer (503)")
-        with stream._lock:
-            stream._window.finish()
+    def hold_order(self, dataset: Any, *, epoch: int, seed: int) -> None:
+        """What the stream does first with a dataset: another copy of it is executed for each epoch."""
+        self.started.append(epoch)
+
+    def _execute_to_iterator(self) -> tuple[Iterator[Any], None, Execution]:
+        execution = Execution(self, len(self.started) - 1)
+        return execution.bundles(), None, execution
 
 
 @pytest.fixture
 def executions(monkeypatch: pytest.MonkeyPatch) -> Executions:
     made = Executions()
-    monkeypatch.setattr(RowStream, "_read", lambda self: made.read(self))
+    monkeypatch.setattr("ray.cloudpickle.loads", lambda packed: made)
+    monkeypatch.setattr(stream, "hold_order", made.hold_order)
+    monkeypatch.setattr(stream, "leave_room", lambda dataset, left: None)
     monkeypatch.setattr(coordinator, "_slow", lambda dataset: f"{dataset}: no rows; CPUs")
     return made
 
@@ -87,8 +104,8 @@ def run(main: Callable[[Any], Any]) -> Any:
         coordinator._loop = asyncio.get_running_loop()
         found = await asyncio.wait_for(main(coordinator), _WAIT_S)
         assert not coordinator._waiting
-        for stream in tuple(coordinator._streams["train"]):
-            coordinator._close(stream, readers_gone=True)
+        for each in tuple(coordinator._streams["train"]):
+            coordinator._close(each, readers_gone=True)
         return found
 
     return asyncio.run(with_coordinator())

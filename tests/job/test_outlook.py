@@ -54,6 +54,13 @@ def test_the_parts_sum_to_the_whole(events: list[JobEvent], submitted_s: float, 
     assert spent.productive_share is None or 0 <= spent.productive_share <= 1
 
 
+def test_the_productive_share_is_the_time_of_training_by_the_time_of_all() -> None:
+    spent = TimeSpent(waiting_s=1.0, starting_s=2.0, pausing_s=3.0, catching_up_s=4.0, training_s=30.0)
+    assert spent.productive_share == 0.75
+    assert TimeSpent(training_s=0.2).productive_share == 1.0
+    assert TimeSpent().productive_share is None and TimeSpent(waiting_s=3.0).productive_share == 0.0
+
+
 def test_a_job_that_pauses_restarts_and_ends() -> None:
     events = [
         event(EventKind.STARTED, 10),

@@ -77,6 +77,24 @@ def test_the_environments_that_were_used_last_stay_but_those_of_running_jobs_bef
     assert [each.environment for each in remember(config, [*ended, running], 100.0)] == ["e0", "e3"]
 
 
+def test_the_whole_pool_has_no_more_processes_than_its_total() -> None:
+    nodes = [PoolNode(node=name) for name in ("n", "m", "o")]
+    wish = [request(n=1, m=1, o=1)]
+    assert len(decide(PoolConfig(total=2), nodes=nodes, requests=wish)) == 2
+    others = [process("p", environment="old"), process("q", node="m", environment="old")]
+    found = decide(PoolConfig(total=2), nodes=nodes, requests=wish, processes=others)
+    assert [type(each) for each in found] == [End, End], "they have room once these have ended"
+    one = decide(PoolConfig(total=3), nodes=nodes, requests=wish, processes=others)
+    assert [type(each) for each in one].count(Start) == 1
+
+
+def test_a_demand_counts_for_the_idle_time_after_it_was_asked() -> None:
+    config = PoolConfig(idle_s=300.0)
+    for now_s, kept in ((1000.0, True), (1300.0, True), (1300.5, False)):
+        asked = dataclasses.replace(request(n=1, asked_s=1000.0), over=True)
+        assert bool(remember(config, [asked], now_s)) == kept
+
+
 def test_memory_bounds_a_node() -> None:
     node = PoolNode(node="n", memory_bytes=6400 * MIB)  # of whose tenth two processes of 300 MiB have room
     processes = [process("p")]

@@ -99,3 +99,37 @@ def test_a_report_that_was_lost_with_its_controller_is_passed_over(monkeypatch: 
         assert following is not None and following.index == 5
 
     asyncio.run(scenario())
+
+
+def test_a_report_that_is_not_kept_any_more_ends_the_wait_at_once() -> None:
+    async def scenario() -> None:
+        report_queue = ReportQueue(keep=2)
+        for index in range(1, 6):
+            report_queue.put(report(index))
+        assert report_queue.wanted(None) == 1 and report_queue.wanted(3) == 4
+        assert [report_queue.gone(index) for index in range(1, 7)] == [True, True, True, False, False, False]
+        assert report_queue.oldest == 4
+        assert await asyncio.wait_for(report_queue.next(1, 60.0), 5.0) is None, "it will not come again"
+        kept = await report_queue.next(3, 1.0)
+        assert kept is not None and kept.index == 4, "the one before it is gone, and it is there"
+        waiting = asyncio.ensure_future(report_queue.next(5, 60.0))
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "what is still to come is waited for"
+        report_queue.put(report(6))
+        last = await asyncio.wait_for(waiting, 5.0)
+        assert last is not None and last.index == 6 and report_queue.wanted(None) == 6
+
+    asyncio.run(scenario())
+
+
+def test_a_run_goes_on_after_the_report_that_it_had_come_to() -> None:
+    async def scenario() -> None:
+        report_queue = ReportQueue()
+        report_queue.begin_after(4)
+        report_queue.begin_after(2)
+        assert report_queue.wanted(None) == 5
+        report_queue.put(report(5))
+        found = await report_queue.next(None, 1.0)
+        assert found is not None and found.index == 5
+
+    asyncio.run(scenario())

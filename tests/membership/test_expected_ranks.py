@@ -13,7 +13,7 @@ def started(
     return [ranks.of(worker, living, spec, 3).rank for worker in workers]
 
 
-def test_exactly_one_of_those_that_start_a_job_sees_rank_0() -> None:
+def test_exactly_one_of_those_starting_job_sees_rank_0() -> None:
     ranks, living = ExpectedRanks(), {"w1": "a", "w2": "a", "w3": "b"}
     found = [ranks.of(worker, living, None, 3) for worker in ("w2", "w1", "w3")]
     assert [place.rank for place in found] == [0, 1, 2]
@@ -22,7 +22,7 @@ def test_exactly_one_of_those_that_start_a_job_sees_rank_0() -> None:
     assert [place.node_rank for place in found] == [0, 0, 1]
 
 
-def test_the_worker_that_replaces_the_first_one_takes_its_rank() -> None:
+def test_who_replaces_the_first_worker_takes_its_rank() -> None:
     ranks = ExpectedRanks()
     assert started(ranks, "w1", "w2", living={"w1": "a", "w2": "a"}) == [0, 1]
     assert started(ranks, "w3", living={"w2": "a", "w3": "a"}) == [0]
@@ -40,7 +40,7 @@ def test_a_joiner_never_sees_rank_0() -> None:
     assert (joiner.rank, joiner.world_size, joiner.local_rank, joiner.local_world_size) == (1, 2, 1, 2)
 
 
-def test_the_worker_that_replaces_a_dead_member_is_told_the_size_that_the_group_will_have() -> None:
+def test_who_replaces_dead_member_is_told_the_coming_size() -> None:
     """A loader divides its batch by it: three where there are two gives other batches than the other worker's."""
     spec = GenerationSpec(generation=4, members=(Member(worker="w1", node="a"), Member(worker="w2", node="a")))
     place = ExpectedRanks().of("w3", {"w2": "a", "w3": "a"}, spec, 2)
@@ -49,7 +49,7 @@ def test_the_worker_that_replaces_a_dead_member_is_told_the_size_that_the_group_
     assert nobody.rank == 1  # both members are dead, and yet it joins what they began
 
 
-def test_a_worker_that_starts_over_keeps_what_it_was_told() -> None:
+def test_worker_that_starts_over_keeps_what_it_was_told() -> None:
     ranks, living = ExpectedRanks(), {"w1": "a", "w2": "a"}
     assert started(ranks, "w1", "w2", "w1", living=living) == [0, 1, 0]
 

@@ -46,7 +46,7 @@ def meet(*calls: BootstrapCall, members: tuple[str, ...] = ("w1", "w2")) -> list
     return asyncio.run(run())
 
 
-def test_who_waits_hears_all_that_is_known_once_it_is_there() -> None:
+def test_who_waits_hears_all_that_is_known_at_once() -> None:
     first, second = meet(
         call("w1", tells={"a": b"1"}, wants=("a", "b"), wait_s=10.0),
         call("w2", tells={"b": b"2"}, wants=("a",), wait_s=10.0),
@@ -81,13 +81,13 @@ def test_generations_do_not_hear_each_other_and_waits_end() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_who_is_no_member_or_wants_too_much_is_refused(wrong: BootstrapCall, why: str) -> None:
+def test_strangers_and_too_large_wishes_are_refused(wrong: BootstrapCall, why: str) -> None:
     _, refused, after = meet(call(tells={"a": b"1"}), wrong, call(wants=("a",)))
     assert isinstance(refused, BootstrapRefusedError) and why in str(refused)
     assert after["a"] == b"1"
 
 
-def test_what_was_told_for_old_generations_is_forgotten_and_who_waits_there_is_let_go() -> None:
+def test_old_generations_are_forgotten_and_their_waiters_let_go() -> None:
     waiting, *_, late = meet(
         call(wants=("never",), wait_s=30.0),
         *(call(generation=number, tells={"a": b"1"}) for number in range(2, 8)),
@@ -106,7 +106,7 @@ def test_a_proof_serves_for_nothing_else() -> None:
         sign("", "peer")
 
 
-def test_a_secret_is_never_shown_and_every_job_has_its_own() -> None:
+def test_secret_is_never_shown_every_job_has_its_own() -> None:
     one, other = spec(), spec()
     assert one.secret != other.secret and len(one.secret) == 64
     assignment = Assignment(
@@ -136,7 +136,7 @@ def test_forming_takes_three_calls_of_each_rank() -> None:
         assert controller.calls == 9 and [each.rank for each in formed] == [0, 1, 2]
 
 
-def test_a_group_with_an_operation_that_no_rank_waits_for_can_be_let_go_of_at_once() -> None:
+def test_a_group_with_an_unawaited_operation_can_be_dropped() -> None:
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         mine, theirs = pool.map(lambda rank: member(controller, rank, 2), range(2))
     work = mine.all_reduce(torch.ones(3), timeout_s=1000.0)
@@ -178,7 +178,7 @@ print("GONE")
 """
 
 
-def test_a_group_out_of_use_takes_its_threads_with_it_and_nobody_waits_for_that() -> None:
+def test_a_retired_group_takes_its_threads_nobody_waits() -> None:
     """In a process of its own: others' groups end here, too."""
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert done.stdout.split()[-1:] == ["GONE"], done.stderr
@@ -197,7 +197,7 @@ def test_a_group_out_of_use_says_so() -> None:
 
 
 @pytest.mark.thorough
-def test_a_broken_group_is_kept_until_its_last_operation_has_timed_out() -> None:
+def test_broken_group_stays_until_its_last_operation_timed_out() -> None:
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         mine, theirs = pool.map(lambda rank: member(controller, rank, 2, timeout_s=1.0), range(2))
     retired = RetiredCommunicators()
@@ -212,7 +212,7 @@ def test_a_broken_group_is_kept_until_its_last_operation_has_timed_out() -> None
     theirs.close()
 
 
-def test_a_rank_that_never_comes_ends_the_wait_at_its_deadline() -> None:
+def test_a_rank_that_never_comes_ends_at_its_deadline() -> None:
     begin_s = time.monotonic()
     with (
         local_controller() as controller,
@@ -222,13 +222,13 @@ def test_a_rank_that_never_comes_ends_the_wait_at_its_deadline() -> None:
     assert 0.4 < time.monotonic() - begin_s < 10.0
 
 
-def test_a_member_that_the_controller_refuses_says_so_at_once() -> None:
+def test_a_member_that_the_controller_refuses_says_so() -> None:
     refused = pytest.raises(CommunicationFailedError, match="w2 is no member of generation 1")
     with local_controller(is_member=lambda generation, worker: worker == "w1") as controller, refused:
         member(controller, 1, 2)
 
 
-def test_a_peer_that_does_not_know_the_secret_is_none() -> None:
+def test_a_peer_without_the_secret_is_none() -> None:
     def form(rank: int) -> Any:
         try:
             return member(controller, rank, 2, secret=[controller.secret, new_secret()][rank])
@@ -263,7 +263,7 @@ def port_in(told: bytes) -> int:
     return int.from_bytes(told[at - 2 : at], "big")
 
 
-def test_a_stranger_that_takes_a_peer_s_place_is_found_out_and_the_next_generation_forms() -> None:
+def test_a_stranger_in_a_peers_place_is_found_out() -> None:
     """It connects to every rank that listens, with every number that a peer might have, before any peer does."""
     go = threading.Event()
 
@@ -305,7 +305,7 @@ def listening_ports() -> set[int]:
     return {each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == "LISTEN"}
 
 
-def test_no_process_can_connect_to_a_group_that_has_formed() -> None:
+def test_no_process_can_connect_to_a_formed_group() -> None:
     before = listening_ports()
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(2) as pool:
         formed = list(pool.map(lambda rank: member(controller, rank, 2), range(2)))
@@ -317,7 +317,7 @@ def test_no_process_can_connect_to_a_group_that_has_formed() -> None:
         assert list(pool.map(add_up, formed)) == [[3.0] * 3] * 2
 
 
-def test_ranks_that_send_long_after_the_group_was_formed_find_each_other() -> None:
+def test_ranks_that_send_long_after_forming_find_each_other() -> None:
     """NCCL connects a pair of ranks through the store when they first send to each other."""
     with local_controller() as controller:
         first, second = (
@@ -337,7 +337,7 @@ def test_ranks_that_send_long_after_the_group_was_formed_find_each_other() -> No
         assert time.monotonic() - begin_s < 5.0
 
 
-def test_what_is_set_is_told_also_where_nothing_is_to_be_waited_for() -> None:
+def test_what_is_set_is_told_also_without_waiting() -> None:
     """A rank that hears late has heard with one answer what the others told after it."""
     with local_controller() as controller:
         first, second = (

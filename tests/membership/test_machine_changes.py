@@ -31,7 +31,7 @@ def test_growing_keeps_ranks_and_counts_the_longest_pause() -> None:
     assert (note.kind, note.from_workers, note.to_workers, note.pause.pause_s) == (EventKind.RESIZE, 2, 4, 0.2)
 
 
-def test_joiners_are_expected_from_the_start_of_their_process_until_they_are_members() -> None:
+def test_joiners_are_expected_from_their_start_until_membership() -> None:
     driver = running(2)
     expected = [driver.machine.expects_joiners]
     driver.target(n1=3)
@@ -45,7 +45,7 @@ def test_joiners_are_expected_from_the_start_of_their_process_until_they_are_mem
     assert expected == [False, False, True, True, False]
 
 
-def test_shrinking_takes_the_highest_ranks_and_gives_their_resources_back_when_they_have_left() -> None:
+def test_shrinking_takes_the_highest_ranks_and_frees_their_resources() -> None:
     driver = running(3)
     out = driver.target(n1=1)
     spec = plan_in(out)
@@ -79,7 +79,7 @@ def test_what_has_not_joined_is_given_back_first() -> None:
     assert not only(Announce, out)
 
 
-def test_a_joiner_of_an_announced_change_stays_until_it_is_a_member() -> None:
+def test_a_joiner_of_an_announced_change_stays_until_member() -> None:
     driver = running(1)
     driver.target(n1=2)
     driver.join("w2")
@@ -100,7 +100,7 @@ def test_growing_and_shrinking_at_once_is_one_change() -> None:
     assert driver.machine.workers_by_node() == {"n1": 1, "n2": 2}
 
 
-def test_growing_and_shrinking_does_not_wait_for_ever_for_joiners() -> None:
+def test_growing_and_shrinking_does_not_wait_for_joiners_forever() -> None:
     driver = running(2)
     driver.target(n1=1, n2=2)
     driver.reserved("w3")  # w4's resources may never come
@@ -132,7 +132,7 @@ def test_a_move_of_several_members_keeps_one_of_them() -> None:
     assert members_of(driver.ledger.specs[-1]) == ["w4", "w5"]
 
 
-def test_patience_is_counted_from_the_first_joiner_not_from_a_wish_that_came_to_nothing() -> None:
+def test_patience_counts_from_first_joiner_not_a_failed_wish() -> None:
     driver = running(1)
     driver.target(n2=2)  # a move: w1 would leave, but nobody is there yet
     driver.tick(after_s=20.0)
@@ -150,7 +150,7 @@ def test_the_last_member_stays_when_the_job_gets_nothing() -> None:
     assert driver.names == ["w1"]
 
 
-def test_a_change_below_min_workers_waits_for_joiners_that_are_on_their_way() -> None:
+def test_a_change_below_min_workers_waits_for_coming_joiners() -> None:
     driver = running(2, config=dataclasses.replace(CONFIG, min_workers=2))
     driver.target(n2=2)
     driver.reserved("w3")
@@ -176,7 +176,7 @@ def test_the_same_target_again_changes_nothing() -> None:
 # -- changes that come to nothing ----------------------------------------------------------------------------------
 
 
-def test_a_joiner_that_dies_before_the_switch_is_never_noticed_by_training() -> None:
+def test_a_joiner_dying_before_the_switch_is_not_noticed() -> None:
     driver = running(2)
     driver.target(n1=3)
     driver.join("w3")
@@ -199,7 +199,7 @@ def test_the_other_joiners_go_on_without_one_that_died() -> None:
     assert members_of(plan_in(out)) == ["w1", "w2"]
 
 
-def test_a_joiner_that_dies_before_it_was_announced_only_delays_the_next() -> None:
+def test_a_joiner_dying_unannounced_only_delays_the_next() -> None:
     driver = running(1)
     driver.target(n1=2)
     driver.reserved("w2")
@@ -208,7 +208,7 @@ def test_a_joiner_that_dies_before_it_was_announced_only_delays_the_next() -> No
     assert [r.worker for r in only(Reserve, driver.tick(after_s=CONFIG.backoff_s + 0.1))] == ["w3"]
 
 
-def test_a_reservation_that_is_not_fulfilled_is_given_back_and_asked_for_again_later() -> None:
+def test_an_unfulfilled_reservation_is_returned_and_asked_for_later() -> None:
     driver = running(1)
     driver.target(n1=1, dead=1)
     assert not driver.tick(after_s=CONFIG.reserve_timeout_s - 1.0)
@@ -221,7 +221,7 @@ def test_a_reservation_that_is_not_fulfilled_is_given_back_and_asked_for_again_l
     assert driver.asked == {"w1", "w3"}
 
 
-def test_a_target_on_a_dead_node_holds_nothing_else_up() -> None:
+def test_a_target_on_a_dead_node_blocks_nothing_else() -> None:
     driver = running(1)
     driver.target(n1=1, dead=1, n2=1)
     assert members_of(plan_in(driver.join("w3"))) == ["w1", "w3"]
@@ -242,7 +242,7 @@ def test_a_joiner_that_is_late_is_given_up() -> None:
     assert driver.asked == {"w1"}
 
 
-def test_who_comes_after_a_late_joiner_has_twice_as_long_until_one_is_ready() -> None:
+def test_after_late_joiner_the_next_has_twice_as_long() -> None:
     """Thirty jobs that start at once on two cores must not start anew for ever."""
     driver = running(1)
     driver.target(n1=2)
@@ -265,7 +265,7 @@ def test_who_comes_after_a_late_joiner_has_twice_as_long_until_one_is_ready() ->
     assert "w9" not in driver.asked
 
 
-def test_joiners_are_tried_once_more_when_their_group_did_not_form() -> None:
+def test_joiners_are_retried_once_when_their_group_failed() -> None:
     """A joiner's death reaches its peers' sockets before the controller: the healthy ones must not pay for it."""
     driver = running(1)
     driver.target(n1=3)
@@ -291,7 +291,7 @@ def test_joiners_whose_group_never_forms_are_given_up() -> None:
     assert [r.worker for r in only(Release, out)] == ["w2"]
 
 
-def test_a_planned_change_has_all_the_time_it_needs_to_be_agreed_on() -> None:
+def test_a_planned_change_has_all_the_time_for_agreement() -> None:
     driver = running(2)
     driver.target(n1=1)
     assert not driver.tick(after_s=1000.0)
@@ -299,7 +299,7 @@ def test_a_planned_change_has_all_the_time_it_needs_to_be_agreed_on() -> None:
 
 
 @pytest.mark.parametrize("late", [0.0, 30.0])
-def test_a_leaver_that_dies_while_it_leaves_does_not_disturb_the_others(late: float) -> None:
+def test_a_leaver_that_dies_while_leaving_disturbs_nobody(late: float) -> None:
     driver = running(2)
     driver.target(n1=1)
     driver.switched(2, "w1")
@@ -310,7 +310,7 @@ def test_a_leaver_that_dies_while_it_leaves_does_not_disturb_the_others(late: fl
     assert driver.names == ["w1"]
 
 
-def test_one_that_is_leaving_does_not_stand_for_another_that_is_too_many() -> None:
+def test_one_leaving_does_not_stand_for_another_too_many() -> None:
     driver = running(3)
     driver.target(n1=2)
     driver.switched(2, "w1", "w2")
@@ -318,7 +318,7 @@ def test_one_that_is_leaving_does_not_stand_for_another_that_is_too_many() -> No
     assert members_of(plan_in(driver.target(n1=1))) == ["w1"]
 
 
-def test_a_newcomer_is_one_that_has_joined_others_who_train() -> None:
+def test_a_newcomer_has_joined_others_who_train() -> None:
     driver = Driver(CONFIG)
     driver.target(n1=2)
     driver.join("w1", "w2")
@@ -338,7 +338,7 @@ def test_a_newcomer_is_one_that_has_joined_others_who_train() -> None:
     assert not driver.machine.is_newcomer("w3"), "it is all there is"
 
 
-def test_newcomers_that_fail_are_asked_for_more_and_more_rarely() -> None:
+def test_failing_newcomers_are_asked_for_more_and_more_rarely() -> None:
     driver, number = running(1), 1
     driver.target(n1=2)
     rests = []

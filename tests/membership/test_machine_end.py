@@ -31,7 +31,7 @@ def test_some_finish_and_the_rest_fail_its_last_vote() -> None:
     assert driver.finished("w2") == [Complete()]
 
 
-def test_those_that_go_on_are_told_where_the_others_have_ended() -> None:
+def test_who_goes_on_is_told_where_others_ended() -> None:
     driver = running(3)
     driver.tell(Finished(worker="w2", rank=1, steps=24))
     spec = plan_in(driver.lost("w3"))
@@ -45,7 +45,7 @@ def test_some_finish_and_the_rest_die() -> None:
     assert only(Complete, driver.lost("w3"))
 
 
-def test_a_first_member_that_finishes_early_does_not_end_the_job_for_the_others() -> None:
+def test_an_early_first_finisher_does_not_end_the_job() -> None:
     """Ray may deliver w1's whole life before w2's first word."""
     driver = Driver()
     driver.target(n1=2)

@@ -17,7 +17,7 @@ from tests.membership.driver import CONFIG, Driver, ended, growing, kinds, membe
 # -- members that die ----------------------------------------------------------------------------------------------
 
 
-def test_survivors_go_on_at_once_when_a_member_dies_in_a_step() -> None:
+def test_survivors_go_on_at_once_when_a_member_dies() -> None:
     driver = running(3)
     out = driver.lost("w1")
     spec = plan_in(out)
@@ -32,7 +32,7 @@ def test_survivors_go_on_at_once_when_a_member_dies_in_a_step() -> None:
     assert (note.kind, note.from_workers, note.to_workers, note.pause.pause_s) == (EventKind.FAILURE, 3, 2, 0.7)
 
 
-def test_a_failed_step_waits_a_moment_for_the_news_of_who_died() -> None:
+def test_a_failed_step_waits_briefly_for_news_of_deaths() -> None:
     driver = running(3)
     assert not driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
     assert not driver.tick(after_s=CONFIG.notice_s - 0.1)
@@ -48,7 +48,7 @@ def test_without_such_news_all_members_go_on() -> None:
     assert "reset" in spec.reason
 
 
-def test_two_deaths_at_once_end_in_one_generation_of_the_others() -> None:
+def test_two_deaths_at_once_end_in_one_generation() -> None:
     driver = running(4)
     driver.lost("w1")
     assert members_of(plan_in(driver.lost("w3"))) == ["w2", "w4"]
@@ -70,7 +70,7 @@ def test_all_lost() -> None:
     assert not driver.target(n1=5)
 
 
-def test_a_reset_gives_everything_back_and_begins_anew_with_higher_numbers() -> None:
+def test_a_reset_returns_everything_and_begins_with_higher_numbers() -> None:
     driver = running(2)
     driver.target(n1=3, n2=1)
     driver.reserved("w3")
@@ -101,7 +101,7 @@ def test_a_hung_member_is_lost_like_a_dead_one() -> None:
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
 
 
-def test_members_that_are_silent_in_a_forced_generation_are_lost_all_at_once() -> None:
+def test_members_silent_in_a_forced_generation_are_lost_together() -> None:
     driver = running(4)
     driver.lost("w1")
     driver.switched(2, "w2")
@@ -112,7 +112,7 @@ def test_members_that_are_silent_in_a_forced_generation_are_lost_all_at_once() -
     assert "w3, w4" in spec.reason
 
 
-def test_a_forced_generation_that_no_worker_could_form_is_tried_again_soon() -> None:
+def test_a_forced_generation_that_nobody_formed_is_retried_soon() -> None:
     driver = running(3)
     driver.lost("w1")
     assert not driver.tell(PrepareFailed(worker="w2", generation=2, cause="timeout"))
@@ -121,7 +121,7 @@ def test_a_forced_generation_that_no_worker_could_form_is_tried_again_soon() -> 
     assert members_of(plan_in(driver.tick(after_s=CONFIG.notice_s + 0.1))) == ["w2", "w3"]
 
 
-def test_a_forced_generation_that_breaks_while_it_is_entered_is_replaced() -> None:
+def test_a_forced_generation_breaking_while_entered_is_replaced() -> None:
     driver = running(3)
     driver.lost("w1")
     driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
@@ -131,7 +131,7 @@ def test_a_forced_generation_that_breaks_while_it_is_entered_is_replaced() -> No
 # -- failures and planned changes ----------------------------------------------------------------------------------
 
 
-def test_a_failure_supersedes_a_planned_change_and_the_joiner_is_taken_up_again() -> None:
+def test_a_failure_supersedes_a_planned_change_the_joiner_stays() -> None:
     driver, joiner = growing(2)
     out = driver.lost("w1")
     assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(2, (joiner,))]
@@ -148,20 +148,20 @@ def test_a_suspicion_holds_new_changes_back() -> None:
     assert members_of(plan_in(driver.switched(2, "w1", "w2"))) == ["w1"]
 
 
-def test_a_joiner_that_dies_after_the_switch_is_a_lost_member() -> None:
+def test_joiner_dying_after_the_switch_is_a_member_lost() -> None:
     driver, joiner = growing(2)
     driver.switched(2, "w1", "w2", joiner)
     assert members_of(plan_in(driver.lost(joiner))) == ["w1", "w2"]
 
 
-def test_a_joiner_that_dies_in_the_switch_is_replaced_by_force() -> None:
+def test_joiner_dying_in_the_switch_is_replaced_by_force() -> None:
     driver, joiner = growing(2)
     driver.switched(2, "w1")
     spec = plan_in(driver.lost(joiner))
     assert (members_of(spec), spec.void_below) == (["w1", "w2"], 3)
 
 
-def test_a_member_that_dies_in_the_switch_leaves_the_joiner_among_the_survivors() -> None:
+def test_member_dying_in_the_switch_leaves_the_joiner_surviving() -> None:
     """The joiner may have trained in generation 2 already: left behind, its state would differ from the others'."""
     driver, joiner = growing(2)
     driver.switched(2, "w1")
@@ -173,7 +173,7 @@ def test_a_member_that_dies_in_the_switch_leaves_the_joiner_among_the_survivors(
 
 
 @pytest.mark.parametrize("evidence", ["switched", "failed"])
-def test_a_joiner_that_holds_the_last_state_saves_the_job(evidence: str) -> None:
+def test_a_joiner_holding_the_last_state_saves_the_job(evidence: str) -> None:
     driver, joiner = growing(1)
     driver.switched(2, "w1")
     out = driver.lost("w1")
@@ -188,7 +188,7 @@ def test_a_joiner_that_holds_the_last_state_saves_the_job(evidence: str) -> None
 
 
 @pytest.mark.parametrize("switched", [False, True])
-def test_a_joiner_without_a_state_does_not_begin_anew_where_training_was(switched: bool) -> None:
+def test_a_stateless_joiner_does_not_begin_anew_after_training(switched: bool) -> None:
     driver, _ = growing(1)
     if switched:
         driver.switched(2, "w1")
@@ -196,7 +196,7 @@ def test_a_joiner_without_a_state_does_not_begin_anew_where_training_was(switche
     assert only(AllLost, driver.tick(after_s=CONFIG.notice_s + 0.1))
 
 
-def test_nothing_is_lost_with_a_member_before_the_first_step() -> None:
+def test_nothing_is_lost_with_a_member_before_training() -> None:
     driver = Driver()
     driver.target(n1=2)
     driver.reserved("w1", "w2")
@@ -207,7 +207,7 @@ def test_nothing_is_lost_with_a_member_before_the_first_step() -> None:
     assert members_of(plan_in(out)) == ["w2"]
 
 
-def test_a_joiner_that_never_enters_a_change_under_way_is_lost() -> None:
+def test_a_joiner_that_never_enters_a_change_is_lost() -> None:
     driver, joiner = growing(2)
     driver.switched(2, "w1", "w2")
     out = driver.tick(after_s=CONFIG.switch_timeout_s + 0.1)
@@ -215,7 +215,7 @@ def test_a_joiner_that_never_enters_a_change_under_way_is_lost() -> None:
     assert members_of(plan_in(out)) == ["w1", "w2"]
 
 
-def test_a_torn_vote_is_cured_by_the_generation_that_was_agreed_on() -> None:
+def test_a_torn_vote_is_cured_by_the_agreed_generation() -> None:
     """w2's last collective of generation 1 failed, w1's did not: w2 enters generation 2 all the same."""
     driver, joiner = growing(2)
     driver.tell(StepFailed(worker="w2", generation=1, cause="reset"))
@@ -223,7 +223,7 @@ def test_a_torn_vote_is_cured_by_the_generation_that_was_agreed_on() -> None:
     assert not driver.tick(after_s=CONFIG.notice_s * 2)
 
 
-def test_a_failure_in_the_generation_that_is_entered_is_no_thing_of_the_past() -> None:
+def test_a_failure_in_the_entered_generation_is_not_past() -> None:
     driver, joiner = growing(2)
     driver.tell(StepFailed(worker="w2", generation=2, cause="reset"))
     driver.switched(2, "w1")
@@ -250,3 +250,21 @@ def test_a_leaver_that_leaves_a_broken_generation_is_lost() -> None:
     driver.target(n1=1)
     assert members_of(plan_in(driver.lost("w1"))) == ["w2"]
     assert only(AllLost, driver.left("w2"))
+
+
+def test_a_joiner_without_the_state_waits_for_the_news() -> None:
+    """It is the first to speak of the generation, which nobody has trained in; nobody has died."""
+    driver, joiner = growing(2)
+    assert not driver.tell(StepFailed(worker=joiner, generation=2, cause="reset"))
+    assert not driver.tick(after_s=CONFIG.notice_s - 0.1)
+    spec = plan_in(driver.tick(after_s=0.2))
+    assert (members_of(spec), spec.generation, spec.reason) == (["w1", "w2"], 3, "a collective failed: reset")
+    assert members_of(plan_in(driver.switched(3, "w1", "w2"))) == ["w1", "w2", joiner]
+
+
+@pytest.mark.parametrize(("generation", "saves"), [(1, False), (2, True)])
+def test_the_last_joiner_speaks_for_the_generation_it_enters(generation: int, saves: bool) -> None:
+    driver, joiner = growing(1)
+    driver.lost("w1")
+    out = driver.tell(StepFailed(worker=joiner, generation=generation, cause="late"), after_s=CONFIG.notice_s / 2)
+    assert [members_of(each.spec) for each in only(Announce, out)] == [[joiner]] * saves

@@ -17,7 +17,7 @@ from elastic_ray.membership.signals import (
 from tests.membership.driver import CONFIG, Driver, growing, members_of, plan_in, running
 
 
-def test_messages_of_workers_that_are_gone_or_unknown_mean_nothing() -> None:
+def test_messages_of_gone_or_unknown_workers_mean_nothing() -> None:
     driver = running(2)
     driver.lost("w2")
     driver.switched(2, "w1")
@@ -49,7 +49,7 @@ def test_messages_of_old_generations_mean_nothing() -> None:
     assert driver.machine.generation == 2
 
 
-def test_ready_before_reserved_means_nothing_and_a_repeated_one_neither() -> None:
+def test_early_ready_and_repeated_ready_mean_nothing() -> None:
     driver = Driver()
     driver.target(n1=1)
     assert not driver.ready("w1")
@@ -66,7 +66,7 @@ def test_ready_may_overtake_the_rerun_before_it() -> None:
     assert members_of(plan_in(driver.switched(2, "w1"))) == ["w1", "w2"]
 
 
-def test_switched_to_an_older_generation_after_a_newer_one_changes_nothing() -> None:
+def test_a_late_switch_to_an_older_generation_changes_nothing() -> None:
     driver = running(3)
     driver.lost("w1")
     driver.lost("w2")
@@ -75,7 +75,7 @@ def test_switched_to_an_older_generation_after_a_newer_one_changes_nothing() -> 
     assert driver.names == ["w3"]
 
 
-def test_a_withdrawn_change_that_some_had_agreed_on_already_ends_in_a_generation_of_all() -> None:
+def test_a_withdrawn_but_agreed_change_ends_in_alls_generation() -> None:
     driver, joiner = growing(2)
     driver.lost(joiner)
     assert not driver.switched(2, "w1")  # the withdrawal crossed it

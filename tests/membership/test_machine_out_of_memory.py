@@ -18,7 +18,7 @@ from placement.cluster.sizes import AllowedSizes
 from tests.membership.driver import CONFIG, ended, growing, members_of, only, plan_in, running
 
 
-def test_one_member_out_of_memory_starts_over_while_the_others_go_on() -> None:
+def test_one_member_out_of_memory_starts_over_others_continue() -> None:
     driver = running(2)
     out = driver.tell(Rerun(worker="w1"))
     assert members_of(plan_in(out)) == ["w2"]
@@ -29,7 +29,7 @@ def test_one_member_out_of_memory_starts_over_while_the_others_go_on() -> None:
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w2", "w1"]
 
 
-def test_a_run_that_starts_over_is_never_told_of_generations_that_were_announced_to_the_one_before() -> None:
+def test_a_run_starting_over_hears_no_generations_of_before() -> None:
     driver = running(3)
     driver.target(n1=1)
     driver.tell(Rerun(worker="w3"))  # in flight: generation 3, and generation 2 may still be on its way to anybody
@@ -37,7 +37,7 @@ def test_a_run_that_starts_over_is_never_told_of_generations_that_were_announced
     assert [(w.generation, w.to) for w in only(Withdraw, out)] == [(g, ("w1",)) for g in (1, 2, 3)]
 
 
-def test_the_only_member_out_of_memory_goes_on_with_its_state() -> None:
+def test_the_only_member_out_of_memory_keeps_its_state() -> None:
     driver = running(1)
     assert driver.tell(Rerun(worker="w1")) == [Withdraw(generation=1, to=("w1",))]
     spec = plan_in(driver.ready("w1", has_state=True))
@@ -55,7 +55,7 @@ def test_several_members_out_of_memory_begin_again_together() -> None:
     assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w2", "w3"]
 
 
-def test_at_the_least_size_that_fits_the_others_go_on_told_until_the_member_is_back() -> None:
+def test_at_the_least_size_others_continue_until_it_returns() -> None:
     need = MemoryNeed(available_bytes=50, sharded_bytes=100)  # from 4 workers on
     driver = running(4, config=dataclasses.replace(CONFIG, sizes=AllowedSizes(memory=need), min_workers=4))
     out = driver.tell(Rerun(worker="w2"))
@@ -71,7 +71,7 @@ def test_at_the_least_size_that_fits_the_others_go_on_told_until_the_member_is_b
     assert members_of(plan_in(driver.ready("w3", has_state=True))) == ["w1", "w4", "w2", "w3"], "in one change"
 
 
-def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:
+def test_who_trained_longest_is_waited_for_when_all_restart() -> None:
     driver = running(2)
     driver.tell(Rerun(worker="w2"))
     driver.switched(2, "w1")  # and trains on alone
@@ -81,7 +81,7 @@ def test_who_has_trained_longest_is_waited_for_when_all_start_over() -> None:
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1", "w2"]
 
 
-def test_a_worker_that_loads_what_was_saved_meanwhile_does_not_begin_beside_the_state_that_starts_over() -> None:
+def test_who_loads_meanwhile_does_not_begin_beside_the_state() -> None:
     driver = running(1)
     driver.tell(Rerun(worker="w1"))
     driver.target(n1=2)
@@ -91,7 +91,7 @@ def test_a_worker_that_loads_what_was_saved_meanwhile_does_not_begin_beside_the_
     assert members_of(plan_in(driver.ready("w1", has_state=True))) == ["w1"]
 
 
-def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
+def test_a_newcomer_does_not_begin_while_the_state_restarts() -> None:
     driver = running(1)
     driver.target(n1=2)
     driver.reserved("w2")
@@ -103,7 +103,7 @@ def test_a_newcomer_does_not_begin_anew_while_the_state_starts_over() -> None:
     assert members_of(plan_in(driver.switched(spec.generation, "w1"))) == ["w1", "w2"]
 
 
-def test_a_worker_that_kept_no_whole_state_joins_the_others_as_a_newcomer() -> None:
+def test_a_worker_without_whole_state_joins_as_a_newcomer() -> None:
     driver = running(2)
     out = driver.tell(Rerun(worker="w1", has_state=False))
     assert members_of(plan_in(out)) == ["w2"]
@@ -111,7 +111,7 @@ def test_a_worker_that_kept_no_whole_state_joins_the_others_as_a_newcomer() -> N
     assert members_of(plan_in(driver.ready("w1"))) == ["w2", "w1"]
 
 
-def test_when_no_worker_kept_a_whole_state_the_job_restarts() -> None:
+def test_when_nobody_kept_a_whole_state_the_job_restarts() -> None:
     driver = running(2)
     driver.tell(Rerun(worker="w1", has_state=False))
     assert only(AllLost, driver.tell(Rerun(worker="w2", has_state=False)))
@@ -126,7 +126,7 @@ def test_one_that_kept_a_whole_state_is_enough() -> None:
 
 
 @pytest.mark.parametrize("end", ["died", "late", "died ready"])
-def test_when_the_last_that_holds_the_state_goes_the_job_restarts(end: str) -> None:
+def test_when_the_last_state_holder_goes_the_job_restarts(end: str) -> None:
     driver = running(1)
     driver.target(n1=2)
     driver.reserved("w2")
@@ -142,7 +142,7 @@ def test_when_the_last_that_holds_the_state_goes_the_job_restarts(end: str) -> N
     assert not only(Announce, out)
 
 
-def test_all_members_lost_while_one_starts_over_goes_on_with_that_one() -> None:
+def test_members_lost_while_one_restarts_continue_with_that_one() -> None:
     driver = running(2)
     driver.tell(Rerun(worker="w1"))
     assert not ended(driver.lost("w2"))
@@ -161,7 +161,7 @@ def test_out_of_memory_in_a_change_that_is_entered() -> None:
     assert members_of(plan_in(driver.ready(joiner, has_state=True))) == ["w1", joiner]
 
 
-def test_a_joiner_with_the_state_of_a_generation_that_was_called_off_is_of_no_use() -> None:
+def test_a_joiner_with_a_withdrawn_generations_state_is_useless() -> None:
     driver = running(1)
     driver.target(n1=3)
     driver.reserved("w2", "w3")

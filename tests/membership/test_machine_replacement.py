@@ -7,7 +7,7 @@ from elastic_ray.membership.signals import Lost
 from tests.membership.driver import CONFIG, members_of, only, plan_in, running
 
 
-def test_a_member_leaves_in_one_change_once_another_is_ready() -> None:
+def test_a_member_leaves_in_one_change_with_its_replacement() -> None:
     driver = running(3)
     assert [(r.worker, r.node) for r in only(Reserve, driver.replace("w1"))] == [("w4", "n1")]
     assert not only(Reserve, driver.replace("w1")), "what is said again is no news"
@@ -28,7 +28,7 @@ def test_one_that_keeps_up_again_stays() -> None:
     assert [r.worker for r in only(Release, out)] == ["w3"] and driver.names == ["w1", "w2"]
 
 
-def test_where_no_other_is_to_be_had_it_stays_and_is_not_tried_again_at_once() -> None:
+def test_without_a_replacement_it_stays_and_rests_a_while() -> None:
     driver = running(2)
     driver.replace("w2")
     driver.tick(after_s=CONFIG.reserve_timeout_s + 1.0)
@@ -37,7 +37,7 @@ def test_where_no_other_is_to_be_had_it_stays_and_is_not_tried_again_at_once() -
     assert only(Reserve, driver.replace("w2", after_s=CONFIG.replace_again_s))
 
 
-def test_the_other_comes_to_where_the_allocator_wants_the_job() -> None:
+def test_the_replacement_comes_to_where_the_allocator_wants_it() -> None:
     driver = running(2)
     driver.replace("w2")
     out = driver.target(n1=1, n2=1)
@@ -66,7 +66,7 @@ def test_one_that_dies_meanwhile_is_replaced_all_the_same() -> None:
     assert driver.asked == {"w1", "w3"}
 
 
-def test_one_that_is_to_be_replaced_goes_first_when_the_allocator_takes_its_place() -> None:
+def test_one_to_be_replaced_goes_first_when_shrinking() -> None:
     driver = running(2)
     driver.replace("w1")
     out = driver.target(n1=1)

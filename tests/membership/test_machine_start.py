@@ -28,7 +28,7 @@ def test_the_first_start_asks_for_resources_launches_and_begins() -> None:
     assert driver.machine.in_flight is None
 
 
-def test_the_first_start_waits_for_the_gang_of_min_workers_however_long_it_takes() -> None:
+def test_the_first_start_waits_for_min_workers_however_long() -> None:
     driver = Driver(dataclasses.replace(CONFIG, min_workers=3))
     driver.target(n1=4)
     driver.join("w1", "w2")
@@ -36,7 +36,7 @@ def test_the_first_start_waits_for_the_gang_of_min_workers_however_long_it_takes
     assert members_of(plan_in(driver.join("w3"))) == ["w1", "w2", "w3"]
 
 
-def test_the_first_generation_has_no_more_workers_than_there_are_samples_left() -> None:
+def test_the_first_generation_has_no_more_workers_than_samples() -> None:
     driver = Driver(dataclasses.replace(CONFIG, min_workers=3), first_most=2)
     driver.target(n1=4)
     driver.reserved("w1", "w2", "w3", "w4")
@@ -47,7 +47,7 @@ def test_the_first_generation_has_no_more_workers_than_there_are_samples_left() 
     assert members_of(driver.ledger.specs[-1]) == ["w1", "w2", "w3", "w4"]
 
 
-def test_a_job_that_goes_on_from_an_automatic_checkpoint_starts_as_a_new_one_does() -> None:
+def test_a_job_from_an_automatic_checkpoint_starts_as_new() -> None:
     gang = Driver(dataclasses.replace(CONFIG, min_workers=3))
     gang.target(n1=4)
     gang.reserved("w1", "w2", "w3", "w4")
@@ -76,7 +76,7 @@ def test_who_has_loaded_an_automatic_checkpoint_can_be_spared() -> None:
     assert members_of(plan_in(driver.ready("w5", loaded=40))) == ["w4", "w5"]
 
 
-def test_a_worker_that_could_not_load_what_others_had_does_not_begin_anew() -> None:
+def test_worker_that_could_not_load_does_not_begin_anew() -> None:
     alone = Driver()
     alone.target(n1=2)
     alone.reserved("w1", "w2")
@@ -90,7 +90,7 @@ def test_a_worker_that_could_not_load_what_others_had_does_not_begin_anew() -> N
     assert members_of(plan_in(alone.ready("w4"))) == ["w3", "w4"], "nobody can load it any more: they begin"
 
 
-def test_who_joins_after_a_loss_is_said_to_replace_it() -> None:
+def test_who_joins_after_a_loss_is_said_to_replace() -> None:
     driver = running(2)
     driver.lost("w2")
     driver.switched(2, "w1")
@@ -102,7 +102,7 @@ def test_who_joins_after_a_loss_is_said_to_replace_it() -> None:
     assert plan_in(driver.ready("w4")).reason == "test"
 
 
-def test_patience_is_bounded_and_only_for_workers_that_are_starting() -> None:
+def test_patience_is_bounded_and_for_starting_workers_only() -> None:
     driver = Driver()
     driver.target(n1=2)
     driver.reserved("w1", "w2")
@@ -114,7 +114,7 @@ def test_patience_is_bounded_and_only_for_workers_that_are_starting() -> None:
     assert members_of(plan_in(unreserved.join("w1"))) == ["w1"]  # w2's resources may take for ever
 
 
-def test_the_first_generation_is_tried_again_when_it_was_not_entered() -> None:
+def test_the_first_generation_is_retried_when_not_entered() -> None:
     """Nobody reports a first generation that breaks in the exchange: no rank has a state to lose yet."""
     driver = Driver()
     driver.target(n1=2)
@@ -127,7 +127,7 @@ def test_the_first_generation_is_tried_again_when_it_was_not_entered() -> None:
     assert {r.worker for r in only(Release, out)} == {"w1", "w2"}
 
 
-def test_groups_have_allowed_sizes_and_joiners_beyond_one_wait_for_the_next() -> None:
+def test_groups_have_allowed_sizes_joiners_beyond_one_wait() -> None:
     driver = Driver(dataclasses.replace(CONFIG, min_workers=2, sizes=AllowedSizes(sizes=(2, 4))))
     driver.target(n1=4)
     driver.reserved("w1", "w2", "w3", "w4")
@@ -137,6 +137,19 @@ def test_groups_have_allowed_sizes_and_joiners_beyond_one_wait_for_the_next() ->
     assert members_of(plan_in(driver.ready("w4"))) == ["w1", "w2", "w3", "w4"]
 
 
-def test_after_a_loss_those_that_are_left_go_on_whatever_their_number() -> None:
+def test_after_a_loss_any_number_goes_on() -> None:
     driver = running(4, config=dataclasses.replace(CONFIG, min_workers=2, sizes=AllowedSizes(sizes=(2, 4))))
     assert members_of(plan_in(driver.lost("w4"))) == ["w1", "w2", "w3"]
+
+
+def test_who_joins_after_the_replacement_replaces_nobody() -> None:
+    driver = running(2)
+    driver.target(n1=3)
+    driver.reserved("w3")
+    driver.lost("w2")
+    driver.switched(2, "w1")
+    spec = plan_in(driver.join("w4") + driver.tick(after_s=CONFIG.patience_s))
+    assert (members_of(spec), spec.reason) == (["w1", "w4"], "in place of lost workers; test")
+    driver.switched(spec.generation, "w1", "w4")
+    spec = plan_in(driver.ready("w3"))
+    assert (members_of(spec), spec.reason) == (["w1", "w4", "w3"], "test")

@@ -22,7 +22,7 @@ from tests.membership.groups import on_ranks
 @pytest.mark.parametrize(
     ("gpus", "apart"), [(("a", "b", "c"), True), (("a", "b", "a"), False), (("a", "a", "a"), False)]
 )
-def test_all_ranks_know_whether_two_of_them_share_a_gpu(gpus: tuple[str, ...], apart: bool) -> None:
+def test_all_ranks_know_whether_two_share_a_gpu(gpus: tuple[str, ...], apart: bool) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda rank: _meet(store, rank, 3, gpus[rank]), range(3)))
@@ -30,7 +30,7 @@ def test_all_ranks_know_whether_two_of_them_share_a_gpu(gpus: tuple[str, ...], a
     assert len(set(found[0][0])) == 3 and all(nonces == found[0][0] for nonces, _ in found)
 
 
-def test_what_is_sent_is_that_of_the_moment_and_what_comes_is_in_its_place_after_the_wait() -> None:
+def test_sends_are_of_the_moment_receipts_there_after_waiting() -> None:
     def work(communicator: Communicator) -> list[float]:
         peer = 1 - communicator.rank
         mine, theirs = torch.full((3,), float(communicator.rank)), torch.full((3,), -1.0)
@@ -47,7 +47,7 @@ def test_what_is_sent_is_that_of_the_moment_and_what_comes_is_in_its_place_after
     assert on_ranks(2, work) == [[1.0] * 3, [0.0] * 3]
 
 
-def test_a_peer_that_is_gone_is_a_failure_as_without_a_gpu() -> None:
+def test_a_gone_peer_is_a_failure_as_without_gpu() -> None:
     begun = threading.Event()  # else gloo refuses to begin
 
     def work(communicator: Communicator) -> None:

@@ -35,7 +35,7 @@ ranks = st.builds(
 
 
 @given(st.lists(ranks, min_size=1, max_size=20))
-def test_everyone_ends_with_the_furthest_state_in_the_fewest_rounds(progress: list[StateVersion]) -> None:
+def test_everyone_ends_with_the_furthest_state_in_fewest_rounds(progress: list[StateVersion]) -> None:
     furthest = max(p.order() for p in progress)
     if furthest[0]:
         holds = {rank for rank, p in enumerate(progress) if p.order() == furthest}
@@ -62,7 +62,7 @@ def test_all_ranks_draw_up_the_same_transfers(progress: list[StateVersion]) -> N
     assert transfer_rounds(progress) == transfer_rounds(tuple(progress))
 
 
-def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -> None:
+def test_a_newcomer_never_sends_to_holders_else_rank_0() -> None:
     newcomer, holder = StateVersion(step=9), StateVersion(step=1, has_state=True)
     assert transfer_rounds([newcomer, holder]) == [[(1, 0)]]
     assert transfer_rounds([newcomer, newcomer, newcomer, newcomer]) == [[(0, 1)], [(0, 2), (1, 3)]]
@@ -79,7 +79,7 @@ def test_a_newcomer_never_sends_to_a_holder_and_without_holders_rank_0_sends() -
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=64))
-def test_a_distance_is_agreed_on_exactly_when_all_have_it(distances: list[int]) -> None:
+def test_a_distance_is_agreed_on_exactly_when_all_have(distances: list[int]) -> None:
     common = distances[0] if len(set(distances)) == 1 else 0
     assert (
         agreed_generations_ahead(float(sum(distances)), float(sum(d * d for d in distances)), len(distances)) == common
@@ -128,7 +128,7 @@ def test_a_resume_point_of_an_older_version_is_read() -> None:
 
 
 @given(runs)
-def test_a_state_is_stored_by_the_names_of_the_first_version(run: RunProgress) -> None:
+def test_a_state_is_stored_by_the_first_versions_names(run: RunProgress) -> None:
     stored = run.to_state()
     assert {"loops", "ticks", "slot", "passes"} < stored.keys()
     assert (stored["ticks"], stored["passes"]) == (run.loader_steps, run.ended_passes)
@@ -142,7 +142,7 @@ def silent_after(detector: FailureDetector, times: list[float], members: list[st
     return [worker for now_s in times for worker, _ in detector.silent(now_s, members)]
 
 
-def test_a_member_that_is_silent_for_longer_than_the_timeout_is_named() -> None:
+def test_a_member_silent_for_longer_than_timeout_is_named() -> None:
     detector = FailureDetector(2.0)
     detector.silent(100.0, [])
     detector.heard("a")
@@ -158,7 +158,7 @@ def test_a_member_that_is_silent_for_longer_than_the_timeout_is_named() -> None:
     assert not detector.silent(102.3, ["a", "b"])
 
 
-def test_a_worker_that_no_other_waits_for_may_be_silent_for_longer() -> None:
+def test_a_worker_nobody_waits_for_may_be_silent_longer() -> None:
     detector = FailureDetector(2.0, alone_s=30.0)
     detector.silent(0.0, [])
     detector.heard("a", "b")
@@ -168,7 +168,7 @@ def test_a_worker_that_no_other_waits_for_may_be_silent_for_longer() -> None:
     assert silent_after(detector, times[41:], ["a"])
 
 
-def test_who_was_seen_to_live_is_waited_for_until_it_speaks() -> None:
+def test_who_was_seen_to_live_is_waited_for() -> None:
     detector = FailureDetector(2.0, alone_s=30.0)
     detector.silent(0.0, [])
     detector.heard("a", "b")
@@ -185,7 +185,7 @@ def test_who_was_seen_to_live_is_waited_for_until_it_speaks() -> None:
     assert "a" in silent_after(detector, times[28:40], ["a", "b"])
 
 
-def test_the_controllers_own_pauses_do_not_count_as_silence_of_workers() -> None:
+def test_the_controllers_own_pauses_are_no_silence_of_workers() -> None:
     detector = FailureDetector(2.0)
     detector.silent(0.0, ["a"])
     detector.heard("a")
@@ -194,7 +194,7 @@ def test_the_controllers_own_pauses_do_not_count_as_silence_of_workers() -> None
 
 
 @given(st.lists(st.floats(0.0, 5.0), max_size=40), st.floats(0.5, 5.0))
-def test_silence_is_never_longer_than_time_and_who_speaks_is_never_silent(gaps: list[float], timeout_s: float) -> None:
+def test_silence_never_exceeds_time_speakers_are_never_silent(gaps: list[float], timeout_s: float) -> None:
     detector, now_s, heard_s = FailureDetector(timeout_s), 0.0, 0.0
     detector.silent(now_s, ["a", "b"])
     detector.heard("a")
@@ -238,7 +238,7 @@ def open_planner(*, fixed: bool = False) -> BatchPlanner:
     return planner
 
 
-def test_a_fixed_planner_keeps_the_global_batch_whatever_the_number_of_workers() -> None:
+def test_fixed_planner_keeps_the_global_batch_at_any_size() -> None:
     planner = open_planner(fixed=True)
     for workers in (1, 2, 4):
         choice = planner.choose(plan_of(workers))
@@ -246,7 +246,7 @@ def test_a_fixed_planner_keeps_the_global_batch_whatever_the_number_of_workers()
         assert choice.batch_size(workers) == 64
 
 
-def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_between() -> None:
+def test_a_batch_change_is_noticed_past_an_empty_report() -> None:
     planner = open_planner()
     assert planner.observe(report_of(2, BatchChoice(atomic_bsz=32))) is None
     changed = report_of(2, BatchChoice(atomic_bsz=64))
@@ -256,11 +256,11 @@ def test_a_change_of_batch_is_noticed_also_when_a_report_without_steps_lies_betw
     assert planner.observe(report_of(4, BatchChoice(atomic_bsz=64))) is None  # the resize tells of it
 
 
-def test_a_planner_that_knows_no_loader_leaves_the_choice_to_it() -> None:
+def test_planner_without_a_loader_leaves_the_choice_to_it() -> None:
     assert BatchPlanner().choose(plan_of(2)) is None
 
 
-def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> None:
+def test_a_cancelled_change_does_not_stop_the_batch_adapting() -> None:
     """The job trains on with two workers; the planner must not believe that it has four."""
     planner = open_planner()
     shape = planner.choose(plan_of(2))
@@ -278,7 +278,7 @@ def test_a_change_that_was_cancelled_does_not_stop_the_batch_from_adapting() -> 
     assert planner.fitted(model) is None  # asked for already
 
 
-def test_a_withdrawal_from_one_worker_leaves_the_batch_in_use_alone() -> None:
+def test_a_withdrawal_from_one_leaves_the_batch_alone() -> None:
     """A worker that starts over is not to hear of the generation in effect any more; for the others it stands."""
     planner = open_planner()
     planner.choose(plan_of(2))

@@ -32,16 +32,16 @@ LIKELY = re.compile(
     "|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Div|Div_Mul|FloorDiv_Mul|Mod_FloorDiv|Pow_Mul)"
     "|ReplaceComparisonOperator_(Is_IsNot|IsNot_Is|(Eq|NotEq|Lt|LtE|Gt|GtE)_(Eq|NotEq|Lt|LtE|Gt|GtE)))"
 )
-HARMLESS = re.compile(r"strict=|@dataclasses|raise ")
+HARMLESS = re.compile(r"strict=|@dataclasses|raise |TYPE_CHECKING")
 # Of each part the modules that decide, and their tests; {a,b} stands for several names.
 PARTS = {
     "membership": (
-        "elastic_ray/membership/{machine,selection,generation_changes}.py",
-        "tests/membership/test_{machine_*,selection,small_parts}.py",
+        "elastic_ray/membership/{machine,recovery,roster,generation_changes}.py",
+        "tests/membership/test_{machine_*,recovery,selection,simulated_job,small_parts}.py",
     ),
     "consensus": (
         "elastic_ray/consensus/*.py",
-        "tests/membership/test_{consensus,small_parts}.py tests/sync/tiles/test_pieces.py",
+        "tests/membership/test_{announced,consensus,small_parts}.py tests/sync/tiles/test_pieces.py",
     ),
     "data": (
         "elastic_ray/data/{order,batches,sharding,shares,permutation}.py",
@@ -53,7 +53,7 @@ PARTS = {
     ),
     "tables": ("elastic_ray/sync/sharded/{placement,tiles}.py", "tests/sync/sharded/test_placement.py"),
     "tiles": (
-        "elastic_ray/sync/optimizer_tiles/{tiling,moves,written}.py",
+        "elastic_ray/sync/optimizer_tiles/{tiling,moves}.py",
         "tests/sync/tiles/test_{tiling,pieces}.py",
     ),
     "rows": (
@@ -67,7 +67,7 @@ PARTS = {
     "replicas": ("elastic_ray/state/replicas.py", "tests/loop/test_replicas.py"),
     "allocator": (
         "placement/allocator/{core,known_job,significance,explaining}.py",
-        "tests/placement/test_{core,explaining,elastic_policies,notices}.py",
+        "tests/placement/test_{core,explaining,significance,notices}.py",
     ),
     "goodput": (
         "placement/goodput/*.py",
@@ -82,7 +82,20 @@ PARTS = {
         "placement/autoscaling/{autoscaler,fleet,launches,objectives/*}.py",
         "tests/placement/test_{autoscaler,budget,job_costs,spot}.py",
     ),
-    "knowledge": ("placement/knowledge/{knowledge,lengths}.py", "tests/placement/test_{knowledge,lengths}.py"),
+    "knowledge": (
+        "placement/knowledge/knowledge.py",
+        "tests/placement/test_{knowledge,knowledge_store,knowledge_sync,lengths}.py",
+    ),
+    "adaptation": (
+        "elastic_ray/adaptation/{requests,runner,watched,policies/*}.py",
+        "tests/adaptation/test_{requests,runner,ballot,batch_policies,scaling_policies,metric_policies,interference}.py",
+    ),
+    "stragglers": ("elastic_ray/stragglers/*.py", "tests/stragglers/test_*.py"),
+    "warm pool": ("elastic_ray/warm_pool/sizing.py", "tests/job/test_pool_sizing.py"),
+    "record": (
+        "elastic_ray/record/{outlook,usage,ended,history,losses,report_queue,bounded_log}.py",
+        "tests/job/test_{outlook,usage,ended,history,losses,worker_errors,report_queue,bounded_reports}.py",
+    ),
     "tuning": ("tuning/{trials,nni/spaces,nni/results}.py", "tests/tuning/test_{trials,nni_pure}.py"),
 }
 

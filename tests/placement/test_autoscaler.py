@@ -37,8 +37,10 @@ CONFIG = AutoscalerConfig(linger_s=100.0, launch_timeout_s=50.0, retry_s=500.0)
 every = pytest.mark.parametrize("name", sorted(OBJECTIVES))
 
 
-def candidate(name: str, usd: float = 4.0, *, spot: bool = False, cpus: float = 4.0, **fields: Any) -> NodeType:
-    labels = {MARKET_LABEL: "spot" if spot else "on-demand", GPU_TYPE_LABEL: "T4"}
+def candidate(
+    name: str, usd: float = 4.0, *, spot: bool = False, cpus: float = 4.0, gpu_label: str = "T4", **fields: Any
+) -> NodeType:
+    labels = {MARKET_LABEL: "spot" if spot else "on-demand", GPU_TYPE_LABEL: gpu_label}
     fields = {"max_nodes": 4, "startup_s": 50.0, "lasts_h": 12.0 if spot else float("inf"), **fields}
     return NodeType(name=name, resources={"CPU": cpus}, labels=labels, usd_per_h=usd, **fields)
 
@@ -406,6 +408,42 @@ def test_a_job_stays_on_a_size_that_is_hardly_worse_and_leaves_one_that_is() -> 
         return objective.decide(dataclasses.replace(demand, offers={"a": (offer,)}), NOW)["a"].workers
 
     assert (wanted(3.15, 0.1), wanted(3.15, 0.0), wanted(3.45, 0.1), wanted(3.0, 0.1)) == (3, 4, 4, 3)
+
+
+def test_a_job_moves_to_another_type_only_where_that_is_more_than_hardly_better() -> None:
+    fast = candidate("fast", gpu_label="A100")
+    running = job(max_workers=2, resize_cost_s=0.0).placed({"f0": 2})
+    demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
+    offer = demand.offers["a"][0]
+
+    def wanted(rate: float, hysteresis: float) -> str | None:
+        own = dataclasses.replace(offer, kind=dataclasses.replace(FIRM, startup_s=0.0), rate=np.array([1.0, 2.0]))
+        other = dataclasses.replace(own, kind=dataclasses.replace(fast, startup_s=0.0), rate=np.array([1.0, rate]))
+        objective = CostPerProgress(value_usd_per_h=0.0, hysteresis=hysteresis)
+        offers = {"a": (own, other)}
+        return objective.decide(dataclasses.replace(demand, offers=offers), NOW)["a"].gpu
+
+    assert [wanted(2.1, 0.1), wanted(2.3, 0.1), wanted(2.1, 0.0), wanted(1.9, 0.1)] == ["T4", "A100", "A100", "T4"]
+
+
+def test_a_job_of_unknown_length_counts_an_hour_at_its_present_speed() -> None:
+    """While new nodes start, it goes on as it is, so that this hour is work that its present size does."""
+    running = job(max_workers=4, progress=None, resize_cost_s=0.0).placed({"f0": 1})
+    demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
+    kind = dataclasses.replace(FIRM, startup_s=0.0)
+    offer = dataclasses.replace(demand.offers["a"][0], kind=kind, rate=np.array([2.0, 4.0, 5.0, 6.0]))
+    want = CostPerProgress(value_usd_per_h=1e6).decide(dataclasses.replace(demand, offers={"a": (offer,)}), NOW)["a"]
+    assert want.workers == 4 and "in 0.333 h for every hour on its present size" in want.reason
+
+
+def test_running_jobs_are_given_nodes_before_those_that_wait() -> None:
+    waits, runs = job("a", max_workers=4), job("b", max_workers=4).placed({"f0": 1})
+    wants = {each.job: WantedSize(job=each.job, workers=4, gpu="T4", reason="test", note="") for each in (waits, runs)}
+    fleet = build(wants, [waits, runs], [dataclasses.replace(FIRM, max_nodes=1)], (), {"firm": 1}, {"firm": np.inf})
+    assert fleet.short == {"a": 4} and fleet.users["firm"] == ("b",)
+    first = dataclasses.replace(waits, priority=1)
+    fleet = build(wants, [runs, first], [dataclasses.replace(FIRM, max_nodes=1)], (), {"firm": 1}, {"firm": np.inf})
+    assert fleet.short == {"b": 4}, "a priority comes before that"
 
 
 def test_sizes_that_were_not_tried_are_offered_as_if_synchronisation_took_no_longer_than_on_the_largest_tried() -> None:

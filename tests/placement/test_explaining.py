@@ -6,9 +6,10 @@ import pytest
 
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged
+from placement.cluster.cluster import Cluster
 from placement.cluster.jobs import JobView
 from placement.policies import POLICIES, GoodputPolicy, make_policy
-from tests.placement.views import AT_ONCE, cluster, model, view
+from tests.placement.views import AT_ONCE, cluster, model, node, view
 
 
 def running(*views: JobView, cpus: int = 4, policy: str = "goodput") -> AllocatorCore:
@@ -53,6 +54,29 @@ def test_asking_changes_nothing_under_any_policy(name: str) -> None:
     before = core.snapshot()
     assert core.explain("a").job == "a"
     assert core.snapshot() == before
+
+
+def test_the_imagined_node_is_of_the_kind_that_the_job_can_use() -> None:
+    """With labels of another node the job could not take the room, and nobody would be said to."""
+    nodes = (node("n0", 2, labels={"zone": "b"}), node("n1", 2, labels={"zone": "a"}))
+    for wanted in ({"zone": "a"}, {"zone": "b"}):
+        core = AllocatorCore(make_policy("goodput"), AT_ONCE)
+        core.handle(NodesChanged(cluster=Cluster(nodes=nodes)), 0.0)
+        core.handle(JobHeartbeat(view=view("a", label_selector=wanted)), 1.0)
+        assert core.explain("a").taker == "a", wanted
+    waits = AllocatorCore(make_policy("goodput"), AT_ONCE)
+    waits.handle(NodesChanged(cluster=Cluster(nodes=nodes)), 0.0)
+    waits.handle(JobHeartbeat(view=view("a", label_selector={"zone": "c"})), 1.0)
+    assert waits.explain("a").taker is None, "no node like it is there: it takes no part in decisions"
+
+
+def test_a_snapshot_says_by_the_clock_of_the_day_when_a_job_was_heard_of() -> None:
+    core = AllocatorCore(make_policy("goodput"), AT_ONCE)
+    core.handle(NodesChanged(cluster=cluster(4)), 1000.0, 10.0)
+    core.handle(JobHeartbeat(view=view("a")), 1001.0, 11.0)
+    core.handle(JobHeartbeat(view=view("b")), 1005.0, 15.0)
+    heard = {name: job.heard_s for name, job in core.snapshot().jobs.items()}
+    assert heard == {"a": 1001.0, "b": 1005.0}
 
 
 def test_unknown_jobs_are_named() -> None:

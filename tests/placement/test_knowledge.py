@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from placement.allocator.events import JobHeartbeat, NodesChanged
 from placement.cluster.cluster import GPU_TYPE_LABEL, Cluster
 from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation
+from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.remaining import remaining
-from placement.knowledge.knowledge import Knowledge, KnowledgeConfig
+from placement.knowledge.knowledge import Knowledge, KnowledgeConfig, machine_of
+from placement.knowledge.records import Batches, KnownNoise, KnownStep, Measurements
 from placement.policies import GoodputPolicy
 from tests.placement.measured import MODEL, fresh, measured
 from tests.placement.views import AT_ONCE, cluster, node
@@ -140,3 +143,141 @@ def test_what_is_known_of_other_types_does_not_take_the_place_of_the_type_that_a
     knowledge.learn(dataclasses.replace(slow, models={"A100": MODEL}, observations={"A100": tuple(fast)}), 0.0)
     told = knowledge.complete(measured("new", (1,), gpu="T4"), 1.0)
     assert told.goodput == told.models["T4"] != told.models["A100"]
+
+
+def batches(init: int = 32) -> Batches:
+    return Batches(init_batch_size=init, max_batch_size=256, atomic_bsz_range=(4, 32), accumulation=True)
+
+
+def step(fingerprint: str = "resnet", gpu: str = "T4", *, at_s: float = 0.0, **more: Any) -> KnownStep:
+    observation = Observation(1, more.pop("replicas", 2), 64, 0, more.pop("time", 1.0))
+    return KnownStep(
+        fingerprint=fingerprint,
+        gpu_type=gpu,
+        machines=frozenset(more.pop("on", ())),
+        observation=observation,
+        seen_s=at_s,
+    )
+
+
+def noise(epoch: int = 0, var: float = 10.0, *, at_s: float = 0.0, init: int = 32) -> KnownNoise:
+    return KnownNoise(
+        fingerprint="resnet",
+        gpu_type="T4",
+        epoch=epoch,
+        noise=NoiseScale(sqr=1.0, var=var),
+        batches=batches(init),
+        seen_s=at_s,
+    )
+
+
+def seen(knowledge: Knowledge, now_s: float = 10.0) -> dict[tuple[str, int], float]:
+    """Step times that are known, by GPU type and workers."""
+    found = knowledge.measurements(["resnet"], now_s).steps
+    return {(each.gpu_type, each.observation.replicas): each.observation.step_time for each in found}
+
+
+def test_of_what_was_kept_other_machines_and_old_times_are_left_out() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    labels = {GPU_TYPE_LABEL: "T4"}
+    knowledge.machines(Cluster(nodes=(node("n0", 4, labels=labels),)))
+    there = machine_of(node("n0", 4))
+    steps = (
+        step(replicas=1, on=("9 CPU",)),
+        step(replicas=2, on=("9 CPU", there)),
+        step(replicas=3),  # of machines that are not known
+        step(replicas=4, on=(there,), at_s=-91.0),
+        step(replicas=5, on=(there,), at_s=-90.0),
+        step(replicas=6, gpu="A100", on=("9 CPU",)),  # a type that is not there yet
+    )
+    knowledge.recall(Measurements(steps=steps), 10.0)
+    assert set(seen(knowledge)) == {("T4", 2), ("T4", 3), ("T4", 5), ("A100", 6)}
+    assert set(seen(knowledge, 10.5)) == {("T4", 2), ("T4", 3), ("A100", 6)}
+
+
+def test_what_was_kept_never_replaces_what_a_job_has_told_nor_what_is_newer() -> None:
+    knowledge = Knowledge()
+    knowledge.learn(measured("own", (1,)), 5.0)
+    own = float(MODEL.step_time(1, 1, 64, 0))
+    knowledge.recall(Measurements(steps=(step(replicas=1, time=9.0, at_s=8.0), step(replicas=2, time=1.0))), 10.0)
+    assert seen(knowledge) == {("T4", 1): own, ("T4", 2): 1.0}
+    knowledge.recall(Measurements(steps=(step(replicas=2, time=2.0, at_s=-1.0),)), 10.0)
+    assert seen(knowledge)["T4", 2] == 1.0, "it is older"
+    knowledge.recall(Measurements(steps=(step(replicas=2, time=3.0, at_s=99.0),)), 10.0)
+    assert seen(knowledge)["T4", 2] == 3.0
+    knowledge.recall(Measurements(steps=(step(replicas=2, time=4.0, at_s=10.0),)), 10.0)
+    assert seen(knowledge)["T4", 2] == 4.0, "a time ahead of now counted as now"
+
+
+def test_of_noise_the_newest_of_an_epoch_is_kept() -> None:
+    knowledge = Knowledge()
+    known = [noise(0, 10.0, at_s=1.0), noise(0, 11.0, at_s=3.0), noise(0, 12.0, at_s=2.0), noise(4, 40.0, at_s=0.0)]
+    knowledge.recall(Measurements(steps=(step(),), noises=tuple(known)), 10.0)
+    kept = {each.epoch: each.noise.var for each in knowledge.measurements(["resnet"], 10.0).noises}
+    assert kept == {0: 11.0, 4: 40.0}
+
+    def told(ends: int) -> float:
+        begun = dataclasses.replace(
+            fresh(), init_batch_size=32, progress=Progress(done=1.0 + ends, epoch_ends=tuple(range(1, ends + 1)))
+        )
+        found = knowledge.complete(begun, 10.0).goodput
+        assert found is not None
+        return found.noise.var
+
+    assert (told(0), told(4)) == (11.0, 40.0)
+    assert told(2) == 11.0, "the earliest that is known: noise rises as training goes on"
+
+
+def test_a_job_that_has_not_told_its_batch_takes_the_limits_of_the_last_of_its_kind() -> None:
+    knowledge = Knowledge()
+    known = (noise(0, at_s=1.0, init=16), noise(1, at_s=9.0, init=32), noise(2, at_s=5.0, init=64))
+    knowledge.recall(Measurements(steps=(step(),), noises=known), 10.0)
+    starting = dataclasses.replace(fresh(), init_batch_size=None, max_batch_size=None)
+    told = knowledge.complete(starting, 10.0)
+    assert (told.init_batch_size, told.max_batch_size, told.atomic_bsz_range) == (32, 256, (4, 32))
+    assert knowledge.complete(fresh(), 10.0).init_batch_size == 64, "its own, where it has told it"
+    assert Knowledge().complete(starting, 10.0) == starting
+
+
+def test_a_job_is_told_of_types_that_it_has_no_model_of() -> None:
+    knowledge = Knowledge()
+    knowledge.learn(measured("old", (1, 2, 4), gpu="T4"), 0.0)
+    knowledge.learn(measured("fast", (1, 2), gpu="A100"), 0.0)
+    assert set(knowledge.priors(fresh(), 1.0)) == {"T4", "A100"}
+    assert {gpu: prior.largest_batch for gpu, prior in knowledge.priors(fresh(), 1.0).items()} == {
+        "T4": 4 * 64,
+        "A100": 2 * 64,
+    }
+    assert set(knowledge.priors(measured("new", (1,), gpu="T4"), 1.0)) == {"A100"}
+    both = dataclasses.replace(fresh(), models={"T4": MODEL, "A100": MODEL})
+    assert knowledge.priors(both, 1.0) == {}
+    assert knowledge.priors(fresh("bert"), 1.0) == {} and knowledge.priors(fresh(None), 1.0) == {}
+
+
+def test_a_type_whose_measurements_are_forgotten_does_not_hide_the_others() -> None:
+    knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
+    knowledge.learn(measured("old", (1, 2), gpu="A100"), 0.0)
+    knowledge.learn(measured("later", (1, 2), gpu="T4"), 90.0)
+    for _ in range(2):  # the first look forgets, the second finds nothing of that type
+        told = knowledge.complete(fresh(), 150.0)
+        assert set(told.models) == {"T4"}
+
+
+def test_a_version_rises_with_what_is_worth_keeping() -> None:
+    knowledge, old = Knowledge(), measured("old", (1, 2))
+    knowledge.learn(old, 0.0)
+    first = knowledge.version
+    assert first == 2 + 1, "two shapes, and the noise of an epoch"
+    knowledge.learn(old, 1.0)
+    knowledge.learn(dataclasses.replace(old, observations=dict(old.observations)), 2.0)
+    assert knowledge.version == first, "the same again"
+    knowledge.learn(measured("old", (1, 2, 3)), 3.0)
+    assert knowledge.version == first + 1
+    still = GoodputModel(MODEL.throughput_model, NoiseScale(sqr=0.0, var=0.0), 64)
+    knowledge.learn(dataclasses.replace(measured("one", (1,), gpu="A100"), models={"A100": still}), 4.0)
+    assert knowledge.version == first + 2, "a job of one batch does not measure noise"
+    none = dataclasses.replace(measured("late", (1,)), progress=Progress(done=0.0, epoch_ends=(0.0,), epochs=3.0))
+    knowledge.learn(none, 5.0)
+    begun = dataclasses.replace(fresh(), progress=Progress(done=3.0, epochs=10.0))
+    progress = knowledge.complete(begun, 6.0).progress
+    assert progress is not None and progress.usual_epoch is None, "an epoch without progress says nothing"

@@ -13,6 +13,7 @@ from tests.placement.views import view
 def test_remaining_work_comes_from_declared_epochs_and_measured_progress() -> None:
     assert remaining(Progress(done=30.0, epoch_ends=(10.0, 20.0), epochs=5)) == pytest.approx(20.0)
     assert remaining(Progress(done=3.0, epochs=5)) == pytest.approx(12.0)  # an epoch takes 3 at least
+    assert remaining(Progress(done=3.0, epochs=1)) == 0.0, "it may be about to end"
     assert remaining(Progress(done=3.0)) is None
     assert remaining(None) is None
     late = remaining(Progress(done=99.0, epoch_ends=(10.0,), epochs=2))

@@ -255,7 +255,7 @@ def nowhere(world_size: int) -> bool:
     return False
 
 
-def test_a_worker_joins_in_a_group_with_its_batch_shape() -> None:
+def test_a_worker_joins_a_group_with_its_batch_shape() -> None:
     run = Run()
     run.changes.join(timeout_s=1.0)
     assert run.controller.switches == [(2, 1.5)] and run.ledger.cleared
@@ -264,7 +264,7 @@ def test_a_worker_joins_in_a_group_with_its_batch_shape() -> None:
 
 
 @pytest.mark.parametrize("unique", [True, False])
-def test_a_joiner_that_cannot_enter_reports_a_failure_if_it_alone_holds_its_state(unique: bool) -> None:
+def test_a_joiner_reports_failure_if_it_alone_holds_state(unique: bool) -> None:
     run = Run(failing=1)
     run.states.unique = unique
     run.changes.join(timeout_s=1.0)
@@ -284,7 +284,7 @@ def test_a_worker_is_dismissed_before_anything_else_happens(what: str) -> None:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_models_are_made_one_before_rank_0_looks_whether_to_save_them(breaks: bool) -> None:
+def test_models_are_made_one_before_rank_0_may_save(breaks: bool) -> None:
     run = Run()
     run.agreed.consensus, run.registry.breaks = True, breaks
     for _ in range(2):
@@ -322,7 +322,7 @@ class Two:
 
 
 @pytest.mark.parametrize(("in_parts", "drifts"), [(True, False), (True, True), (False, False)])
-def test_what_a_step_has_added_up_says_how_all_ranks_save(in_parts: bool, drifts: bool) -> None:
+def test_a_step_s_sums_say_how_all_ranks_save(in_parts: bool, drifts: bool) -> None:
     """Unless models differ, or no rank has but a part: then they come together first, which breaks here."""
     run, writer = Run(), Writer()
     run.group, run.registry.in_parts, run.registry.drifts = Two(), in_parts, drifts
@@ -356,7 +356,7 @@ def test_sums_of_an_earlier_step_say_nothing() -> None:
     assert run.controller.failures == [(1, "broke before it was known who waits")], "ranks asked each other"
 
 
-def test_an_agreed_batch_is_set_once_and_only_where_it_is_another_one() -> None:
+def test_an_agreed_batch_is_set_once_and_where_different() -> None:
     run = Run()
     for batch in (OTHER, None, OTHER):
         run.agreed.batch = batch
@@ -367,7 +367,7 @@ def test_an_agreed_batch_is_set_once_and_only_where_it_is_another_one() -> None:
 
 
 @pytest.mark.parametrize("can_switch", [anywhere, nowhere])
-def test_an_agreed_generation_is_entered_where_it_suits_the_place(can_switch: Callable[[int], bool]) -> None:
+def test_an_agreed_generation_is_entered_where_it_suits(can_switch: Callable[[int], bool]) -> None:
     run = Run()
     run.agreed.generation, run.agreed.batch = 4, OTHER
     run.changes.between_steps(can_switch)
@@ -376,7 +376,7 @@ def test_an_agreed_generation_is_entered_where_it_suits_the_place(can_switch: Ca
     assert run.registry.equalised == int(can_switch(1)), "only before a change, and once"
 
 
-def test_a_group_that_breaks_just_before_an_agreed_change_is_left_as_after_any_failure() -> None:
+def test_group_breaking_before_a_change_is_left_as_usual() -> None:
     run = Run()
     run.agreed.generation, run.registry.breaks = 4, True
     run.changes.between_steps(anywhere)
@@ -384,7 +384,7 @@ def test_a_group_that_breaks_just_before_an_agreed_change_is_left_as_after_any_f
     assert run.controller.switches == [(2, 1.5)]
 
 
-def test_a_generation_that_was_called_off_is_not_prepared_for() -> None:
+def test_a_generation_called_off_is_not_prepared_for() -> None:
     run = Run()
     run.agreed.generation, run.membership.standing = 4, False
     run.changes.between_steps(anywhere)
@@ -402,7 +402,7 @@ def test_ranks_answer_alike_whether_a_planned_change_waits() -> None:
     assert run.controller.failures == [(1, "broke before it was known who waits")]
 
 
-def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planned_change_waits_for_local_gradients_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.session.group_changes._LONGEST_WAIT", 3)
     run = Run()
     run.registry.gradients_are_local = True
@@ -418,7 +418,7 @@ def test_a_planned_change_waits_for_gradients_that_differ_but_not_for_ever(monke
 
 
 @pytest.mark.parametrize(("depth", "voided", "regroups"), [(0, True, True), (0, False, False), (1, True, False)])
-def test_a_group_that_was_called_off_is_left_between_steps(depth: int, voided: bool, regroups: bool) -> None:
+def test_a_group_called_off_is_left_between_steps(depth: int, voided: bool, regroups: bool) -> None:
     run = Run()
     run.ledger.depth, run.membership.voided = depth, voided
     run.changes.check_group()
@@ -426,7 +426,7 @@ def test_a_group_that_was_called_off_is_left_between_steps(depth: int, voided: b
     assert run.membership.generation == (2 if regroups else 1)
 
 
-def test_regrouping_goes_on_until_a_group_stands_and_says_how_far_its_furthest_rank_is() -> None:
+def test_regrouping_continues_until_group_stands_and_tells_the_furthest() -> None:
     run = Run(failing=1)
     assert run.changes.regroup("lost") == 5
     assert run.controller.failures == [(1, "lost"), (2, "broke")]
@@ -441,13 +441,13 @@ def test_a_group_that_cannot_change_fails_with_an_explanation() -> None:
     assert run.controller.failures == [], "no other group is asked for"
 
 
-def test_a_rank_that_cannot_enter_a_group_that_cannot_change_gives_up() -> None:
+def test_who_cannot_enter_an_unchanging_group_gives_up() -> None:
     run = Run(elastic=False, failing=1)
     run.changes.join(timeout_s=1.0)  # this membership gives another group all the same
     assert run.membership.gave_up == "explained: broke"
 
 
-def test_the_batch_of_a_policy_goes_before_the_generations_and_the_jobs_choice() -> None:
+def test_a_policys_batch_goes_before_the_generations_and_jobs() -> None:
     run = Run()
     run.adaptation.shape = BatchChoice(atomic_bsz=7)
     run.agreed.batch = BatchChoice(atomic_bsz=3)
@@ -458,7 +458,7 @@ def test_the_batch_of_a_policy_goes_before_the_generations_and_the_jobs_choice()
     assert run.states.shape == BatchChoice(atomic_bsz=3)
 
 
-def test_a_generation_that_is_called_off_after_it_was_agreed_on_is_replaced() -> None:
+def test_a_generation_called_off_after_agreement_is_replaced() -> None:
     run = Run()
     run.agreed.generation, run.membership.called_off = 4, True
     run.changes.between_steps(anywhere)
@@ -466,7 +466,7 @@ def test_a_generation_that_is_called_off_after_it_was_agreed_on_is_replaced() ->
     assert left == 4 and "called off" in cause and run.controller.switches == [(2, 1.5)]
 
 
-def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_stops() -> None:
+def test_leavers_are_dismissed_and_everyone_when_the_job_stops() -> None:
     run = Run()
     run.membership.leaves = True
     with pytest.raises(WorkerDismissed) as left:
@@ -482,7 +482,7 @@ def test_who_is_no_member_any_more_is_dismissed_and_so_is_everyone_when_the_job_
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_group_is_entered_by_state_then_buffers_then_shape(world_size: int) -> None:
+def test_a_group_is_entered_by_state_buffers_shape(world_size: int) -> None:
     run = Run()
     run.membership.enters = Peers(world_size)
     run.registry.done = run.consensus.done = run.states.done = run.done

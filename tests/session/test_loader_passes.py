@@ -181,7 +181,7 @@ class Run:
         self.passes.begin_step(step_of(loader_pass, self.passes.next_ordinal))
 
 
-def test_a_step_without_gradients_is_voted_on_and_adds_up_what_ranks_have_added() -> None:
+def test_step_without_gradients_is_voted_on_and_adds_up() -> None:
     run = Run()
     loader_pass = run.passes.enter()
     run.begin(loader_pass)
@@ -205,7 +205,7 @@ def test_sums_are_voted_on_even_where_gradients_were_reduced() -> None:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_models_are_averaged_after_steps_that_have_trained_and_made_one_at_the_end_of_a_pass(trains: bool) -> None:
+def test_models_are_averaged_after_steps_made_one_after_passes(trains: bool) -> None:
     run = Run()
     run.registry.drifts = True
     run.begin(loader_pass := run.passes.enter())
@@ -217,7 +217,7 @@ def test_models_are_averaged_after_steps_that_have_trained_and_made_one_at_the_e
     assert run.registry.averaged == ["step"] * trains + ["consensus"]
 
 
-def test_models_stay_as_they_are_after_a_step_or_pass_within_a_step() -> None:
+def test_models_stay_as_they_are_within_a_step() -> None:
     run = Run()
     run.registry.drifts = True
     run.begin(run.passes.enter())
@@ -228,7 +228,7 @@ def test_models_stay_as_they_are_after_a_step_or_pass_within_a_step() -> None:
     assert run.consensus.details[:1] == [0] and run.registry.averaged == []
 
 
-def test_a_group_that_breaks_in_an_average_loses_no_step() -> None:
+def test_group_that_breaks_in_an_average_loses_no_step() -> None:
     run = Run()
     run.registry.drifts = run.registry.breaks = True
     run.begin(loader_pass := run.passes.enter())
@@ -254,7 +254,7 @@ def test_a_committed_step_counts_with_its_generation_and_gain(trains: bool) -> N
     assert run.clock.edges == [BatchChoice(atomic_bsz=8) if trains else None] and run.clock.micros == 1
 
 
-def test_a_step_whose_vote_fails_is_drawn_again_with_another_group() -> None:
+def test_a_step_whose_vote_fails_is_drawn_again_elsewhere() -> None:
     run = Run(failing=1)
     loader_pass = run.passes.enter()
     run.begin(loader_pass)
@@ -265,7 +265,7 @@ def test_a_step_whose_vote_fails_is_drawn_again_with_another_group() -> None:
     assert run.passes.edge(loader_pass) and loader_pass.position == 8
 
 
-def test_a_step_whose_reduction_failed_is_not_voted_on_and_its_sums_are_undone() -> None:
+def test_failed_reduction_is_not_voted_on_sums_are_undone() -> None:
     run = Run()
     run.begin(loader_pass := run.passes.enter())
     run.sums.add(1, (-1, 0), "loss", 1.5)
@@ -286,7 +286,7 @@ def test_nothing_changes_after_a_step_within_another() -> None:
     assert run.changes.between == [True] and len(run.clock.edges) == 1
 
 
-def test_a_step_around_a_lost_one_is_lost_with_the_group_that_it_was_cut_for() -> None:
+def test_step_around_a_lost_one_is_lost_with_it() -> None:
     run = Run(failing=1)
     run.begin(outer := run.passes.enter())
     run.begin(inner := run.passes.enter())
@@ -295,7 +295,7 @@ def test_a_step_around_a_lost_one_is_lost_with_the_group_that_it_was_cut_for() -
     assert run.changes.causes == ["broke", "broke"] and outer.position == 0
 
 
-def test_a_pass_ends_when_all_ranks_have_said_so_however_often_that_fails() -> None:
+def test_a_pass_ends_when_all_ranks_have_said_so() -> None:
     run = Run(failing=2)
     loader_pass = run.passes.enter()
     run.passes.end_pass(loader_pass, 64)
@@ -304,7 +304,7 @@ def test_a_pass_ends_when_all_ranks_have_said_so_however_often_that_fails() -> N
     assert run.group.synchronised == ["the group"]
 
 
-def test_a_pass_that_another_rank_has_ended_ends_here_without_a_further_vote() -> None:
+def test_pass_ended_by_another_rank_needs_no_further_vote() -> None:
     run = Run(failing=1)
     run.changes.furthest = 1
     loader_pass = run.passes.enter()
@@ -313,7 +313,7 @@ def test_a_pass_that_another_rank_has_ended_ends_here_without_a_further_vote() -
     assert run.group.synchronised == []
 
 
-def test_a_pass_that_another_rank_has_left_is_over_before_the_next_step_and_at_the_end() -> None:
+def test_pass_left_by_another_rank_is_over_at_once() -> None:
     for at_the_end in (False, True):
         run = Run()
         loader_pass = run.passes.enter()
@@ -325,7 +325,7 @@ def test_a_pass_that_another_rank_has_left_is_over_before_the_next_step_and_at_t
         assert loader_pass.done and run.consensus.intents == [] and run.states.progress.ended_passes == 1
 
 
-def test_a_pass_within_a_step_does_not_end_with_the_pass_of_another_rank() -> None:
+def test_a_nested_pass_does_not_end_with_another_ranks() -> None:
     run = Run()
     run.begin(run.passes.enter())
     nested = run.passes.enter()
@@ -334,13 +334,13 @@ def test_a_pass_within_a_step_does_not_end_with_the_pass_of_another_rank() -> No
     assert not nested.done
 
 
-def test_after_a_pass_a_group_may_be_as_large_as_the_pass() -> None:
+def test_after_pass_group_may_be_as_large_as_it() -> None:
     run = Run()
     run.passes.end_pass(run.passes.enter(), 31)
     assert run.changes.between == [False], "32 ranks are more than there are samples"
 
 
-def test_a_loop_that_was_left_is_ended_before_the_next_and_its_changes_are_put_off() -> None:
+def test_a_left_loop_is_ended_before_the_next_begins() -> None:
     run = Run()
     first = run.passes.enter()
     run.begin(first)
@@ -352,7 +352,7 @@ def test_a_loop_that_was_left_is_ended_before_the_next_and_its_changes_are_put_o
     assert run.changes.between == [True]
 
 
-def test_the_end_of_an_epoch_ends_its_passes_and_carries_out_what_was_put_off() -> None:
+def test_an_epochs_end_ends_passes_and_carries_out_changes() -> None:
     run = Run()
     run.begin(left := run.passes.enter())
     run.passes.end_epoch()
@@ -360,7 +360,7 @@ def test_the_end_of_an_epoch_ends_its_passes_and_carries_out_what_was_put_off() 
     assert run.states.progress.epoch == 1 and run.changes.between == [True]
 
 
-def test_what_decides_the_data_is_compared_once_in_each_group() -> None:
+def test_what_decides_the_data_is_compared_once_per_group() -> None:
     run, told = Run(), list[int]()
 
     def facts() -> dict[str, int]:
@@ -376,13 +376,13 @@ def test_what_decides_the_data_is_compared_once_in_each_group() -> None:
     assert run.passes.compare_plan(loader_pass, facts) and len(told) == 2, "one rank has nobody to compare with"
 
 
-def test_a_step_is_cut_anew_where_the_group_breaks_while_its_data_is_compared() -> None:
+def test_step_is_cut_anew_if_the_comparing_group_breaks() -> None:
     run = Run(failing=1)
     assert not run.passes.compare_plan(run.passes.enter(), dict)
     assert run.changes.causes == ["broke"]
 
 
-def test_in_a_group_that_replaces_a_broken_one_data_is_compared_at_the_end_of_the_first_step() -> None:
+def test_after_broken_group_data_is_compared_with_the_step() -> None:
     run = Run()
     loader_pass = run.passes.enter()
     run.group.generation, run.group.replaces_broken = 4, True
@@ -399,7 +399,7 @@ def test_in_a_group_that_replaces_a_broken_one_data_is_compared_at_the_end_of_th
     assert run.consensus.intents == [Intent.EDGE, Intent.END_OF_PASS, Intent.PLAN]
 
 
-def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
+def test_a_nested_passs_data_is_compared_with_its_end() -> None:
     run = Run()
     run.begin(run.passes.enter())
     nested = run.passes.enter()
@@ -408,7 +408,7 @@ def test_the_data_of_a_nested_pass_is_compared_with_its_end() -> None:
     assert run.consensus.intents == [Intent.END_OF_PASS] and run.consensus.plans[0].facts == {"seed": 3}
 
 
-def test_a_step_behind_which_another_rank_has_returned_is_a_disagreement() -> None:
+def test_a_step_after_another_rank_has_returned_is_refused() -> None:
     run = Run()
     run.group.communicator = SimpleNamespace(rank=0)
     run.group.returned = (Returned(rank=1, steps=1),)

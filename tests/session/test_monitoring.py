@@ -59,20 +59,20 @@ class Worker:
 
 
 @given(st.lists(st.builds(WorkerMeasures, **dict.fromkeys(FIELDS, sizes)), min_size=1, max_size=5))
-def test_rows_of_all_ranks_add_up_to_what_each_has_measured(measures: list[WorkerMeasures]) -> None:
+def test_rows_of_all_ranks_add_up_to_each_ones(measures: list[WorkerMeasures]) -> None:
     world = len(measures)
     rows = [torch.tensor(packed(own, rank, world), dtype=torch.float32) for rank, own in enumerate(measures)]
     assert unpacked(torch.stack(rows).sum(0).tolist(), world) == tuple(measures)
 
 
 @given(st.integers(0, 2**24))
-def test_bytes_of_float32_gradients_travel_exactly_up_to_64_mib(elements: int) -> None:
+def test_bytes_of_float32_gradients_travel_exactly_to_64_mib(elements: int) -> None:
     own = WorkerMeasures(all_reduce_mib=4 * elements / 2**20)
     [found] = unpacked(torch.tensor(packed(own, 0, 1), dtype=torch.float32).tolist(), 1)
     assert found.all_reduce_mib * 2**20 == 4 * elements
 
 
-def test_a_step_is_told_of_by_the_next_as_far_as_it_goes_on_behind_its_gradients() -> None:
+def test_a_step_s_tail_is_told_by_the_next() -> None:
     worker = Worker()
     first = worker.step(compute_s=2.0, data_s=1.0, sync_s=0.5, sent=2**20)
     assert (first.compute_s, first.data_s, first.sync_s, first.step_s, first.wire_mib) == (2.0, 1.0, 0.0, 0.0, 0.0)
@@ -85,7 +85,7 @@ def test_a_step_is_told_of_by_the_next_as_far_as_it_goes_on_behind_its_gradients
     assert third.host_mib == pytest.approx(host_bytes() / 2**20, rel=0.2) and third.device_mib == 0.0
 
 
-def test_waits_of_several_reductions_in_a_step_add_up_without_what_lies_between() -> None:
+def test_waits_of_several_reductions_add_up_without_gaps_between() -> None:
     worker = Worker()
     worker.step(compute_s=1.0, sync_s=0.5, ends=False)
     worker.clock.now_s += 10.0
@@ -162,7 +162,7 @@ def test_memory_of_a_process_is_there() -> None:
     st.lists(st.integers(1, 6), min_size=2, max_size=4),
     st.integers(0, 2**31),
 )
-def test_the_variance_of_unequal_shares_is_the_weighted_one_and_adds_up(shares: list[int], seed: int) -> None:
+def test_variance_of_unequal_shares_is_weighted_and_adds_up(shares: list[int], seed: int) -> None:
     """(K - 1) var = sum n_i ||g_i - g||^2, whatever the shares are, and sqr + var / N = ||g||^2."""
     generator = torch.Generator().manual_seed(seed)
     found = [torch.randn(7, generator=generator, dtype=torch.float64) for _ in shares]
@@ -211,7 +211,7 @@ def meters(monitor: Monitor, count: int) -> list[GradientMeter]:
 
 
 @given(st.integers(0, 2**33), st.booleans(), st.booleans())
-def test_all_ranks_know_what_rank_0_has_sent_in_float32(step: int, variance: bool, norms: bool) -> None:
+def test_all_ranks_know_what_rank_0_sent_in_float32(step: int, variance: bool, norms: bool) -> None:
     monitor = Monitor(variance_every=1 if variance else None, norms_every=1 if norms else None)
     first, other = meters(monitor, 2)
     for meter in (first, other):
@@ -262,7 +262,7 @@ def test_what_is_not_applied_does_not_count() -> None:
     assert meter.known.variance is None
 
 
-def test_compressed_gradients_are_measured_in_the_next_step_that_is_sent_as_it_is() -> None:
+def test_compressed_gradients_are_measured_in_the_next_plain_step() -> None:
     [meter] = meters(Monitor(variance_every=5, norms_every=48), 1)
     seen = []
     for step in range(0, 200, 32):
@@ -271,7 +271,7 @@ def test_compressed_gradients_are_measured_in_the_next_step_that_is_sent_as_it_i
     assert seen == [(True, step % 48 < 32) for step in range(0, 200, 32)]
 
 
-def test_one_gradient_has_a_variance_where_its_step_was_halved_for_it() -> None:
+def test_one_gradient_has_variance_where_its_step_was_halved() -> None:
     [meter] = meters(Monitor(variance_every=5), 1)
     meter.begin_step(3)
     assert [meter.wants_variance(*asked, halved=halved) for *asked, halved in ((1, 1, False), (2, 1, False))] == [0, 0]
@@ -294,7 +294,7 @@ def test_one_gradient_has_a_variance_where_its_step_was_halved_for_it() -> None:
         {"momentum": 0.9, "maximize": True},
     ],
 )
-def test_an_update_s_norm_is_how_far_parameters_have_moved(options: dict[str, Any]) -> None:
+def test_an_update_s_norm_is_how_far_parameters_moved(options: dict[str, Any]) -> None:
     torch.manual_seed(2)
     params = [torch.nn.Parameter(torch.randn(4, 3, dtype=torch.float64)) for _ in range(3)]
     groups = [params[:2], params[2:]]
@@ -322,7 +322,7 @@ def test_a_hook_that_moves_parameters_counts() -> None:
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 
-def test_traffic_counts_what_is_handed_over_and_not_what_comes() -> None:
+def test_traffic_counts_what_is_handed_over_not_what_comes() -> None:
     alone = Communicator(None, "g", rank=0, world_size=1, timeout_s=1, form_timeout_s=1, host="127.0.0.1")
     assert set(alone.traffic.values()) == {0}
     assert {f"{name}_mib" for name in alone.traffic} <= {field.name for field in dataclasses.fields(WorkerMeasures)}

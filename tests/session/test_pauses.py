@@ -18,7 +18,7 @@ def step(clock: StepClock) -> None:
     clock.edge(SHAPE, 1, 8, "")
 
 
-def test_a_change_is_vote_group_and_state_and_the_first_step_comes_after_it() -> None:
+def test_change_is_vote_group_and_state_before_the_step() -> None:
     clock = StepClock()
     step(clock)
     begun_s = time.monotonic()
@@ -38,7 +38,7 @@ def test_a_change_is_vote_group_and_state_and_the_first_step_comes_after_it() ->
     assert clock.first_step_s == first_s, "the second step is not the first"
 
 
-def test_a_group_that_breaks_before_it_trains_is_part_of_the_wait_for_the_next() -> None:
+def test_group_that_breaks_before_training_is_part_of_waiting() -> None:
     clock = StepClock()
     step(clock)
     clock.change_begins()
@@ -50,7 +50,7 @@ def test_a_group_that_breaks_before_it_trains_is_part_of_the_wait_for_the_next()
     assert pause.group_s >= WAIT_S > pause.state_s
 
 
-def test_a_change_that_was_put_off_is_forgotten_with_the_next_step() -> None:
+def test_change_put_off_is_forgotten_with_the_next_step() -> None:
     clock = StepClock()
     step(clock)
     clock.change_begins()

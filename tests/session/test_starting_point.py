@@ -7,7 +7,7 @@ import pytest
 from elastic_ray.state.starting_point import StartingPoint
 
 
-def test_it_begins_at_the_beginning_or_behind_the_checkpoint_that_it_asks_for() -> None:
+def test_it_begins_at_the_start_or_after_its_checkpoint() -> None:
     assert StartingPoint().first_epoch() == 0
     start = StartingPoint("c", epoch=4, others_at=9)
     assert (start.first_epoch(), start.epochs_behind) == (0, 9)
@@ -21,7 +21,7 @@ def test_one_that_starts_with_the_others_is_not_behind() -> None:
     assert start.epochs_behind == 0
 
 
-def test_a_job_that_has_nothing_but_a_checkpoint_is_to_ask_for_it() -> None:
+def test_job_with_only_a_checkpoint_must_ask_for_it() -> None:
     with pytest.raises(RuntimeError, match=r"goes on from c, .*get_checkpoint\(\)"):
         StartingPoint("c", epoch=4).first_epoch()
     assert StartingPoint("c", epoch=4, has_state=True).first_epoch() == 0, "there is an automatic checkpoint"

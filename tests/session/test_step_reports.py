@@ -11,7 +11,7 @@ from elastic_ray.run.dismissal import WorkerDismissed
 from tests.loop.changing import Change, run_job
 
 
-def test_the_steps_of_a_group_that_is_left_are_not_told_of_the_one_that_follows() -> None:
+def test_left_groups_steps_are_not_told_of_the_next() -> None:
     last: list[StepReport | None] = []
 
     def train() -> int:

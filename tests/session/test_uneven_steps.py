@@ -55,7 +55,7 @@ def test_the_planner_learns_from_equal_shares_only(uneven: bool) -> None:
     assert (planner.due(1000.0) is None) == uneven
 
 
-def test_more_than_an_equal_share_that_did_not_fit_makes_shares_equal_and_keeps_the_bound() -> None:
+def test_more_than_equal_share_that_failed_makes_shares_equal() -> None:
     planner = BatchPlanner()
     planner.open(LoaderInfo(limits=BatchLimits(init_batch_size=32), dataset_size=1000))
     spec = GenerationSpec(generation=1, members=tuple(Member(worker=f"w{k}", node="n") for k in range(4)))

@@ -117,6 +117,14 @@ def test_what_is_handed_over_goes_to_those_that_have_least() -> None:
     assert Counter([*destinations, 1, 1]) == {1: 2, 2: 2, 3: 2}
 
 
+def test_ranks_that_own_more_are_handed_nothing_until_the_others_own_as_much() -> None:
+    owners = [(0,), (0,), (0,), (1,), (1,), (1,), (2,)]
+    destinations = [move.destination for move in hand_over(owners, [False, True, True])]
+    assert destinations == [2, 2, 1], "each copy weighs one"
+    shared = [(0,), (1, 2), (1, 2), (1,)]
+    assert [move.destination for move in hand_over(shared, [False, True, True])] == [2], "second copies count, too"
+
+
 @pytest.mark.parametrize("nodes", ["ab", "aabb", "abab", "abc", "aabbcc", "aabc"])
 def test_copies_are_on_different_nodes_where_none_has_more_than_half_of_the_ranks(nodes: str) -> None:
     owners = fresh(64, len(nodes), 2, list(nodes))

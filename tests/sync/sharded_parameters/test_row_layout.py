@@ -14,6 +14,7 @@ from elastic_ray.sync.sharded_parameters.row_layout import (
     RowMove,
     ShardId,
     by_pair,
+    check_shard_sizes,
     covered,
     from_code,
     hand_over,
@@ -236,3 +237,12 @@ def test_both_sides_of_a_pair_of_ranks_know_its_pieces_in_the_same_order() -> No
     early, late = Piece(0, 8, 9), Piece(1, 0, 4)
     moved = [RowMove(0, 1, late), RowMove(1, 0, early), RowMove(0, 1, early)]
     assert by_pair(moved) == by_pair(moved[::-1]) == {(0, 1): (early, late), (1, 0): (early,)}
+
+
+def test_ranks_must_shard_by_the_same_size() -> None:
+    check_shard_sizes([4, 4, 4])
+    check_shard_sizes([0])
+    with pytest.raises(ValueError, match="is None on rank 0 and 4 on rank 2"):
+        check_shard_sizes([0, 0, 4])
+    with pytest.raises(ValueError, match="is 2 on rank 0 and None on rank 1"):
+        check_shard_sizes([2, 0, 4])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.checkpoints.sharded.rectangles import rectangles
+from elastic_ray.checkpoints.sharded.rectangles import Rectangle, rectangles
 from elastic_ray.consensus.saving import Readiness, SaveAgreement, Saving
 from elastic_ray.state.pieces import Pieces, shared_out, take_apart
 from elastic_ray.sync.optimizer_tiles.holder import writers
@@ -34,6 +34,12 @@ def test_rectangles_are_the_elements_of_a_run_in_order_and_few(shape: tuple[int,
         count += 1
     assert found == list(range(start, start + length))
     assert count <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 2)])
+def test_a_tensor_without_elements_is_one_rectangle_from_its_beginning(shape: tuple[int, ...]) -> None:
+    assert list(rectangles(shape, 0, 0)) == [Rectangle(0, (0,) * len(shape), shape)]
+    assert list(rectangles((), 0, 1)) == [Rectangle(0, (), ())], "a number is one as well"
 
 
 @given(shapes=st.lists(st.lists(st.integers(0, 7), max_size=3), max_size=6), world=st.integers(1, 6))
