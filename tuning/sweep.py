@@ -21,9 +21,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from elastic_ray.job_spec import JobSpec
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
-from tuning.cached_checkpoints import CheckpointCache
 from tuning.sweep_processes import SweepProcesses
-from tuning.trials import Promise, TrialRecord, weights
+from tuning.trials import CheckpointCache, Promise, TrialRecord, weights
 
 logger = logging.getLogger("tuning.sweep")
 

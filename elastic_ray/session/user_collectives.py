@@ -15,7 +15,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.state.progress import RunProgress
-from elastic_ray.state.tree_bytes import from_bytes, to_bytes
+from elastic_ray.state.tree import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run

@@ -30,13 +30,12 @@ from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.roster import WorkerPhase, number
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
-from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregistration
 from elastic_ray.worker.setup import Assignment, ProcessInfo
 from elastic_ray.worker_group.actors import WorkerActors
-from elastic_ray.worker_group.expected_ranks import ExpectedRanks
-from elastic_ray.worker_group.failure_detector import FailureDetector
+from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
 
 logger = logging.getLogger("elastic_ray.job")
 

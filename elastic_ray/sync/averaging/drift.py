@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.sync.averaging.algorithms import make_averager
-from elastic_ray.sync.averaging.averager import Averager
+from elastic_ray.sync.averaging.algorithms import Averager, make_averager
 from elastic_ray.sync.averaging.consensus import agree
 from elastic_ray.sync.spec import Average
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count, real_shape
+from elastic_ray.batch.device_numbers import real_count, real_shape
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.compressed import CompressedOperation, Compression

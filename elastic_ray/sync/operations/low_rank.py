@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count
+from elastic_ray.batch.device_numbers import real_count
 from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 
 # Less of a column than this share, behind the columns before it, is their rounding errors.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count, shaped_like
+from elastic_ray.batch.device_numbers import real_count, shaped_like
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.residual import Residual
 

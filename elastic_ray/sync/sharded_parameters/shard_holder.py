@@ -15,7 +15,7 @@ from elastic_ray.state.replicas import sum_of_bits
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.states import State
-from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
+from elastic_ray.sync.sharded_parameters.deferred_initialisation import initialise
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     NO_MEMORY_YET,
     ShardedParam,
