@@ -199,9 +199,6 @@ def least_denominator(size: Tensor) -> Tensor:
 class BucketPreconditioner:
     """One bucket's preconditioner, recomputed every ``interval`` steps; in between it is the same.
 
-    Args:
-        interval: steps.
-
     ``at(step)`` recomputes where step // interval changes, so ranks that count the same steps refresh
     together. It does not move with the optimizer's state in between; moments with beta2 = 0.999
     hardly do either.

@@ -36,9 +36,6 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             store is to :meth:`stay_open`.
         rank: rank of the member.
         world_size: number of members.
-
-    Attributes:
-        told: what this member has set.
     """
 
     def __init__(self, caller: Caller, timeout_s: float, *, rank: int, world_size: int) -> None:

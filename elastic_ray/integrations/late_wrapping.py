@@ -15,9 +15,6 @@ class LateWrapped(torch.nn.Module):
     """A model that is wrapped with its optimizer once training begins; until then, and without one, it is only called.
 
     Attributes of the model itself are to be had here, too.
-
-    Args:
-        module: the model.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -65,10 +62,6 @@ class LoaderOnDevice(DataLoader[Any]):
     """Stands for an ``AdaptiveDataLoader`` whose batches come on the worker's device; what that has is to be had here.
 
     It is a ``DataLoader`` to those who ask, as what the libraries themselves give is one; nothing of torch's is used.
-
-    Args:
-        loader: gives the batches.
-        device: the worker's.
     """
 
     def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device) -> None:  # torch's own makes a source

@@ -64,11 +64,6 @@ class JobSupervisor:
         background: what runs beside the loop, and may outlast the job.
         journal: for the controller that Ray starts in this one's place when its process dies.
         named: workers of the trial that the controller ran before; their messages come too late.
-
-    Attributes:
-        record: its phase, events and reports.
-        events: what happens to it.
-        group: its workers.
     """
 
     def __init__(

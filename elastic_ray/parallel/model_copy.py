@@ -23,10 +23,6 @@ class ModelCopy(torch.nn.Module):
 
         best = copy.deepcopy(model)
         torch.save(best.state_dict(), "best.pt")
-
-    Args:
-        module: the model inside.
-        training: mode of the wrapper.
     """
 
     elastic_ray_wraps = True

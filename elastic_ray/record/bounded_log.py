@@ -15,9 +15,6 @@ class BoundedLog(Generic[T]):
 
     Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.
 
-    Args:
-        most: how many are kept.
-
     Attributes:
         first: smallest number that there ever was; 0 before the first.
         last: largest one.
@@ -71,9 +68,6 @@ _MOST_LINES = 20_000
 
 class Backlog:
     """Lines stay until they are written; of too many, the oldest go, and are counted.
-
-    Args:
-        most: how many are kept.
 
     Attributes:
         dropped: lines that had to go since that was last told.

@@ -58,11 +58,7 @@ class CollectiveResults:
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """A group was entered: who is behind gets the results from one that is furthest.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """A group was entered: who is behind gets the results from one that is furthest."""
         mine, place = progress.collectives, _place(progress)
         self.begin(mine, place)
         rows = communicator.gather_ints([mine, self.first])

@@ -15,10 +15,6 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
     """Ask, and again with jobs limited to the next allowed size below, until all sizes are allowed.
 
     What is left of that after some rounds is cut down where it stands.
-
-    Args:
-        problem: the jobs and their room.
-        solve: answers.
     """
     views = {view.job: view for view in problem.views}
     for _ in range(_ROUNDS):

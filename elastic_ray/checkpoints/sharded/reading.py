@@ -166,12 +166,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """See the module's text. What is read later is compared, block by block, with what was read through.
-
-    Args:
-        storage: the run.
-        path: of the file.
-    """
+    """See the module's text. What is read later is compared, block by block, with what was read through."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self._path = storage, path

@@ -50,15 +50,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """What this rank writes.
-
-    Attributes:
-        order: which checkpoint it is of.
-        resume_point: where that stands.
-        skeleton: of the captured states.
-        tensors: of them.
-        workers: of the group, by rank.
-    """
+    """What this rank writes."""
 
     order: SaveOrder
     resume_point: ResumePoint

@@ -42,13 +42,7 @@ INDEX = "index.html"
 
 
 class PageServer:
-    """One page.
-
-    Args:
-        source: has the facts.
-        gate: who may ask for what.
-        feed: the browsers.
-    """
+    """One page."""
 
     def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
         self._source, self._gate, self._feed = source, gate, feed or Feed()
@@ -359,12 +353,7 @@ async def _close_late(doors: Doors) -> None:
 
 
 class _Counted(asyncio.Protocol):
-    """A connection that is counted; all else is aiohttp's.
-
-    Args:
-        doors: of the page.
-        inner: aiohttp's protocol.
-    """
+    """A connection that is counted; all else is aiohttp's."""
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors, self._inner = doors, inner

@@ -150,11 +150,6 @@ class Callbacks:
 class CallbackTracker:
     """One callback. It hears of each report once, also when a run goes back to a checkpoint and repeats some.
 
-    Args:
-        callbacks: of the run.
-        index: which of them.
-        run: the run.
-
     Attributes:
         note: what the tracker of a controller after this one has to know; empty for nothing.
     """

@@ -135,9 +135,6 @@ class PairAverager(Stateless):
     """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, so that the mean over ranks stays.
 
     Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random peer.
-
-    Args:
-        period: steps between two meetings.
     """
 
     def __init__(self, period: int) -> None:

@@ -100,9 +100,6 @@ class OwedGradients:
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
     own with it, and so does one that was behind and takes over another's state: that is told. Where the next strategy
     does not compress, each rank adds its own to the first step that counts.
-
-    Args:
-        context: the run.
     """
 
     def __init__(self, context: Run) -> None:

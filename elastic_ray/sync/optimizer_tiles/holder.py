@@ -105,11 +105,6 @@ class TileHolder:
 
     Methods that communicate raise CommunicationFailedError where the group breaks; then all that was held is.
 
-    Args:
-        module: the model.
-        optimizer: steps its parameters.
-        number: of the model, for errors.
-
     Attributes:
         tiling: of the parameters; None where every rank holds the whole state.
         params: those in tiles, by name.

@@ -93,9 +93,6 @@ class RowDenominators:
             step: committed ones.
             add_up: adds up numbers over all ranks.
             counts: whether this rank's rows are to be counted here, and not with another owner's.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         own, groups, params = self._shards.own, self._shards.groups, self._shards.params
         sizes: dict[int, Tensor] = {}
@@ -288,11 +285,7 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """All ranks begin the pass: find what gradients are divided by, once in some steps.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """All ranks begin the pass: find what gradients are divided by, once in some steps."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up, counts=first)
@@ -412,12 +405,7 @@ class _Rows:
 
 
 class MeanRows(_Rows):
-    """The step's mean gradient.
-
-    Args:
-        place, group: see above.
-        grad: of the rows.
-    """
+    """The step's mean gradient."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)

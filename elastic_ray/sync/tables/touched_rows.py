@@ -18,12 +18,6 @@ class RowPreconditioner:
     """As ``batch.statistics.preconditioner``, for some rows at a time. It stays as it is while the optimizer goes on.
 
     Its floor is a thousandth of the root mean square of all denominators; of a large table, of every n-th row's.
-
-    Args:
-        state: of the table, copied.
-        group: the optimizer's options.
-        dtype: of the table.
-        floor: the least denominator.
     """
 
     def __init__(
