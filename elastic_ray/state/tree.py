@@ -157,15 +157,6 @@ def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
     return _with_leaves(skeleton, leaf)
 
 
-def hollow(tree: Any) -> Any:
-    """A tree as it is, with tensors of no elements.
-
-    Raises:
-        NotPlainError: as :func:`pack`.
-    """
-    return _with_leaves(pack(tree)[0], lambda index: torch.empty(0))
-
-
 def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], Any]) -> Any:
     if isinstance(skeleton, (TensorIndex, SparseIndex)):
         return leaf(skeleton)
