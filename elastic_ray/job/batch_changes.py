@@ -41,4 +41,6 @@ class BatchChanges:
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change
             self._record.batch_chosen(reason)
-            self._group.post([current.members[0].worker], BatchProposal(generation=current.generation, batch=choice))
+            self._group.actors.post(
+                [current.members[0].worker], BatchProposal(generation=current.generation, batch=choice)
+            )
