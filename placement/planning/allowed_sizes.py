@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from placement.planning.problem import Plan, Problem, Solver
 
 # What a job gives back may let others grow into sizes of theirs that are not allowed either; more than two are rare.
-_ROUNDS = 4
+_SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
@@ -17,7 +17,7 @@ def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
     What is left of that after some rounds is cut down where it stands.
     """
     views = {view.job: view for view in problem.views}
-    for _ in range(_ROUNDS):
+    for _ in range(_SIZE_ROUNDS):
         plan = solve(dataclasses.replace(problem, views=list(views.values())))
         limits = _limits(problem, plan)
         if not limits:
