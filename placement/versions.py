@@ -33,11 +33,6 @@ def spoken() -> Spoken:
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
     """Refuse to work with a process of another protocol.
 
-    Args:
-        theirs: what the other one speaks.
-        they: who that is.
-        we: who this process is.
-
     Raises:
         VersionError: the numbers differ; names both sides.
     """

@@ -19,7 +19,7 @@ _RUNNER = """
 import runpy, sys, types
 import torch
 import elastic_ray.driver.trainer
-from elastic_ray.checkpoints.format import write_state
+from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.state.resume_point import ResumePoint
 

@@ -23,10 +23,9 @@ from placement.allocator.actor import NAME as ALLOCATOR
 from placement.cluster.free_resources import FreeResources
 from placement.ray_cluster.named_actors import create_on_head, find_actor
 from placement.text import log_plainly
-from tuning.cached_checkpoints import CheckpointCache
 from tuning.rung_sizes import Sweep, SweepPlanner
 from tuning.sweep_processes import SweepProcesses
-from tuning.trials import Promise, TrialRecord, weights
+from tuning.trials import CheckpointCache, Promise, TrialRecord, weights
 
 logger = logging.getLogger("tuning.sweep")
 

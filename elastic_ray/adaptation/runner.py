@@ -16,12 +16,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from elastic_ray.adaptation.hook_caller import HookCaller, HookTimeoutError
-from elastic_ray.adaptation.policy import Policy, PolicyError, name_of, overrides
+from elastic_ray.adaptation.policy import HookCaller, HookTimeoutError, Policy, PolicyError, name_of, overrides
 from elastic_ray.adaptation.requests import Report, Request, from_plain, is_request, to_plain
 from elastic_ray.adaptation.shared_values import SharedValues
-from elastic_ray.adaptation.view import PolicyView
-from elastic_ray.adaptation.watched import WatchedMetrics
+from elastic_ray.adaptation.view import PolicyView, WatchedMetrics
 
 if TYPE_CHECKING:
     from elastic_ray.session.adaptation import Adaptation

@@ -5,6 +5,7 @@ To read a number of a GPU is to wait for all that the GPU has yet to do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -60,3 +61,25 @@ def with_steps_read(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
     for place, step in zip(counted, steps, strict=True):
         found[place] = {**states[place], "step": step}
     return found
+
+
+def real_shape(tensor: Tensor) -> tuple[int, ...]:
+    """Shape of a tensor's real numbers: of a complex one with its two parts last, as ``torch.view_as_real``."""
+    return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
+
+
+def real_count(tensor: Tensor) -> int:
+    """Number of real numbers in a tensor."""
+    return math.prod(real_shape(tensor))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A view of a tensor's real numbers; the tensor itself unless it is complex."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def shaped_like(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """A view of a vector of real numbers in a tensor's shape, complex if that is."""
+    return (
+        torch.view_as_complex(numbers.view(real_shape(tensor))) if tensor.is_complex() else numbers.view(tensor.shape)
+    )

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.batch.device_numbers import with_steps_read
-from elastic_ray.batch.real_numbers import as_real, real_count
+from elastic_ray.batch.device_numbers import as_real, real_count, with_steps_read
 
 WARM_STEPS = 5
 """Steps before a second moment is worth dividing by; until then it counts as 1 (AdaptDL)."""
@@ -199,9 +198,6 @@ def least_denominator(size: Tensor) -> Tensor:
 
 class BucketPreconditioner:
     """One bucket's preconditioner, recomputed every ``interval`` steps; in between it is the same.
-
-    Args:
-        interval: steps.
 
     ``at(step)`` recomputes where step // interval changes, so ranks that count the same steps refresh
     together. It does not move with the optimizer's state in between; moments with beta2 = 0.999

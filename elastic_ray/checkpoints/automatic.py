@@ -1,35 +1,29 @@
 """SHELL: automatic checkpoints of a run's elastic state on any file system that pyarrow knows.
 
-Each is two files in ``automatic/``: ``step_<n>_<token>.pt``, the state, and ``step_<n>_<token>.json``, written last,
-which says where it stands and what the first one's checksum is. A state without its note is incomplete, one of another
-checksum is corrupt. The token differs each time, so that writing never touches a state that is there, even of as many
-steps. This module does not know what a state holds (see ``checkpoints/format.py``).
+Each is a directory ``automatic/step_<n>_<token>`` with a part of each rank that has written, one where rank 0 has
+written all, and a manifest (see ``checkpoints/sharded``); and the note ``step_<n>_<token>.json`` beside it, written
+last, which says where the run stands and what the manifest's checksum is. A checkpoint without its note is incomplete,
+one of another checksum is corrupt. The token differs each time, so that writing never touches a checkpoint that is
+there, even of as many steps.
 
 Of a job that has finished the last one stays, and ``automatic/finished`` has its name: a job of the same name begins
 anew, and does not go on from there.
-
-A sharded checkpoint, which all ranks have written, is a directory ``step_<n>_<token>`` in the place of the first file
-(see ``checkpoints/sharded``); its note has the checksum of the manifest in it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
-import logging
 import posixpath
-import time
-import uuid
 from collections.abc import Callable, Sequence
 
 import pyarrow.fs
 
-from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
+from elastic_ray.checkpoints.checked_files import write_checked
 from elastic_ray.checkpoints.run_directory import RunStorage, read_json
 from elastic_ray.state.resume_point import ResumePoint, UnreadableStateError
-from placement.storage.private_files import make_directory, open_whole, replace_file
+from placement.storage.private_files import open_whole, replace_file
 from placement.versions import check_format
 
 DIRECTORY = "automatic"
@@ -37,9 +31,6 @@ _FORMAT = 1  # of notes
 _FINISHED = "finished"
 _MOST_PARTS = 1_000_000
 _LONGEST_NAME = 1024
-_PAUSES_S = (0.2, 1.0, 3.0)
-
-logger = logging.getLogger(__name__)
 
 
 class CorruptStateError(UnreadableStateError):
@@ -51,18 +42,18 @@ class StateFile:
     """A complete automatic checkpoint.
 
     Attributes:
-        path: of the state, on the run's file system.
+        path: of its directory, on the run's file system.
         resume_point: where it stands, as beside reported checkpoints.
-        sha256: of the file, or of a sharded checkpoint's manifest, in hexadecimal.
-        size: of the file, or of all parts [bytes].
-        parts: of a sharded checkpoint; 0 for one file.
+        sha256: of its manifest, in hexadecimal.
+        size: of all parts [bytes].
+        parts: ranks that have written it.
     """
 
     path: str
     resume_point: ResumePoint
     sha256: str
     size: int
-    parts: int = 0
+    parts: int = 1
 
     @property
     def steps(self) -> int:
@@ -70,46 +61,15 @@ class StateFile:
         return self.resume_point.steps
 
 
-def write_file(
-    storage: RunStorage,
-    resume_point: ResumePoint,
-    write: Callable[[CheckedStream], object],
-    *,
-    go_on: Callable[[], bool] = lambda: True,
-) -> StateFile:
-    """Write an automatic checkpoint, wholly or not at all.
-
-    Args:
-        storage: the run.
-        resume_point: where it stands.
-        write: writes the state.
-        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
-    """
-    filesystem, path = storage.filesystem, new_path(storage, resume_point.steps, uuid.uuid4().hex[:8]) + ".pt"
-    make_directory(filesystem, posixpath.dirname(path), private=storage.private)
-    try:
-        written = write_checked(storage, path, write, go_on)
-        found = StateFile(path=path, resume_point=resume_point, sha256=written.sha256, size=written.size)
-        if not go_on():  # once its note is there it counts
-            raise InterruptedError("the checkpoint was given up")
-        write_note(storage, found)
-    except BaseException:
-        with contextlib.suppress(Exception):
-            _delete_state(filesystem, path)
-        raise
-    return found
-
-
 def write_note(storage: RunStorage, state: StateFile) -> None:
     """Say that an automatic checkpoint is complete: from here on it counts."""
-    note = {"format": _FORMAT, "resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
-    parts = {"parts": state.parts} if state.parts else {}
-    path = _note_of(state.path)
-    write_checked(storage, path, lambda stream: stream.write(json.dumps({**note, **parts}).encode()))
+    told = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
+    content = json.dumps({"format": _FORMAT, **told, "parts": state.parts}).encode()
+    write_checked(storage, _note_of(state.path), lambda stream: stream.write(content))
 
 
 def new_path(storage: RunStorage, steps: int, token: str) -> str:
-    """Path of an automatic checkpoint after so many steps, without the end that a file's has."""
+    """Path of an automatic checkpoint after so many steps."""
     return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 
@@ -154,7 +114,7 @@ def state_files(
 
 
 def _read_note(storage: RunStorage, path: str) -> StateFile:
-    """The checkpoint whose note is beside ``path``, which has no end."""
+    """The checkpoint whose note is beside ``path``."""
     note = read_json(storage.filesystem, _note_of(path))
     check_format(note, _FORMAT)
     told = note["resume_point"]
@@ -162,27 +122,9 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
     if point is None or "steps" not in told:
         raise ValueError("it does not say how many steps it holds")
     parts = int(note.get("parts", 0))
-    if not 0 <= parts <= _MOST_PARTS:
-        raise ValueError(f"parts must be from 0 to {_MOST_PARTS}, but is {parts}")
-    path = path if parts else path + ".pt"
+    if not 1 <= parts <= _MOST_PARTS:
+        raise ValueError(f"parts must be from 1 to {_MOST_PARTS}, but is {parts}")
     return StateFile(path=path, resume_point=point, sha256=str(note["sha256"]), size=int(note["size"]), parts=parts)
-
-
-def read_file(storage: RunStorage, state: StateFile) -> bytes:
-    """The content of an automatic checkpoint.
-
-    Raises:
-        CorruptStateError: it is not what was written, or cannot be read, also after a while.
-    """
-    try:
-        data = _read(storage, state.path)
-    except OSError as error:
-        raise CorruptStateError(f"{state.path} cannot be read: {error}") from error
-    if len(data) != state.size:
-        raise CorruptStateError(f"{state.path} has {len(data)} bytes, but {state.size} were written")
-    if hashlib.sha256(data).hexdigest() != state.sha256:
-        raise CorruptStateError(f"{state.path} has another checksum than what was written")
-    return data
 
 
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
@@ -194,7 +136,7 @@ def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
     fewer = [each for each in others if each.steps < state.steps]
     for each in others:
         if each not in fewer[: keep - 1]:
-            _delete_state(storage.filesystem, each.path)
+            delete_state(storage, each.path)
 
 
 def keep_last(storage: RunStorage, state: StateFile) -> None:
@@ -203,7 +145,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
     replace_file(storage.filesystem, path, posixpath.basename(state.path).encode(), private=storage.private)
     for each in state_files(storage):
         if each.path != state.path:
-            _delete_state(storage.filesystem, each.path)
+            delete_state(storage, each.path)
     delete_unfinished(storage)
 
 
@@ -224,6 +166,13 @@ def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[Sta
     return tuple(each for each in states if posixpath.basename(each.path) != finished)
 
 
+def delete_state(storage: RunStorage, path: str) -> None:
+    """Delete an automatic checkpoint, its note first: what is left must not look complete."""
+    for delete, each in ((storage.filesystem.delete_file, _note_of(path)), (storage.filesystem.delete_dir, path)):
+        with contextlib.suppress(FileNotFoundError):
+            delete(each)
+
+
 def delete_states(storage: RunStorage) -> None:
     """Delete all automatic checkpoints, and their directory."""
     with contextlib.suppress(FileNotFoundError):
@@ -231,7 +180,7 @@ def delete_states(storage: RunStorage) -> None:
 
 
 def delete_unfinished(storage: RunStorage) -> None:
-    """Delete directories of sharded checkpoints that have no note: some rank's part was never written.
+    """Delete directories of checkpoints that have no note: some rank's part was never written.
 
     The caller knows that none is being written.
     """
@@ -245,29 +194,5 @@ def delete_unfinished(storage: RunStorage) -> None:
                 storage.filesystem.delete_dir(posixpath.join(directory, name))
 
 
-def _read(storage: RunStorage, path: str) -> bytes:
-    """A storage that has a bad moment must not cost the progress since the state before this one."""
-    for pause_s in _PAUSES_S:
-        try:
-            with storage.filesystem.open_input_stream(path) as raw:
-                return bytes(raw.readall())
-        except (FileNotFoundError, IsADirectoryError):
-            raise
-        except OSError as error:
-            logger.warning("%s cannot be read, trying again in %g s: %s", path, pause_s, error)
-            time.sleep(pause_s)
-    with storage.filesystem.open_input_stream(path) as raw:
-        return bytes(raw.readall())
-
-
 def _note_of(path: str) -> str:
-    return path.removesuffix(".pt") + ".json"
-
-
-def _delete_state(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    for each in (_note_of(path), path):  # the note first: what is left must not look complete
-        with contextlib.suppress(FileNotFoundError):
-            if filesystem.get_file_info(each).is_file:
-                filesystem.delete_file(each)
-            else:
-                filesystem.delete_dir(each)
+    return path + ".json"

@@ -13,11 +13,7 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 
 
 class CopyBuffers:
-    """See the module's text. Writing to fresh memory is several times slower, so it is made, and touched, before.
-
-    Attributes:
-        made: how often :meth:`make` was called.
-    """
+    """See the module's text. Writing to fresh memory is several times slower, so it is made, and touched, before."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []

@@ -24,11 +24,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class TrackerFiles:
-    """One process's view of the directory.
-
-    Args:
-        storage: of the run.
-    """
+    """One process's view of the directory."""
 
     def __init__(self, storage: RunStorage) -> None:
         self._storage = storage

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import click
+from click.shell_completion import get_completion_class
 
 from placement.text import printable
 from placement.versions import RELEASE
@@ -78,3 +79,14 @@ def cli() -> None:
 def main() -> None:
     """The installed command."""
     cli(prog_name="elastic-ray")
+
+
+@click.command(short_help="Print a shell's completion script.")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell: eval "$(elastic-ray completion bash)" in its start-up file."""
+    from elastic_ray.cli.app import cli
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click has it for every shell of the choice"
+    click.echo(kind(cli, {}, "elastic-ray", "_ELASTIC_RAY_COMPLETE").source())

@@ -8,8 +8,7 @@ import click
 
 from elastic_ray.cli.listings import SHORT_ID
 from elastic_ray.cli.machine_checks import Check, check_storage, default_storage, machine_checks
-from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import count, show_json, show_table
+from elastic_ray.cli.output import count, json_option, show_json, show_table
 
 COLUMNS = ("CHECK", "STATE", "WHERE", "FINDING")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from elastic_ray.driver.overrides import parse_workers
 from placement.errors import InputError
+from placement.text import meant
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -58,9 +58,7 @@ def read_job_file(path: Path) -> JobFile:
         raise InputError(f"{path} must be a mapping with script, such as {{script: train.py, workers: 1:8}}")
     for key in plain:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
-            meant = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-            raise InputError(f"{path}: there is no field {key!r}; {meant}")
+            raise InputError(f"{path}: there is no field {key!r}{meant(key, known)}")
     said = {key: value for key, value in plain.items() if value is not None}
     for key, kind, what in (
         ("script", str, "a path"),

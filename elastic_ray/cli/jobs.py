@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from elastic_ray.cli.listings import JOB_COLUMNS, JobRow, Submission, job_cells, job_rows
-from elastic_ray.cli.options import job_argument, json_option, read_size
-from elastic_ray.cli.output import count, say, show_json, show_table
+from elastic_ray.cli.output import count, job_argument, json_option, read_size, say, show_json, show_table
 from elastic_ray.cli.sweeps import grouped
 from elastic_ray.driver.display import event_line, status_line
 from elastic_ray.events import JobEvent, JobPhase

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from elastic_ray.driver.overrides import parse_workers
 from placement.text import printable, printable_json, printable_lines
 
 if TYPE_CHECKING:
@@ -119,3 +120,26 @@ def ago(seconds: float) -> str:
 def count(number: int, noun: str) -> str:
     """``1 job``, ``2 jobs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, with all there is.")
+job_argument = click.argument("job")
+
+
+def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """``4`` or ``1:8``, as (min, max); a usage error if it is neither."""
+    try:
+        return None if value is None else parse_workers(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """A number of workers; None for ``auto``."""
+    if value == "auto":
+        return None
+    if not (value.isascii() and value.isdigit()) or int(value) < 1:
+        raise click.BadParameter(
+            f"must be a number of workers from 1, or auto to leave it to the allocator, but got {value!r}", ctx, param
+        )
+    return int(value)

@@ -19,8 +19,7 @@ from elastic_ray.cli.listings import (
     node_cells,
     node_rows,
 )
-from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import count, say, show_json, show_table
+from elastic_ray.cli.output import count, json_option, say, show_json, show_table
 
 if TYPE_CHECKING:
     from placement.allocator.snapshot import CoreSnapshot

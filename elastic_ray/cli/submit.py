@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from elastic_ray.cli.job_file import SUFFIXES, JobFile, read_job_file
-from elastic_ray.cli.options import json_option, read_workers
-from elastic_ray.cli.output import say, show_json
+from elastic_ray.cli.output import json_option, read_workers, say, show_json
 from elastic_ray.driver.overrides import Overrides, fresh_name, login_name
 from placement.errors import InputError
 

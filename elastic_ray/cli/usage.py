@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import say, show_json, show_table
+from elastic_ray.cli.output import json_option, say, show_json, show_table
 from elastic_ray.record.usage import DIMENSIONS, UsageRow, total
 from elastic_ray.record.usage import usage as usage_of
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from elastic_ray.cli.options import json_option
-from elastic_ray.cli.output import ago, say, show_json, show_table
+from elastic_ray.cli.output import ago, json_option, say, show_json, show_table
 
 if TYPE_CHECKING:
     from placement.simulator.results.outlook import Outlook

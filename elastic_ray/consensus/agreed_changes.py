@@ -11,10 +11,11 @@ import torch
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.announcer import PAYLOAD_SIZE
-from elastic_ray.consensus.ballot import agreed_generations_ahead, names_agree, names_ballot
+from elastic_ray.consensus.intents import agreed_generations_ahead, names_agree, names_ballot
 
 if TYPE_CHECKING:
     from elastic_ray.membership.worker_side import WorkerMembership
+
 
 # What rides on every gradient reduction and vote: generations ahead, their square, stop, rank 0's wish for m and s,
 # preemption, how often rank 0 has reported, its wishes that all ranks hold the same model (1) and compare it (2), and

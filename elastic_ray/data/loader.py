@@ -20,9 +20,9 @@ from elastic_ray.data.batches import BringsBatches, MapBatches, StepSplit
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import SamplerOrder, drops_last
 from elastic_ray.data.resumable import ResumableLoader
+from elastic_ray.data.sharding import batches_of
 from elastic_ray.data.shares import Shares
 from elastic_ray.data.sources import PlanFacts, make_source, order_of
-from elastic_ray.data.whole import batches_of
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import check_present, session_of_thread
 from elastic_ray.state.progress import PassProgress

@@ -13,7 +13,7 @@ from elastic_ray.data.batches import Fetching, MapBatches, StepBatches, StepSpli
 from elastic_ray.data.order import EpochOrder, digest
 from elastic_ray.data.permutation import Indices, Order
 from elastic_ray.data.private_random import PrivateRandom
-from elastic_ray.data.whole import batch_ends, whole_step
+from elastic_ray.data.sharding import batch_ends, whole_step
 
 
 class BatchSamplerOrder:

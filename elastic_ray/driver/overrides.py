@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import difflib
 import getpass
 import logging
 import os
@@ -23,6 +22,8 @@ import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+
+from placement.text import meant
 
 WORKERS = "ELASTIC_RAY_WORKERS"
 USE_GPU = "ELASTIC_RAY_USE_GPU"
@@ -117,9 +118,7 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         ValueError: a value is wrong; names the variable.
     """
     for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
-        close = difflib.get_close_matches(unknown, _KNOWN, n=1)
-        meant = f"; is {close[0]} meant?" if close else f"; there are {', '.join(_KNOWN)}"
-        logger.warning("environment variable %s has no effect%s", unknown, meant)
+        logger.warning("environment variable %s has no effect%s", unknown, meant(unknown, _KNOWN))
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")
     if use_gpu not in ("", "0", "1"):
         raise ValueError(f"{USE_GPU} must be 0 or 1, but got {use_gpu!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 import math
 import re
@@ -17,6 +16,7 @@ from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, 
 
 from elastic_ray.job_spec import RunSettings
 from placement.cluster.labels import check_selector
+from placement.text import meant
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,127}")
 _RAYS_DEFAULT_NAME = re.compile(r"ray_train_run-\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")
@@ -321,9 +321,7 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
             if value is not None:
                 raise TypeError(f"ElasticTrainer({name}=...) is not supported: {_ELSEWHERE[name]}")
             continue
-        like = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {like[0]}?" if like else f"; it has {', '.join(known)}"
-        raise TypeError(f"ElasticTrainer got an unexpected keyword argument {name!r}{hint}")
+        raise TypeError(f"ElasticTrainer got an unexpected keyword argument {name!r}{meant(name, known)}")
 
 
 def _is_int(value: Any) -> bool:

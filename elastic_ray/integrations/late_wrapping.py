@@ -15,9 +15,6 @@ class LateWrapped(torch.nn.Module):
     """A model that is wrapped with its optimizer once training begins; until then, and without one, it is only called.
 
     Attributes of the model itself are to be had here, too.
-
-    Args:
-        module: the model.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -65,10 +62,6 @@ class LoaderOnDevice(DataLoader[Any]):
     """Stands for an ``AdaptiveDataLoader`` whose batches come on the worker's device; what that has is to be had here.
 
     It is a ``DataLoader`` to those who ask, as what the libraries themselves give is one; nothing of torch's is used.
-
-    Args:
-        loader: gives the batches.
-        device: the worker's.
     """
 
     def __init__(self, loader: er.AdaptiveDataLoader, device: torch.device) -> None:  # torch's own makes a source
@@ -84,3 +77,14 @@ class LoaderOnDevice(DataLoader[Any]):
         if name.startswith("_") or name == "loader":  # also of an object that is not made yet
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def share_buffers(model: torch.nn.Module) -> None:
+    """Have every rank evaluate with rank 0's running averages: until a pass ends, each rank has its own."""
+    if not any(isinstance(each, torch.nn.modules.batchnorm._BatchNorm) for each in model.modules()):
+        return
+    buffers = {name: each for name, each in model.named_buffers() if each.numel()}
+    told = er.broadcast({name: each.detach() for name, each in buffers.items()})
+    with torch.no_grad():
+        for name, value in told.items():
+            buffers[name].copy_(value)

@@ -27,11 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """See the module's text.
-
-    Args:
-        session: of the run.
-    """
+    """See the module's text."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)

@@ -14,11 +14,7 @@ from placement.knowledge.knowledge import Prior
 
 
 class BatchChanges:
-    """Has the planner's model fitted, and carries out what it then chooses.
-
-    Args:
-        parts: of the job.
-    """
+    """Has the planner's model fitted, and carries out what it then chooses."""
 
     def __init__(self, parts: JobContext) -> None:
         self._planner, self._group = parts.planner, parts.group
@@ -45,4 +41,6 @@ class BatchChanges:
         if change is not None and current is not None and self._group.machine.in_flight is None:
             choice, reason = change
             self._record.batch_chosen(reason)
-            self._group.post([current.members[0].worker], BatchProposal(generation=current.generation, batch=choice))
+            self._group.actors.post(
+                [current.members[0].worker], BatchProposal(generation=current.generation, batch=choice)
+            )

@@ -388,7 +388,7 @@ class JobController:
         """A process asks whether it is this controller's; ``worker`` is empty while it is idle."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
-        return ControllerAnswer.KNOWN if self._job.group.knows(worker, token) else ControllerAnswer.STRANGER
+        return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
         """A worker of the controller before this one tells who it is."""

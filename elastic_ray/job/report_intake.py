@@ -23,9 +23,6 @@ class ReportIntake:
         writer: its storage.
         tell: takes what the job's user is to know of its storage, a sentence.
         trackers: hear of every report, of some more than once.
-
-    Attributes:
-        queue: the reports, one by one.
     """
 
     def __init__(
@@ -41,12 +38,7 @@ class ReportIntake:
         self.queue = ReportQueue(ahead=spec.trial.reports_ahead if spec.trial is not None else None)
 
     async def hear(self, message: WorkerReport, workers: int) -> None:
-        """Take a report; returns when the worker that has made it may train on.
-
-        Args:
-            message: the report.
-            workers: size of the job.
-        """
+        """Take a report; returns when the worker that has made it may train on."""
         if message.again:
             self._hear_again(message, workers)
             return

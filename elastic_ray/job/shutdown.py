@@ -102,7 +102,7 @@ class JobShutdown:
         if trial is not None and trial.keep_s and self._record.phase is not JobPhase.FAILED:
             self.vacated = self._background.start(self._vacate())
         else:
-            self._group.disband()
+            self._group.actors.disband()
             self._allocator.ended()
 
     async def _vacate(self) -> None:

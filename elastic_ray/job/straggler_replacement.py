@@ -22,9 +22,6 @@ class StragglerReplacement:
 
     Attributes:
         ratios: by worker, its time for equal work over the group's median, as rank 0 said last.
-
-    Args:
-        parts: of the job.
     """
 
     def __init__(self, parts: JobContext) -> None:

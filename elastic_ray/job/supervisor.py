@@ -64,11 +64,6 @@ class JobSupervisor:
         background: what runs beside the loop, and may outlast the job.
         journal: for the controller that Ray starts in this one's place when its process dies.
         named: workers of the trial that the controller ran before; their messages come too late.
-
-    Attributes:
-        record: its phase, events and reports.
-        events: what happens to it.
-        group: its workers.
     """
 
     def __init__(
@@ -128,7 +123,7 @@ class JobSupervisor:
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Members of the present generation, by rank."""
-        seen = self.group.process_infos, self.group.silence_s, self._messages.stragglers.ratios
+        seen = self.group.actors.process_infos, self.group.silence_s, self._messages.stragglers.ratios
         return views.members(self.group.machine, self.record, *seen)
 
     def hold(self, workers: int | None) -> None:
@@ -483,7 +478,7 @@ class JobSupervisor:
         if grace and now_s - (self._stopping_since or 0.0) > _STOP_GRACE_S:
             self.finish(JobPhase.STOPPED)
         if self._preemption.remind(now_s):
-            self.group.post(self.group.training(), StopJob(save=True))
+            self.group.actors.post(self.group.training(), StopJob(save=True))
         if why := self._preemption.failed(now_s, self.group.training()):
             self.suspend(why)
         self._batches.tick(now_s)
@@ -507,7 +502,7 @@ class JobSupervisor:
             submitted_s=self._submitted_s,
             held_at=self._held_at,
             paused=self._paused,
-            allocation=self.group.reserved(),
+            allocation=self.group.actors.reserved(),
             may_be_stopped=self._saved and self._may_be_preempted(),
             weight=self._weight,
             slow_nodes=self._messages.stragglers.slow_nodes(time.monotonic()),

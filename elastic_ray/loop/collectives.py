@@ -12,7 +12,7 @@ import torch.distributed as dist
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.loop.api import current_session
 from elastic_ray.state.codec import NotPlainError
-from elastic_ray.state.tree_bytes import from_bytes, on_device_of, to_bytes
+from elastic_ray.state.tree import from_bytes, on_device_of, to_bytes
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "mean", "min", "max"]

@@ -117,12 +117,7 @@ class Allocated:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Replace:
-    """These members, and no others, are to go once others are ready in their places.
-
-    Attributes:
-        workers: their ids.
-        reason: why, as a sentence.
-    """
+    """These members, and no others, are to go once others are ready in their places."""
 
     workers: frozenset[str]
     reason: str

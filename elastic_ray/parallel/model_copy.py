@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from elastic_ray.batch.reports import ModelInfo
+from elastic_ray.sync.builders import AllReduce
 from elastic_ray.sync.sharded.embedding import ShardedEmbedding
 from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 
@@ -19,10 +23,6 @@ class ModelCopy(torch.nn.Module):
 
         best = copy.deepcopy(model)
         torch.save(best.state_dict(), "best.pt")
-
-    Args:
-        module: the model inside.
-        training: mode of the wrapper.
     """
 
     elastic_ray_wraps = True
@@ -59,3 +59,23 @@ def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tu
 
 # Its names have the prefix "module." for whoever looks for that, as torch.distributed.checkpoint.state_dict does.
 torch.nn.parallel.DistributedDataParallel.register(ModelCopy)
+
+
+def describe_model(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool, strategy: object = None
+) -> ModelInfo:
+    """A wrapped model.
+
+    Args:
+        module: the model.
+        optimizer: steps it.
+        amp: its loss is scaled.
+        strategy: builder of its synchronisation's strategy; None is plain all-reduce.
+    """
+    lines = [type(module).__qualname__, type(optimizer).__qualname__, f"amp={amp}"]
+    lines += [
+        f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}" for name, param in module.named_parameters()
+    ]
+    if strategy is not None and strategy != AllReduce():
+        lines.append(repr(strategy) if dataclasses.is_dataclass(strategy) else type(strategy).__qualname__)
+    return ModelInfo(kind=type(module).__name__, details=hashlib.sha256("\n".join(lines).encode()).hexdigest())

@@ -144,11 +144,13 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.model_checks import shard_size_of
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
+        from elastic_ray.sync.sharded_parameters.shard_statistics import (
+            MovedRows,
+            RowDenominators,
+            ShardStatistics,
+        )
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
-        from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows
-        from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
-        from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
 
         if len(optimizers_of(self._optimizer)) > 1:
             raise StrategyError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from elastic_ray.run.run import Run
     from elastic_ray.steps.ledger import StepLedger
 
 
@@ -170,3 +172,117 @@ def _override(target: Any, **methods: Any) -> None:
 
     own = {"__module__": kind.__module__, "__reduce_ex__": reduce}
     target.__class__ = type(kind.__name__, (kind,), {**own, **methods})
+
+
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that leaves ``Optimizer.__init__`` out, as some Lookaheads do, the hooks of torch.
+
+    Raises:
+        TypeError: it lacks what every optimizer has; the message names it.
+    """
+    missing = [name for name in ("param_groups", "state", "defaults") if not hasattr(optimizer, name)]
+    if missing:
+        raise TypeError(
+            f"optimizer must have {', '.join(missing)}, but {type(optimizer).__name__} has not: call "
+            "super().__init__(params, defaults) in its __init__, or set them there"
+        )
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        torch.optim.Optimizer.__setstate__(optimizer, {})
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that another one keeps as attributes and that have a state of their own, by attribute."""
+    return {
+        name: each
+        for name, each in vars(optimizer).items()
+        if isinstance(each, torch.optim.Optimizer) and each is not optimizer and each.state is not optimizer.state
+    }
+
+
+_SEVERAL = (
+    "optimizer.step(closure) may evaluate the model once a step, but this optimizer calls the closure several times, "
+    "which AdaptiveDataParallel cannot replicate: each evaluation would be a step of its own on all workers. Use an "
+    "optimizer that needs one gradient a step"
+)
+
+
+_TWO_PASSES = (
+    "{name} takes two gradients a step, the second at parameters that it has moved for it, which AdaptiveDataParallel "
+    "cannot replicate: a step that a lost worker voids would leave the moved ones behind. Use its inner optimizer "
+    "alone, torch.optim.SGD or AdamW; an average of the weights (torch.optim.swa_utils.AveragedModel) also finds flat "
+    "minima, see docs/recipes.md"
+)
+
+
+def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer whose step evaluates the model several times (L-BFGS, SAM)."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(_SEVERAL)
+    if callable(getattr(optimizer, "first_step", None)) and callable(getattr(optimizer, "second_step", None)):
+        raise ValueError(_TWO_PASSES.format(name=type(optimizer).__name__))
+
+
+def evaluated(
+    optimizer: torch.optim.Optimizer, closure: Callable[[], Any], arguments: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """What a closure returns, called once before the update, and the arguments for the optimizer's own step.
+
+    The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
+
+    Raises:
+        ValueError: the optimizer calls it several times, or after it has moved parameters; from its step.
+    """
+    with torch.enable_grad():
+        value = closure()
+    return value, {**arguments, "closure": _Once(optimizer, value)}
+
+
+class _Once:
+    """Stands for a closure that has been called: gives its value to the first who asks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, value: Any) -> None:
+        self._value, self._asked = value, False
+        self._name = type(optimizer).__name__
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        self._param = next((p for p in params if p.grad is not None), None)
+        self._version = self._param._version if self._param is not None else 0
+
+    def __call__(self) -> Any:
+        if self._asked:
+            raise ValueError(_SEVERAL)
+        if self._param is not None and (self._param.grad is None or self._param._version != self._version):
+            raise ValueError(_TWO_PASSES.format(name=self._name))
+        self._asked = True
+        return self._value
+
+
+_NEAR = 16  # frames
+_SCALER_FILE = torch.amp.GradScaler.step.__code__.co_filename
+
+_NOT_GIVEN = (
+    "a GradScaler steps the optimizer of a model that was wrapped without it: its scale reaches no worker that joins, "
+    "whose gradients would be added up with another one, nor the job's checkpoints, and gradient statistics are too "
+    "large by it. Pass it as AdaptiveDataParallel(model, optimizer, grad_scaler=scaler)"
+)
+
+
+def check_scaler(run: Run) -> None:
+    """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
+
+    Raises:
+        RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_NEAR):
+        # Of no other frame: reading its locals keeps them alive, and an iterator of the user's must end in time.
+        scaler = frame.f_locals.get("self") if frame.f_code.co_filename == _SCALER_FILE else None
+        if isinstance(scaler, torch.amp.GradScaler):
+            if not scaler.is_enabled() or run.states.holds(scaler):
+                return  # user code has registered it, or passed it with another model
+            if run.elastic:
+                raise RuntimeError(_NOT_GIVEN)
+            run.tell("warning", _NOT_GIVEN)
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

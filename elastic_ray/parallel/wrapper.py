@@ -18,22 +18,23 @@ from elastic_ray.loop.api import session_of_new_model
 from elastic_ray.monitoring.gradient_measures import StepMeasures
 from elastic_ray.monitoring.monitor import Monitor
 from elastic_ray.parallel.buffers import BufferSync, SavedBuffers
-from elastic_ray.parallel.closures import evaluated, refuse_several_evaluations
 from elastic_ray.parallel.finite_watch import FiniteWatch
 from elastic_ray.parallel.flops import ForwardFlops, peak_of
-from elastic_ray.parallel.inner_optimizers import inner_optimizers
-from elastic_ray.parallel.learning_rates import LearningRates
-from elastic_ray.parallel.model_copy import ModelCopy, copied
+from elastic_ray.parallel.model_copy import ModelCopy, copied, describe_model
 from elastic_ray.parallel.model_parts import KeptModel, ModelParts
 from elastic_ray.parallel.nonfinite import check_choice
 from elastic_ray.parallel.out_of_memory import Untouched, give_zero_gradients, in_parts, lost_output, watch_backward
 from elastic_ray.parallel.patches import (
     after_step,
+    check_scaler,
     check_schedule,
+    evaluated,
+    inner_optimizers,
     keep_scale_while_accumulating,
     patch_state_dict,
     patch_step,
     patch_zero_grad,
+    refuse_several_evaluations,
     scale_rollback,
 )
 from elastic_ray.parallel.refusals import (
@@ -49,10 +50,8 @@ from elastic_ray.parallel.refusals import (
     refuse_wrapped,
     warn_of_no_effect,
 )
-from elastic_ray.parallel.scalers import check_scaler
-from elastic_ray.parallel.schedulers import Schedulers
+from elastic_ray.parallel.schedulers import LearningRates, Schedulers
 from elastic_ray.parallel.several_optimizers import joined, joint_noise, schedulers_of
-from elastic_ray.parallel.signature import describe_model
 from elastic_ray.parallel.torch_state_dicts import follow_in_torch
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.registered import ModuleExtras

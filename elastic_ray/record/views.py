@@ -12,7 +12,7 @@ from elastic_ray.events import JobPhase, JobStatus, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.machine import JobMembership
 from elastic_ray.record.fingerprint import fingerprint
-from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.outlook import (
     eta_range,
     last_pause,
@@ -22,10 +22,10 @@ from elastic_ray.record.outlook import (
     seconds_of_reports,
     seconds_to_end,
     time_spent,
+    waits_for,
     with_length,
 )
 from elastic_ray.record.record import JobRecord
-from elastic_ray.record.waits import waits_for
 from elastic_ray.sealed import Raised
 from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.resume_point import ResumePoint

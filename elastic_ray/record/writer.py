@@ -14,8 +14,7 @@ from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.events import Report
 from elastic_ray.job_spec import JobSpec
-from elastic_ray.record.backlog import Backlog
-from elastic_ray.record.bounded_log import MOST
+from elastic_ray.record.bounded_log import MOST, Backlog
 from elastic_ray.record.record import JobRecord
 from placement.storage.storage_calls import StorageCalls, StorageTimeoutError
 

@@ -55,10 +55,6 @@ class OptimizerWatch:
     """Optimizers that step in a group of several workers without having been wrapped.
 
     Each worker has its own samples, so that a model that is not synchronised becomes another one on each of them.
-
-    Args:
-        group: the present one.
-        tell: tells the job's user something.
     """
 
     def __init__(self, group: Group, tell: Callable[[str, str], None]) -> None:

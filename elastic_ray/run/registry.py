@@ -247,11 +247,7 @@ class Registry:
         return digest([buffers.layout for buffers in self._buffers])
 
     def sync_buffers(self, communicator: Communicator) -> None:
-        """Make all buffers equal on all ranks.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Make all buffers equal on all ranks."""
         for buffers in self._buffers:
             buffers(communicator)
 
@@ -378,22 +374,14 @@ class Registry:
         return digest((layouts, trained)) if layouts else 0
 
     def after_step(self) -> None:
-        """All ranks have committed a step that trained.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """All ranks have committed a step that trained."""
         drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
             shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: take part in what others have announced of a model.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """This rank has no sample in a step: take part in what others have announced of a model."""
         self._gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -401,9 +389,6 @@ class Registry:
 
         Args:
             gather: have rank 0 hold the whole state of optimizers.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         for each in self._gradients:
             each.collapse(gather=gather)
@@ -415,11 +400,7 @@ class Registry:
             each.reconcile(communicator, marker, holds=holds, counts=counts)
 
     def prepare_to_save(self) -> None:
-        """Rank 0 is about to save: have it hold what only other ranks hold.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Rank 0 is about to save: have it hold what only other ranks hold."""
         for each in self._gradients:
             each.prepare_to_save()
 

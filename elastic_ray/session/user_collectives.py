@@ -15,7 +15,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.state.layout import digest
 from elastic_ray.state.progress import RunProgress
-from elastic_ray.state.tree_bytes import from_bytes, to_bytes
+from elastic_ray.state.tree import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
@@ -58,11 +58,7 @@ class CollectiveResults:
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """A group was entered: who is behind gets the results from one that is furthest.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """A group was entered: who is behind gets the results from one that is furthest."""
         mine, place = progress.collectives, _place(progress)
         self.begin(mine, place)
         rows = communicator.gather_ints([mine, self.first])

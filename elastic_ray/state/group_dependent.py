@@ -62,34 +62,20 @@ class GroupDependent(Protocol):
         Args:
             agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
                 otherwise, while the gradients of this one are added up.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: take part in what others have announced of the model.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """This rank has no sample in a step: take part in what others have announced of the model."""
 
     def collapse(self, *, gather: bool = True) -> None:
         """Make models one that differ from rank to rank.
 
         Args:
             gather: have rank 0 hold the whole state of optimizers.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
 
     def prepare_to_save(self) -> None:
-        """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it."""
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
         """The same in a new group, before its ranks exchange state, among those that hold a trained one.
@@ -99,9 +85,6 @@ class GroupDependent(Protocol):
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
 
     def before_change(self, stays: Sequence[bool]) -> None:

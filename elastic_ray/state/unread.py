@@ -90,10 +90,6 @@ def is_divided(tree: Mapping[str, Any], path: Path) -> bool:
     """Whether ranks that go on from a captured tree may each hold a part of a tensor in it.
 
     It is of a sharded model, or of an optimizer whose state lay in tiles.
-
-    Args:
-        tree: all states by name.
-        path: of the tensor.
     """
     match path:
         case (_, "parameters", _):

@@ -48,9 +48,6 @@ class TypeShares:
         members: gives the group's members by rank; none before the first group.
         measured: gives what they have measured of the latest step.
         equal: whether the present group is to have equal shares, since unequal ones did not fit into memory.
-
-    Attributes:
-        changes: how often shares have changed.
     """
 
     def __init__(

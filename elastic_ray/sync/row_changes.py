@@ -115,9 +115,6 @@ class HandChanges:
 
     It looks at a few elements of each parameter: enough for averages, and for decay by hand. What they do not show, as
     clipping of single weights, is found when a pass ends.
-
-    Args:
-        model: number of the model.
     """
 
     def __init__(self, model: int) -> None:

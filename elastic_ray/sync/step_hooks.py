@@ -27,20 +27,13 @@ class InnerHook:
 
 
 class StepHooks:
-    """See the module's text.
-
-    Args:
-        optimizer: whose hooks they are.
-    """
+    """See the module's text."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
 
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Call those that come before a step; returns what it is to be called with.
-
-        Args:
-            kwargs: what it was called with.
 
         Raises:
             RuntimeError: a hook has returned something else than None or new arguments.

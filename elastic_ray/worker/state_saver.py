@@ -8,18 +8,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from elastic_ray.checkpoints.automatic import StateFile, delete_others, delete_unfinished
-from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
-from elastic_ray.checkpoints.format import write_state
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S, checkpoint_interval_s
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import PartsMissingError
 from elastic_ray.checkpoints.sharded.saver import PartSaver
 from elastic_ray.consensus.saving import SaveAgreement, SaveOrder
 from elastic_ray.state.resume_point import ResumePoint
-from elastic_ray.state.tree import UnsafeStateError, pack, unpack
+from elastic_ray.state.tree import UnsafeStateError
 from elastic_ray.worker.messages import StateSaved
 from placement.storage.storage_calls import Call, StorageCalls, StorageTimeoutError
 
@@ -73,8 +71,6 @@ class StateSaver:
         self._fixed_s = interval_s
         self._interval_s = min(interval_s, FIRST_INTERVAL_S) if interval_s is not None else FIRST_INTERVAL_S
         self._since_s = time.monotonic()
-        self._buffers = CopyBuffers()
-        self._thread: threading.Thread | None = None
         self._writing: Call | None = None
         self._closed = threading.Event()
         self._off = False
@@ -87,7 +83,6 @@ class StateSaver:
             self._calls,
             workers=workers,
             busy=self._busy,
-            buffers=self._buffers,
             timeout_s=timeout_s,
         )
         if saving is not None:
@@ -103,49 +98,32 @@ class StateSaver:
         """Begin a checkpoint if one is due. Costs nothing otherwise."""
         order = self._saving.take_order()
         if order is not None:
-            self._begin_part(order)
+            self._session.moment("save")
+            self._begin(order)
             return
         self._tell_of_refusals()
-        now_s = time.monotonic()
-        due = self._asked or now_s - self._since_s >= self._interval_s
+        due = self._asked or time.monotonic() - self._since_s >= self._interval_s
         if self._off or not due or self._session.rank != 0:
             return
-        if self._busy() or not self._session.may_save():
+        if self._busy() or not self._session.may_save() or self._parts.makes_memory:
             return
-        self._since_s = now_s
-        try:
-            trees, point = self._session.states.capture_to_save(), self._session.resume_point()
-            skeleton, tensors = pack(trees)
-            buffers = self._buffers.fit(tensors)
-            if buffers is None:
-                # Writing to fresh memory is several times slower, so a thread prepares the memory first.
-                if not self._parts.makes_memory:
-                    self._start(self._make_buffers, kinds_of(tensors))
-                self._since_s = now_s - self._interval_s
-                return
-            self._asked = False
-            copy_into(buffers, tensors)
-            copied = unpack(skeleton, buffers)
-            pause_s = time.monotonic() - now_s
-            self._writing = self._calls.start_long(
-                f"writing the automatic checkpoint at step {point.steps}",
-                lambda go_on: self._write(
-                    lambda go_on: write_state(self._storage, copied, point, go_on=go_on), pause_s, go_on
-                ),
-            )
-        except Exception:
-            self._give_up("it cannot be copied", exc_info=True)
+        if self._parts.no_memory:
+            self._give_up(self._parts.no_memory)
+            return
+        self._begin(None)
 
-    def _begin_part(self, order: SaveOrder) -> None:
-        """All ranks have agreed to write their parts."""
-        begin_s = time.monotonic()
-        self._asked, self._since_s = False, begin_s
-        self._session.moment("save")
+    def _begin(self, order: SaveOrder | None) -> None:
+        """Write this rank's part, as all ranks have agreed; or, without an order, all of the state."""
+        begin_s = self._since_s = time.monotonic()
         try:
             part = self._parts.capture(order, self._session.resume_point(), copy=True)
+            if part is None:  # once there is memory, the next step is soon enough
+                self._since_s = begin_s - self._interval_s
+                return
+            self._asked = False
             pause_s = time.monotonic() - begin_s
             self._writing = self._calls.start_long(
-                f"writing a part of the automatic checkpoint at step {part.resume_point.steps}",
+                f"writing the automatic checkpoint at step {part.resume_point.steps}",
                 lambda go_on: self._write(lambda go_on: self._parts.write(part, go_on), pause_s, go_on),
             )
         except Exception:
@@ -192,8 +170,6 @@ class StateSaver:
         if order is not None:
             self._session.moment("save")
         try:
-            if self._thread is not None:
-                self._thread.join(self._timeout_s)
             if self._writing is not None:  # a checkpoint that was begun earlier
                 self._calls.wait(self._writing, timeout_s=self._timeout_s, until=until)
             state = self._write_now(order, self._session.resume_point(), until)
@@ -208,17 +184,11 @@ class StateSaver:
 
     def _write_now(self, order: SaveOrder | None, point: ResumePoint, until: Callable[[], bool]) -> StateFile | None:
         """Write while no rank trains; give up when storage has been silent for too long."""
-        if order is not None:
-            part = self._parts.capture(order, point, copy=False)
-        else:
-            trees = self._session.states.capture_to_save()
-
-        def write(go_on: Callable[[], bool]) -> StateFile | None:
-            if order is not None:
-                return self._parts.write(part, go_on)
-            return write_state(self._storage, trees, point, go_on=go_on)
-
-        call = self._calls.start_long(f"saving the job at step {point.steps}", write)
+        part = self._parts.capture(order, point, copy=False)
+        assert part is not None, "nothing is copied"
+        call = self._calls.start_long(
+            f"saving the job at step {point.steps}", lambda go_on: self._parts.write(part, go_on)
+        )
         if not self._calls.wait(call, timeout_s=self._timeout_s, until=until):
             raise InterruptedError("the job was stopped meanwhile")
         state: StateFile | None = call.answer.result()
@@ -230,23 +200,9 @@ class StateSaver:
         with contextlib.suppress(StorageTimeoutError, concurrent.futures.CancelledError):
             if self._writing is not None:
                 self._calls.wait(self._writing, timeout_s=_CLOSE_TIMEOUT_S)
-        if self._thread is not None:
-            self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _busy(self) -> bool:
-        writing = self._writing is not None and not self._writing.answer.done()
-        return writing or (self._thread is not None and self._thread.is_alive())
-
-    def _make_buffers(self, kinds: list[Kind]) -> None:
-        """Make memory for copies of tensors of these kinds; without it there are no checkpoints."""
-        try:
-            self._buffers.make(kinds)
-        except MemoryError as error:
-            self._give_up(str(error))
-
-    def _start(self, work: Callable[..., None], *arguments: Any) -> None:
-        self._thread = threading.Thread(target=work, args=arguments, name="checkpoint", daemon=True)
-        self._thread.start()
+        return self._writing is not None and not self._writing.answer.done()
 
     def _write(
         self,

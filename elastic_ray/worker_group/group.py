@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.background import Background
@@ -30,13 +30,12 @@ from elastic_ray.membership.recovery import SurvivingWorker
 from elastic_ray.membership.roster import WorkerPhase, number
 from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
-from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.record import JobRecord
 from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregistration
-from elastic_ray.worker.setup import Assignment, ProcessInfo
+from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
-from elastic_ray.worker_group.expected_ranks import ExpectedRanks
-from elastic_ray.worker_group.failure_detector import FailureDetector
+from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
 
 logger = logging.getLogger("elastic_ray.job")
 
@@ -118,7 +117,7 @@ class WorkerGroup:
             first_most=record.workers_at_most,
             named=named,
         )
-        self._actors = WorkerActors(spec, controller, self.take, self._on_result, self._on_refusal)
+        self.actors = WorkerActors(spec, controller, self.take, self._on_result, self._on_refusal)
         self._detector = FailureDetector(
             elastic.heartbeat_timeout_s, alone_s=elastic.heartbeat_timeout_s * _ALONE_TIMES_LONGER
         )
@@ -132,32 +131,15 @@ class WorkerGroup:
         self._refused = 0
 
     @property
-    def process_infos(self) -> Mapping[str, ProcessInfo]:
-        """What is known of the workers' processes."""
-        return self._actors.process_infos
-
-    @property
     def silence_s(self) -> Mapping[str, float]:
         """By member of the group, for how long it has been silent [s]."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
-    def processes(self) -> dict[str, str]:
-        """Names of the workers' processes, by worker; empty of those that a sweep lends."""
-        return self._actors.processes()
-
-    def homes(self) -> dict[str, str]:
-        """Nodes of the workers' processes, by worker."""
-        return self._actors.homes()
-
     @property
     def earlier(self) -> int:
         """Number of the last worker of the trial that the controller ran before."""
         return self._before
-
-    def reserved(self) -> dict[str, int]:
-        """Fulfilled reservations by node."""
-        return self._actors.reserved()
 
     def is_member(self, generation: int, worker: str) -> bool:
         """Whether the worker belongs to this generation, which is the present one or is to be."""
@@ -186,29 +168,21 @@ class WorkerGroup:
         for instruction in self.machine.handle(stimulus, time.monotonic()):
             self._perform(instruction)
 
-    def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
-        """Tell workers something; one that is gone misses nothing."""
-        self._actors.post(workers, message)
-
     def post_to_members(self, message: ControllerMessage) -> None:
         """Tell all members something."""
-        self._actors.post([member.worker for member in self.machine.members()], message)
+        self.actors.post([member.worker for member in self.machine.members()], message)
 
     def begin_again(self, *, waits: bool) -> None:
         """Give all workers back and start with others; ``waits``: not before the allocator says so."""
         for instruction in self.machine.reset(first_most=self._record.workers_at_most):
             self._perform(instruction)
         if waits:
-            self._actors.keep_warm({})
-
-    def knows(self, worker: str, token: str) -> bool:
-        """Whether a process with this token serves this job."""
-        return self._actors.knows(worker, token)
+            self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
         """Go on with the workers of a controller before this one, which are all that live."""
         for each in told:
-            self._actors.adopt(each)
+            self.actors.adopt(each)
             self._detector.heard(each.worker)
             if each.ready is not None:
                 self._planner.open(each.ready.loader)
@@ -226,25 +200,21 @@ class WorkerGroup:
         )
         spec = self.machine.current
         if spec is not None:
-            self._planner.take_over(spec, self._actors.gpu_type(spec))
+            self._planner.take_over(spec, self.actors.gpu_type(spec))
         for instruction in instructions:
             self._perform(instruction)
 
-    def disband(self) -> None:
-        """The job is over."""
-        self._actors.disband()
-
     async def vacate(self) -> None:
         """The job is over, and its processes are for others."""
-        await self._actors.vacate()
+        await self.actors.vacate()
 
     async def withdrawn(self) -> None:
         """Nothing that was asked for, and not had, is left."""
-        await self._actors.withdrawn()
+        await self.actors.withdrawn()
 
     async def refilled(self) -> None:
         """The cluster's pool has what the next job takes."""
-        await self._actors.refilled()
+        await self.actors.refilled()
 
     def heard(self, worker: str) -> bool:
         """A worker has said something; whether it matters.
@@ -276,11 +246,11 @@ class WorkerGroup:
         self.take(TimePassed())
         settled = now_s - self.history.settled_s > _WARM_UP_AFTER_S and not self.machine.expects_joiners
         if settled and self.machine.current is not None:  # a process for later would slow the change that is under way
-            self._actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
+            self.actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:
         """One that is silent may be stopped or starved: its node knows."""
-        running = await self._actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
+        running = await self.actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
         if running:
             self._detector.excuse(worker)
         elif running is False and self._detector.questioned(worker):
@@ -305,25 +275,25 @@ class WorkerGroup:
         logger.debug("job %s: %s", self._spec.job, instruction)
         match instruction:
             case Reserve(worker=worker, node=node):
-                self._actors.reserve(worker, node)
+                self.actors.reserve(worker, node)
             case Launch():
-                self._actors.launch(self._assignment(instruction))
+                self.actors.launch(self._assignment(instruction))
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
                 self._detector.forget(worker)
                 if kill:
                     self._given_up.add(worker)
-                self._actors.release(worker, kill=kill)
+                self.actors.release(worker, kill=kill)
                 self._observer.released()
             case Announce(spec=spec, to=to):
-                batch = self._planner.choose(spec, self._actors.gpu_type(spec))
+                batch = self._planner.choose(spec, self.actors.gpu_type(spec))
                 told = dataclasses.replace(spec, batch=batch, equal_shares=self._planner.equal_shares)
                 if self._spec.scheduling.mixed_gpu_types:
-                    told = self._actors.with_gpu_types(told, self._planner.type_speeds)
-                self._actors.post(to, told)
+                    told = self.actors.with_gpu_types(told, self._planner.type_speeds)
+                self.actors.post(to, told)
             case Withdraw(generation=generation, to=to):
                 self._planner.withdraw()
-                self._actors.post(to, Cancel(generation=generation))
+                self.actors.post(to, Cancel(generation=generation))
             case Note():
                 self._observer.happened(instruction)
             case AllLost(reason=reason):

@@ -20,7 +20,6 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from placement.allocator.clock import SteadyClock
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.controllers import Controllers
 from placement.allocator.core import AllocatorCore
@@ -38,7 +37,7 @@ from placement.allocator.explaining import Explanation
 from placement.allocator.instructions import HeartbeatReply
 from placement.allocator.metrics import AllocatorMetrics
 from placement.allocator.packed_policy import PackedPolicy, pack_policy
-from placement.allocator.recording import Recorder
+from placement.allocator.recording import Recorder, SteadyClock
 from placement.allocator.settings import OperatorSettings, check_quotas, in_force
 from placement.allocator.snapshot import AllocatorLook, CoreSnapshot
 from placement.allocator.waiting import StartTimes

@@ -22,8 +22,7 @@ from placement.allocator.events import (
 )
 from placement.allocator.explaining import Explanation, explain
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
-from placement.allocator.known_job import KnownJob
-from placement.allocator.significance import trigger_of
+from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState, Trigger
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import functools
 import json
+import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -333,3 +334,33 @@ def replay(
         if watch is not None:
             watch(core, now_s)
     return core.log
+
+
+_STEP_S = 0.5  # that the two clocks differ by more between two readings only if the time of day was set
+
+
+class SteadyClock:
+    """The time of day for what is shown and stored, and one for intervals that knows no steps.
+
+    Both are seconds since the epoch, and the same until the time of day is set for the first time.
+
+    Args:
+        wall: the time of day [s since the epoch].
+        monotonic: a clock that nobody sets [s].
+    """
+
+    def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._last = wall(), monotonic()
+        self._set_by_s = 0.0  # sum of all steps
+        self._steady_s = self._last[0]
+
+    def read(self) -> tuple[float, float]:
+        """Return the time of day, and the time for intervals, which never decreases [s]."""
+        wall_s, monotonic_s = self._wall(), self._monotonic()
+        step_s = (wall_s - self._last[0]) - (monotonic_s - self._last[1])
+        if abs(step_s) > _STEP_S:
+            self._set_by_s += step_s
+        self._last = wall_s, monotonic_s
+        self._steady_s = max(self._steady_s, wall_s - self._set_by_s)
+        return wall_s, self._steady_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +16,7 @@ from placement.autoscaling.config import Autoscaling
 from placement.cluster.node_types import NodeType
 from placement.errors import InputError
 from placement.planning.tenants import Tenant
+from placement.text import meant
 
 _Made = TypeVar("_Made")
 _SECTIONS = ("tenants", "priorities", "autoscaling", "page")
@@ -126,13 +126,8 @@ def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
         for resource in tenant.quota:
             if resource not in known:
                 raise InputError(
-                    f"quota of tenant {tenant.name!r}: no node has the resource {resource!r}{_meant(resource, known)}"
+                    f"quota of tenant {tenant.name!r}: no node has the resource {resource!r}{meant(resource, known)}"
                 )
-
-
-def _meant(name: object, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"
 
 
 def _mapping(value: object, where: str, known: Collection[str] | None = None) -> Mapping[str, Any]:
@@ -143,7 +138,7 @@ def _mapping(value: object, where: str, known: Collection[str] | None = None) ->
         if not isinstance(key, str):
             raise InputError(f"{where}: {key!r} must be text: put it between quotation marks")
         if known is not None and key not in known:
-            raise InputError(f"{where}: there is no setting {key!r}{_meant(key, known)}")
+            raise InputError(f"{where}: there is no setting {key!r}{meant(key, known)}")
     return value
 
 

@@ -11,11 +11,7 @@ EVERY_S = 5.0
 
 
 class StartTimes:
-    """Answers for many jobs from one look at the cluster.
-
-    Args:
-        look: the allocator at present.
-    """
+    """Answers for many jobs from one look at the cluster."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
         self._look = look

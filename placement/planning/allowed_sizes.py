@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from placement.planning.problem import Plan, Problem, Solver
 
 # What a job gives back may let others grow into sizes of theirs that are not allowed either; more than two are rare.
-_ROUNDS = 4
+_SIZE_ROUNDS = 4
 
 
 def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
     """Ask, and again with jobs limited to the next allowed size below, until all sizes are allowed.
 
     What is left of that after some rounds is cut down where it stands.
-
-    Args:
-        problem: the jobs and their room.
-        solve: answers.
     """
     views = {view.job: view for view in problem.views}
-    for _ in range(_ROUNDS):
+    for _ in range(_SIZE_ROUNDS):
         plan = solve(dataclasses.replace(problem, views=list(views.values())))
         limits = _limits(problem, plan)
         if not limits:

@@ -39,7 +39,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
         rest = cluster
     open_nodes = {node.node_id for node in rest.nodes if not node.draining}
     closed = {job: nodes & open_nodes for job, nodes in slow.items() if nodes & open_nodes}
-    changed = [_closed_to(view, closed[view.job], views, rest) if view.job in closed else view for view in views]
+    changed = [_slow_for(view, closed[view.job], views, rest) if view.job in closed else view for view in views]
     named = (dataclasses.replace(node, labels={**node.labels, NODE_LABEL: node.node_id}) for node in rest.nodes)
     labelled = Cluster(nodes=tuple(named))
     if closed and admit(changed, labelled).floors == floors:
@@ -47,7 +47,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
     return views, rest
 
 
-def _closed_to(view: JobView, slow: Collection[str], views: Sequence[JobView], cluster: Cluster) -> JobView:
+def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cluster: Cluster) -> JobView:
     """The job as one that does not run on these nodes, if all its workers find room on others."""
     if NODE_LABEL in view.label_selector:
         return view

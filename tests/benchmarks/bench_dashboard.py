@@ -23,8 +23,7 @@ from elastic_ray.events import JobPhase, JobStatus
 from elastic_ray.observe.page.changes import difference, tables, to_json
 from elastic_ray.observe.page.cluster_page import ClusterPage
 from elastic_ray.observe.page.model import PageSnapshot
-from elastic_ray.observe.page.source import ClusterLook, JobFacts, JobLook, NodeLook
-from elastic_ray.observe.page.sources.stored import StoredPage
+from elastic_ray.observe.page.source import ClusterLook, JobFacts, JobLook, NodeLook, StoredPage
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged, TimePassed

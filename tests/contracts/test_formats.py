@@ -79,7 +79,7 @@ def _state_note(folder: Path) -> bytes:
     storage.create()
     path = folder / "run" / DIRECTORY / "step_10"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_note(storage, StateFile(path=f"{path}.pt", resume_point=POINT, sha256="ab" * 32, size=3))
+    write_note(storage, StateFile(path=str(path), resume_point=POINT, sha256="ab" * 32, size=3))
     return path.with_suffix(".json").read_bytes()
 
 
@@ -148,7 +148,7 @@ def _read_recording(content: bytes, _: Path) -> Any:
 
 
 READ: dict[str, tuple[Callable[[bytes, Path], Any], Any]] = {
-    "automatic_note_1.json": (_read_state_note, [(POINT, "ab" * 32, 3, 0)]),
+    "automatic_note_1.json": (_read_state_note, [(POINT, "ab" * 32, 3, 1)]),
     "checkpoint_note_1.json": (_read_checkpoint_note, [(POINT, {"loss": 0.25})]),
     "controller_state_1.json": (lambda content, _: ControllerState.from_json(content.decode()), STATE),
     "event_1.jsonl": (lambda content, _: JobEvent.from_json(content.decode()), EVENT),

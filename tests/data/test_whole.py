@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.data.whole import batch_ends, batches_of, whole_step
+from elastic_ray.data.sharding import batch_ends, batches_of, whole_step
 
 LENGTHS = st.lists(st.integers(1, 7), max_size=30)
 

@@ -22,8 +22,8 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from elastic_ray.integrations.huggingface import ElasticTrainerMixin, Trainer  # noqa: E402
+from elastic_ray.integrations.huggingface.collectives import read_position  # noqa: E402
 from elastic_ray.integrations.huggingface.data import counts_items  # noqa: E402
-from elastic_ray.integrations.huggingface.position import read_position  # noqa: E402
 from elastic_ray.integrations.huggingface.state import _set_state, _state_of  # noqa: E402
 
 TEXTS, BATCH, EPOCHS, VOCABULARY = 48, 8, 3, 32

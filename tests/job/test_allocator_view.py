@@ -18,7 +18,7 @@ from elastic_ray.batch.tuner import BatchTuner, fit_snapshot
 from elastic_ray.job_spec import TrialSpec
 from elastic_ray.membership.messages import GenerationSpec, Member
 from elastic_ray.record.fingerprint import fingerprint
-from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.views import allocator_view, wish_note
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.state.resume_point import ResumePoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import itertools
 import math
 import os
 from pathlib import Path
@@ -19,9 +18,11 @@ from hypothesis import strategies as st
 from elastic_ray.checkpoints import checked_files
 from elastic_ray.checkpoints.automatic import CorruptStateError, delete_others, delete_states, state_files
 from elastic_ray.checkpoints.checked_files import CheckedStream
-from elastic_ray.checkpoints.format import read_state, write_state
 from elastic_ray.checkpoints.interval import PRIOR_MEAN_TIME_S, checkpoint_interval_s, mean_time_between_losses_s
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.manifest import part_name
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
+from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.state.tree import UnsafeStateError
 
@@ -52,7 +53,7 @@ def test_what_was_written_is_read_and_the_newest_comes_first(storage: RunStorage
     written = [write_state(storage, trees(steps), point(steps)) for steps in (5, 100, 20)]
     found = state_files(storage)
     assert [state.steps for state in found] == [100, 20, 5] and list(found) == [written[i] for i in (1, 2, 0)]
-    read = read_state(storage, found[1])
+    read = open_checkpoint(storage, found[1])
     assert torch.equal(read["model/0"]["weight"], torch.full((3, 4), 20.0))
     assert {key: read[key] for key in ("run", "shape", "lr_scheduler/0/0")} == {
         key: trees()[key] for key in ("run", "shape", "lr_scheduler/0/0")
@@ -66,16 +67,16 @@ def test_what_was_written_is_read_and_the_newest_comes_first(storage: RunStorage
 
 def test_a_changed_or_torn_state_is_recognised(storage: RunStorage, tmp_path: Path) -> None:
     state = write_state(storage, trees(), point(5))
-    path = tmp_path / state.path
+    path = tmp_path / state.path / part_name(0)
     content = path.read_bytes()
     for bad, why in ((content[:-1], "bytes"), (content[:40] + b"\1" + content[41:], "checksum")):
         path.write_bytes(bad)
         with pytest.raises(CorruptStateError, match=why):
-            read_state(storage, state)
+            open_checkpoint(storage, state)
     path.unlink()
     with pytest.raises(CorruptStateError, match="cannot be read"):
-        read_state(storage, state)
-    path.with_suffix(".json").write_text('{"sha256": ')
+        open_checkpoint(storage, state)
+    (tmp_path / f"{state.path}.json").write_text('{"sha256": ')
     assert state_files(storage) == ()
 
 
@@ -90,23 +91,25 @@ def test_another_of_as_many_steps_takes_nothing_away_until_it_is_there(storage: 
     with pytest.raises(InterruptedError):
         write_state(storage, trees(2.0), point(5), go_on=lambda: False)
     assert state_files(storage) == (first,)
-    assert torch.equal(read_state(storage, first)["model/0"]["weight"], torch.ones(3, 4))
+    assert torch.equal(open_checkpoint(storage, first)["model/0"]["weight"], torch.ones(3, 4))
     second = write_state(storage, trees(2.0), point(5))
     delete_others(storage, second, keep=2)
     assert state_files(storage) == (second,)
-    assert torch.equal(read_state(storage, second)["model/0"]["weight"], torch.full((3, 4), 2.0))
+    assert torch.equal(open_checkpoint(storage, second)["model/0"]["weight"], torch.full((3, 4), 2.0))
 
 
 def test_a_state_is_on_the_disk_before_its_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, fsync = [], os.fsync
+    there, noted, fsync = list[int](), list[int](), os.fsync
 
     def synced(file: int) -> None:
-        there.append(sorted(path.suffix for path in (tmp_path / "automatic").iterdir()))
+        there.append(len([path for path in (tmp_path / "automatic").rglob("*") if path.is_file()]))
+        noted.append(len(list((tmp_path / "automatic").glob("*.json"))))
         fsync(file)
 
     monkeypatch.setattr(os, "fsync", synced)
     write_state(RunStorage(str(tmp_path)), trees(), point(5))
-    assert [names for names, _ in itertools.groupby(there)] == [[], [".pt"], [".json", ".pt"]]
+    assert sorted(there) == there and max(there) == 4, "a part, torch's metadata, the manifest, and last the note"
+    assert all(number == (files == 4) for files, number in zip(there, noted, strict=True)) and there.count(4) > 1
 
 
 def test_those_of_a_course_that_was_left_take_no_place(storage: RunStorage) -> None:
@@ -123,7 +126,7 @@ class Thing:
 
 
 def test_what_could_only_be_loaded_by_running_code_is_refused_and_named(storage: RunStorage) -> None:
-    with pytest.raises(UnsafeStateError, match=r"'lr_scheduler/0/0' holds something else than tensors"):
+    with pytest.raises(UnsafeStateError, match=r"plain values: \['lr_scheduler/0/0'\]\['thing'\] is a"):
         write_state(storage, {**trees(), "lr_scheduler/0/0": {"thing": Thing()}}, point(5))
     assert state_files(storage) == ()
 

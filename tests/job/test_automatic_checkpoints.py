@@ -10,6 +10,7 @@ import pytest
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.manifest import part_name
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind
 from elastic_ray.faults import Faults
@@ -51,9 +52,10 @@ def test_a_job_goes_on_under_its_name_at_another_size_from_the_last_good_one(ray
     handle.stop()
     handle.wait(30)
     newest, older = state_files(storage)[:2]
-    content = bytearray(Path(newest.path).read_bytes())
+    part = Path(newest.path) / part_name(0)
+    content = bytearray(part.read_bytes())
     content[len(content) // 2] ^= 1
-    Path(newest.path).write_bytes(content)
+    part.write_bytes(content)
 
     with pytest.raises(TrainFunctionError, match="another model"):
         start(tmp_path, workers=1, name="again", width=17).result(timeout=180)

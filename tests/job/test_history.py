@@ -7,7 +7,7 @@ import pytest
 from elastic_ray.checkpoints.interval import FIRST_INTERVAL_S
 from elastic_ray.events import EventKind, Pause
 from elastic_ray.membership.instructions import Note
-from elastic_ray.record.history import SizeHistory
+from elastic_ray.record.losses import SizeHistory
 
 
 def note(kind: EventKind, workers: int, pause_s: float = 0.0) -> Note:

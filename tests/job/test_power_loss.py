@@ -9,9 +9,11 @@ from pathlib import Path
 import pyarrow.fs
 import pytest
 
-from elastic_ray.checkpoints.automatic import CorruptStateError, delete_others, read_file, state_files, write_file
+from elastic_ray.checkpoints.automatic import CorruptStateError, delete_others, state_files
 from elastic_ray.checkpoints.line_files import LineFile
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
+from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.state.resume_point import ResumePoint
 from placement.storage.private_files import open_whole, replace_file
 from tests.job.power_loss import PowerLoss
@@ -63,7 +65,7 @@ def test_an_automatic_state_is_there_or_the_one_before(tmp_path: Path) -> None:
         storage = RunStorage(str(left))
         for state in state_files(storage):
             try:
-                assert read_file(storage, state) == b"state" * state.steps
+                assert open_checkpoint(storage, state) == {"run": {"steps": state.steps}}
             except CorruptStateError:
                 continue  # the job goes on from the one before
             assert state.steps >= written
@@ -74,10 +76,7 @@ def test_an_automatic_state_is_there_or_the_one_before(tmp_path: Path) -> None:
     with loss.watched() as filesystem:
         storage = RunStorage(str(root), filesystem)
         for steps in range(1, 4):
-            content = b"state" * steps
-            state = write_file(
-                storage, ResumePoint(epoch=0, steps=steps), lambda stream, content=content: stream.write(content)
-            )
+            state = write_state(storage, {"run": {"steps": steps}}, ResumePoint(epoch=0, steps=steps))
             written = steps
             loss.fail()
             delete_others(storage, state, keep=1)

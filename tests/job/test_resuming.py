@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from elastic_ray.background import Background
-from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files, write_file
+from elastic_ray.checkpoints.automatic import StateFile, delete_others, state_files
 from elastic_ray.checkpoints.resumable import StoredProgress, find_stored
 from elastic_ray.checkpoints.run_directory import PROGRESS_FILE, RunStorage, StoredCheckpoint
+from elastic_ray.checkpoints.sharded.saver import write_state
 from elastic_ray.config import ElasticConfig
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.journal import Journal
@@ -41,7 +42,7 @@ def note(**changes: Any) -> str:
 
 
 def state_note(**changes: Any) -> str:
-    return json.dumps({"resume_point": {**POINT, **changes}, "sha256": "0", "size": 3})
+    return json.dumps({"resume_point": {**POINT, **changes}, "sha256": "0", "size": 3, "parts": 1})
 
 
 def look(storage: RunStorage, *, verify: bool = False) -> StoredProgress:
@@ -56,7 +57,7 @@ def storage(tmp_path: Path) -> RunStorage:
     (source := tmp_path / "source").mkdir()
     (source / "model.pt").write_bytes(b"weights")
     storage.persist_checkpoint(source, 1, resume_point=at(10), metrics={"loss": 1.0})
-    write_file(storage, at(5), lambda stream: stream.write(b"abc") and None)
+    write_state(storage, {}, at(5))
     return storage
 
 
@@ -147,7 +148,7 @@ def test_what_is_no_note_is_passed_over_and_can_be_replaced(
     assert [state.steps for state in found.states] == [5]
     assert len(found.passed_over) == 1
     storage.persist_checkpoint(tmp_path / "source", 2, resume_point=at(10))
-    state = write_file(storage, at(20), lambda stream: stream.write(b"abc") and None)
+    state = write_state(storage, {}, at(20))
     delete_others(storage, state, keep=2)
     assert [checkpoint.index for checkpoint in look(storage).checkpoints] == [1, 2]
     assert [state.steps for state in state_files(storage)] == [20, 5]
@@ -348,7 +349,7 @@ def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, jour
     """Rank 0 has written a state at 40 and was lost before its controller heard of it."""
     hanging, job = away(tmp_path, journal, timeout_s=0.3)
     storage = RunStorage("run", hanging.filesystem)
-    states = [write_file(storage, at(n), lambda stream: stream.write(b"abc") and None) for n in (20, 40)]
+    states = [write_state(storage, {}, at(n)) for n in (20, 40)]
     job.record.saved(states[0])
 
     async def run() -> None:

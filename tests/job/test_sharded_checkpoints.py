@@ -101,7 +101,11 @@ def test_a_worker_that_is_killed_in_a_save_costs_that_checkpoint_only(ray_cluste
     faults = Faults().kill(rank=1, moment="save")
     handle = start(tmp_path, workers=4, epochs=400, faults=faults, pause_s=0.05)
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
-    wait_until(lambda: EventKind.FAILURE in kinds(handle) and any(s.parts for s in state_files(storage)), handle, 600)
+
+    def together() -> bool:
+        return EventKind.FAILURE in kinds(handle) and any(each.parts > 1 for each in state_files(storage))
+
+    wait_until(together, handle, 600)
     assert EventKind.RESTART not in kinds(handle)
     handle.stop()
     handle.wait(30)
@@ -111,7 +115,7 @@ def test_a_worker_that_is_killed_in_a_save_costs_that_checkpoint_only(ray_cluste
 def test_a_job_goes_on_at_another_size_from_the_last_good_one(ray_cluster: Any, tmp_path: Path) -> None:
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     handle = start(tmp_path, epochs=10, pause_s=0.1)
-    wait_until(lambda: len([state for state in state_files(storage) if state.parts]) > 1, handle, 600)
+    wait_until(lambda: len([state for state in state_files(storage) if state.parts > 1]) > 1, handle, 600)
     handle.stop()
     handle.wait(30)
     newest, older = state_files(storage)[:2]
@@ -133,7 +137,7 @@ def test_a_preempted_job_is_saved_by_all_ranks(ray_cluster: Any, tmp_path: Path)
     options: dict[str, Any] = {"bundle": {"slot": 1.0}}
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     long = start(tmp_path, epochs=20, interval_s=0.3, pause_s=0.1, **options)
-    wait_until(lambda: any(state.parts for state in state_files(storage)), long, 600)
+    wait_until(lambda: any(state.parts > 1 for state in state_files(storage)), long, 600)
     short = start(tmp_path, name="short", epochs=1, **options)
     short.result(timeout=600)
     assert EventKind.PREEMPTED in kinds(long)
@@ -151,7 +155,7 @@ def test_a_worker_that_ran_out_of_memory_starts_over_and_all_save_again(ray_clus
     handle = start(tmp_path, epochs=10_000, faults=faults, pause_s=0.05, adapt=adapt)
     wait_until(lambda: EventKind.OUT_OF_MEMORY in kinds(handle), handle, 600)
     step = handle.status().step
-    wait_until(lambda: any(state.parts and state.steps > step for state in state_files(storage)), handle, 600)
+    wait_until(lambda: any(state.parts > 1 and state.steps > step for state in state_files(storage)), handle, 600)
     assert EventKind.RESTART not in kinds(handle)
     handle.stop()
     handle.wait(30)

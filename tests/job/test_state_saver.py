@@ -24,7 +24,7 @@ class Rank0:
     rank, job = 0, "j"
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self.captures = 0
         self.told: list[str] = []
 
@@ -40,7 +40,7 @@ class Rank0:
 
     def capture_to_save(self) -> dict[str, Any]:
         self.captures += 1
-        return {"model/0": {"weight": self._tensor}, "shape": None}
+        return {"model/0": {"weight": self.tensor}, "shape": None}
 
     def resume_point(self) -> ResumePoint:
         return ResumePoint(epoch=0, steps=7)
@@ -57,7 +57,7 @@ def saver_of(session: Any, folder: Path, told: list[StateSaved]) -> StateSaver:
 def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session, told = Rank0(torch.ones(1).expand(1 << 55)), list[StateSaved]()  # in memory and on disk it is one number
+    session, told = Rank0(torch.ones(1).expand(1 << 55)), list[StateSaved]()  # in memory it is one number
     saver = saver_of(session, tmp_path, told)
     with caplog.at_level(logging.WARNING, "elastic_ray"):
         for _ in range(20):
@@ -66,6 +66,7 @@ def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
     assert session.captures == 1 and not told
     (warning,) = (r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING)
     assert "no automatic checkpoints: there is no memory for a copy of the state: " in warning
+    session.tensor = torch.ones(1)
     assert saver.save() == "" and len(told) == 1, "of a preempted job nothing is copied"
     assert [state.steps for state in state_files(RunStorage(str(tmp_path)))] == [7]
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import state_files
-from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.data.order import IndexOrder
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
@@ -247,7 +247,7 @@ def test_a_job_that_is_preempted_in_the_middle_goes_on_with_them(at: int, tmp_pa
         Loop(inside=preempt)()
     assert saver.save() == ""
     (state,) = state_files(RunStorage(str(tmp_path)))
-    session_of(read_state(RunStorage(str(tmp_path)), state))
+    session_of(open_checkpoint(RunStorage(str(tmp_path)), state))
     torch.testing.assert_close(Loop()(), wanted, rtol=0, atol=1e-9)
 
 

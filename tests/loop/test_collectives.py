@@ -14,8 +14,7 @@ import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import set_session
-from elastic_ray.state.tree import UnsafeStateError
-from elastic_ray.state.tree_bytes import from_bytes, to_bytes
+from elastic_ray.state.tree import UnsafeStateError, from_bytes, to_bytes
 from tests.loop.changing import Change, Kill, Outcome, run_job
 from tests.loop.small_net import BATCH, EPOCHS, SAMPLES, STEPS, net, rows, weights
 from tests.loop.trainee import Trainee, numbers

@@ -12,8 +12,8 @@ from ray.train.v2.api.config import ScalingConfig
 
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import StateFile, state_files
-from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
@@ -93,7 +93,7 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
     (state,) = state_files(RunStorage(str(tmp_path)))
     if at <= 4:  # still in the first pass: whoever goes on must not be more workers than there are samples
         assert state.resume_point.samples_left == 12 - 3 * at
-    kept = read_state(RunStorage(str(tmp_path)), state)
+    kept = open_checkpoint(RunStorage(str(tmp_path)), state)
 
     second: list[Any] = []
     session_of(kept)

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import elastic_ray as er
 from elastic_ray.data.arguments import describe_sample
-from elastic_ray.parallel.signature import describe_model
+from elastic_ray.parallel.model_copy import describe_model
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.sync.sharded_parameters.model_checks import SHARDED
 from tests.loop.changing import run_job

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from elastic_ray.consensus.ballot import agreed_generations_ahead
+from elastic_ray.consensus.intents import agreed_generations_ahead
 from elastic_ray.data.sharding import step_size
 from elastic_ray.membership.messages import GenerationSpec, StateVersion
 from elastic_ray.membership.transfer import transfer_rounds

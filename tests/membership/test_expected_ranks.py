@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ray.membership.messages import GenerationSpec, Member
-from elastic_ray.worker_group.expected_ranks import ExpectedRanks
+from elastic_ray.worker_group.failure_detector import ExpectedRanks
 
 
 def started(

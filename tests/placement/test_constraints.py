@@ -14,11 +14,10 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, speeds
 from placement.goodput.fitting import Observation
 from placement.goodput.model import GoodputModel, NoiseScale
-from placement.planning.constraints import Constraints
+from placement.planning.constraints import Constraints, node_worth
 from placement.planning.multi_node import held_up, shared
 from placement.planning.plan import make_plan
 from placement.planning.tenants import Tenant
-from placement.planning.whole_nodes import node_worth
 from placement.policies import Target
 from tests.placement.constrained import (
     FRUGAL,

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.allocator.clock import SteadyClock
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import Event, JobEnded, JobHeartbeat, NodesChanged, TimePassed
 from placement.allocator.instructions import Allocate, Instruction, Unsatisfiable
+from placement.allocator.recording import SteadyClock
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView
 from placement.policies import FixedPolicy, GoodputPolicy, Policy, Target

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.data.order import IndexOrder
-from elastic_ray.sync.averaging.schedule import pairs
+from elastic_ray.sync.averaging.algorithms import pairs
 from elastic_ray.sync.spec import Average
 
 SAMPLES, BATCH, EPOCHS = 60, 12, 2

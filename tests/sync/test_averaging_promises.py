@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import elastic_ray as er
 from elastic_ray.checkpoints.automatic import state_files
-from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
+from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.messages import StopJob
 from elastic_ray.run.dismissal import WorkerDismissed
@@ -104,13 +104,13 @@ def test_a_checkpoint_holds_the_one_model_and_loads_anywhere(name: str, tmp_path
     files = state_files(RunStorage(str(tmp_path)))
     assert files
     for state in files:
-        trees = read_state(RunStorage(str(tmp_path)), state)
+        trees = open_checkpoint(RunStorage(str(tmp_path)), state)
         model = net()
         model.load_state_dict(trees["model/0"])
         mine = saving.models[state.steps]
         assert len(mine) % 3 == 0 and mine  # ranks come by between two steps twice at the end of a pass
         assert all(torch.equal(weights(model), each) for each in mine)
-    trees = read_state(RunStorage(str(tmp_path)), files[0])
+    trees = open_checkpoint(RunStorage(str(tmp_path)), files[0])
     for strategy in ("all_reduce", Strategy(average=AVERAGES[name]), "diloco", "pair"):
         session_of(copy.deepcopy(trees))
         trained, seen = Loop(strategy, adam)()
@@ -143,7 +143,7 @@ def test_a_job_that_is_preempted_saves_the_one_model(tmp_path: Path) -> None:
     run_job(loop, first=(1, 2))
     (state,) = state_files(RunStorage(str(tmp_path)))
     model = net()
-    model.load_state_dict(read_state(RunStorage(str(tmp_path)), state)["model/0"])
+    model.load_state_dict(open_checkpoint(RunStorage(str(tmp_path)), state)["model/0"])
     assert len(held) == 2 and all(torch.equal(weights(model), each) for each in held)
 
 

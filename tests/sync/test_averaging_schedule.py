@@ -6,7 +6,7 @@ import collections
 
 import pytest
 
-from elastic_ray.sync.averaging.schedule import pairs
+from elastic_ray.sync.averaging.algorithms import pairs
 
 
 @pytest.mark.parametrize("world", range(1, 12))

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from elastic_ray.batch.statistics import preconditioner, squared_norm
-from elastic_ray.sync.tables.row_preconditioner import row_preconditioner
 from elastic_ray.sync.tables.rows_operation import pays
-from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense, rows_of_sparse
+from elastic_ray.sync.tables.touched_rows import (
+    TouchedRows,
+    added_up,
+    no_rows,
+    row_preconditioner,
+    rows_of_dense,
+    rows_of_sparse,
+)
 
 TABLE, WIDTH = 12, 3
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastic_ray.driver.interrupts import Interrupts
+from elastic_ray.driver.display import Interrupts
 
 
 def ctrl_c() -> None:

@@ -348,9 +348,9 @@ def test_every_argument_of_torch_trainer_is_taken_or_answered() -> None:
 
 
 def test_a_misspelt_argument_is_answered_with_the_right_one() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scaling_confg'; did you mean scaling_config"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scaling_confg'; did you mean 'scaling_config'"):
         ElasticTrainer(print, scaling_confg=None)
-    with pytest.raises(TypeError, match="argument 'x'; it has train_loop_per_worker, "):
+    with pytest.raises(TypeError, match="argument 'x'; there are adaptation, datasets, "):
         ElasticTrainer(print, x=None)
 
 

@@ -56,7 +56,7 @@ def test_a_variable_that_is_none_of_ours_is_told(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING):
         read_overrides({"ELASTIC_RAY_WORKER": "3", "ELASTIC_RAY_POOL": "off", "OTHER": ""})
     (told,) = caplog.messages
-    assert "ELASTIC_RAY_WORKER has no effect; is ELASTIC_RAY_WORKERS meant?" in told
+    assert "ELASTIC_RAY_WORKER has no effect; did you mean 'ELASTIC_RAY_WORKERS'?" in told
 
 
 @pytest.mark.parametrize("told", [Overrides(), Overrides(workers=(1, 8)), Overrides(use_gpu=False, name="a")])

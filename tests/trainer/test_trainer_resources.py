@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from elastic_ray.driver.feasibility import impossible
+from elastic_ray.driver.trainer import impossible
 from placement.cluster.cluster import Node
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes

@@ -15,7 +15,7 @@ import pytest
 import ray.train
 
 from elastic_ray.checkpoints.run_directory import EVENTS_FILE, PROGRESS_FILE, RunStorage, resolve
-from elastic_ray.driver.results import make_result
+from elastic_ray.driver.handle import make_result
 from elastic_ray.errors import TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, Report
 from elastic_ray.sealed import Raised, Sealed, seal, seal_error

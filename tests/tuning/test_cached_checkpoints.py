@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tuning.cached_checkpoints import CheckpointCache
+from tuning.trials import CheckpointCache
 
 
 def test_the_last_two_of_a_run_are_held_while_it_lasts_and_a_while_after() -> None:

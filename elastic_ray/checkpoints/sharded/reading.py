@@ -1,4 +1,4 @@
-"""SHELL: automatic checkpoints of either kind, read by any number of ranks; nothing is unpickled (torch)."""
+"""SHELL: automatic checkpoints, read by any number of ranks; nothing is unpickled (torch)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from elastic_ray.checkpoints.automatic import CorruptStateError, StateFile
 from elastic_ray.checkpoints.checked_files import CHUNK_BYTES
-from elastic_ray.checkpoints.format import read_state
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.manifest import MANIFEST, Manifest, ManifestError, StoredTensor, part_name
 from elastic_ray.state.codec import dtype_of
@@ -36,7 +35,7 @@ _READ_BYTES = 4 << 20  # at once, in whole blocks
 
 
 def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int = _LEAST_BYTES) -> dict[str, Any]:
-    """The captured states of an automatic checkpoint, one file's or all parts', on the CPU, with `UnreadTensor` in the
+    """The captured states of an automatic checkpoint, on the CPU, with `UnreadTensor` in the
     place of tensors of which each rank reads its rows, or its tiles.
 
     All parts are read through and compared with their checksums; they must stay until the others are read.
@@ -53,8 +52,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
         return is_divided(tree, tensor.path) and math.prod(tensor.shape) * _itemsize(tensor) >= least_bytes
 
-    if not state.parts:
-        return read_state(storage, state)
     try:
         return _patiently(state.path, lambda: _read_parts(storage, state, is_put_off))
     except ManifestError as error:
@@ -82,7 +79,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """What a sharded checkpoint holds.
+    """What a checkpoint holds.
 
     Raises:
         CorruptStateError, ManifestError, OSError: it is not what was written.
@@ -166,12 +163,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """See the module's text. What is read later is compared, block by block, with what was read through.
-
-    Args:
-        storage: the run.
-        path: of the file.
-    """
+    """See the module's text. What is read later is compared, block by block, with what was read through."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self._path = storage, path

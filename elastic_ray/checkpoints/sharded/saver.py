@@ -1,4 +1,4 @@
-"""SHELL: this rank's part of sharded checkpoints: copied between two steps, written by a thread (torch)."""
+"""SHELL: this rank's part of a checkpoint, or all of it: copied between two steps, written by a thread (torch)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import posixpath
 import struct
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -18,9 +19,9 @@ import pyarrow
 import torch
 from torch import Tensor
 
-from elastic_ray.checkpoints.automatic import StateFile, new_path
+from elastic_ray.checkpoints.automatic import StateFile, delete_state, new_path
 from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
-from elastic_ray.checkpoints.copy_buffers import CopyBuffers, Kind, copy_into, kinds_of
+from elastic_ray.checkpoints.copy_buffers import CopyBuffers, copy_into, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import await_parts, finish
 from elastic_ray.checkpoints.sharded.manifest import (
@@ -50,17 +51,9 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """What this rank writes.
+    """What this rank writes: its part, or the whole state where ``order`` is None."""
 
-    Attributes:
-        order: which checkpoint it is of.
-        resume_point: where that stands.
-        skeleton: of the captured states.
-        tensors: of them.
-        workers: of the group, by rank.
-    """
-
-    order: SaveOrder
+    order: SaveOrder | None
     resume_point: ResumePoint
     skeleton: Any
     tensors: Sequence[NamedPieces]
@@ -76,8 +69,10 @@ class PartSaver:
         calls: the run's calls on storage.
         workers: gives those of the present group by rank; none while it changes.
         busy: whether something is being written.
-        buffers: memory for copies, which is shared with whole checkpoints: a rank makes one kind at a time.
         timeout_s: longest time without news of a part that the first rank waits for [s].
+
+    Attributes:
+        no_memory: why there is none for a copy; empty while that is not known.
     """
 
     def __init__(
@@ -88,12 +83,12 @@ class PartSaver:
         *,
         workers: Callable[[], tuple[str, ...]],
         busy: Callable[[], bool],
-        buffers: CopyBuffers,
         timeout_s: float,
     ) -> None:
         self._states, self._storage, self._calls = states, storage, calls
         self._workers, self._busy, self._timeout_s = workers, busy, timeout_s
-        self._buffers = buffers
+        self._buffers = CopyBuffers()
+        self.no_memory = ""
         self._making: Call | None = None
         self._looking: Call | None = None
         self._never = ""
@@ -136,10 +131,7 @@ class PartSaver:
             return Readiness.NOT_YET
         tensors = _tensors(take_apart(self._states.capture_part(rank, world_size))[1])
         if self._buffers.fit(tensors) is None:
-            group = self._groups
-            self._making = self._calls.start(
-                "making memory for a checkpoint", lambda: self._prepare(kinds_of(tensors), group, completes=rank == 0)
-            )
+            self._make(tensors, self._groups, completes=rank == 0)
             return Readiness.NOT_YET
         self._fits = self._buffers.made
         return Readiness.READY
@@ -160,29 +152,40 @@ class PartSaver:
         except (OSError, StorageTimeoutError, pyarrow.ArrowException) as error:
             self._never = str(error)
 
-    def _prepare(self, kinds: Sequence[Kind], group: int, *, completes: bool) -> None:
-        """Make memory for a copy of what is written in a group."""
-        try:
-            self._buffers.make(kinds)
-            if group == self._groups:
-                self._fits = self._buffers.made
-        except MemoryError as error:
-            self._never = str(error)
-        if completes:  # importing torch's side takes a second, which is not to count as a checkpoint's cost
-            import_module("elastic_ray.checkpoints.sharded.completing")
+    def _make(self, tensors: Sequence[Tensor], group: int, *, completes: bool) -> None:
+        """Make memory for copies of these: what is written in a group, or by one rank alone (-1)."""
+        kinds = kinds_of(tensors)
 
-    def capture(self, order: SaveOrder, resume_point: ResumePoint, *, copy: bool) -> CapturedPart:
-        """What this rank holds now, for :meth:`write`.
+        def make() -> None:
+            try:
+                self._buffers.make(kinds)
+                if group == self._groups:
+                    self._fits = self._buffers.made
+            except MemoryError as error:
+                self._never = self.no_memory = str(error)
+            if completes:  # importing torch's side takes a second, which is not to count as a checkpoint's cost
+                import_module("elastic_ray.checkpoints.sharded.completing")
+
+        self._making = self._calls.start("making memory for a checkpoint", make)
+
+    def capture(self, order: SaveOrder | None, resume_point: ResumePoint, *, copy: bool) -> CapturedPart | None:
+        """What this rank holds now, for :meth:`write`; None while memory for a copy of the whole state is made.
 
         Args:
-            order: what the ranks have agreed on.
+            order: what the ranks have agreed on; None where this rank writes all that there is, alone.
             resume_point: where the run stands.
             copy: whether training goes on while it is written.
 
         Raises:
             MemoryError: there is no memory for a copy.
         """
-        skeleton, tensors = take_apart(self._states.capture_part(order.rank, order.world_size))
+        states = self._states
+        trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
+        skeleton, tensors = take_apart(trees)
+        if copy and order is None and self._buffers.fit(originals := _tensors(tensors)) is None:
+            # Writing to fresh memory is several times slower, so a thread prepares the memory first.
+            self._make(originals, -1, completes=True)
+            return None
         if copy:
             tensors = self._copied(tensors)
         return CapturedPart(
@@ -220,19 +223,19 @@ class PartSaver:
             PartsMissingError: others have not written theirs. ManifestError: what they have written does not fit.
         """
         order, steps = part.order, part.resume_point.steps
+        tensors = [_on_cpu(each) for each in part.tensors]
+        if order is None:
+            return _write_alone(self._storage, part.skeleton, tensors, part.resume_point, go_on)
         directory = new_path(self._storage, steps, order.token)
-        try:
-            written = write_part(
-                self._storage,
-                directory,
-                rank=order.rank,
-                steps=steps,
-                skeleton=part.skeleton,
-                tensors=[_on_cpu(each) for each in part.tensors],
-                go_on=go_on,
-            )
-        except NotPlainError as error:
-            raise UnsafeStateError(f"the state holds something else than tensors and plain values: {error}") from error
+        written = write_part(
+            self._storage,
+            directory,
+            rank=order.rank,
+            steps=steps,
+            skeleton=part.skeleton,
+            tensors=tensors,
+            go_on=go_on,
+        )
         if order.rank:
             return None
         parts = await_parts(
@@ -263,6 +266,47 @@ def _on_cpu(named: NamedPieces) -> NamedPieces:
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 
 
+def write_state(
+    storage: RunStorage,
+    trees: Mapping[str, Any],
+    resume_point: ResumePoint,
+    *,
+    go_on: Callable[[], bool] = lambda: True,
+) -> StateFile:
+    """Write captured states (``SharedState.capture``) as a checkpoint of one part, wholly or not at all.
+
+    Args:
+        storage: the run.
+        trees: states by name; their tensors do not change meanwhile.
+        resume_point: where they stand.
+        go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
+
+    Raises:
+        UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
+    """
+    skeleton, tensors = take_apart(trees)
+    return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
+
+
+def _write_alone(
+    storage: RunStorage,
+    skeleton: Any,
+    tensors: Sequence[NamedPieces],
+    resume_point: ResumePoint,
+    go_on: Callable[[], bool],
+) -> StateFile:
+    """All that there is, as the part of rank 0; nothing is left of what was given up."""
+    steps = resume_point.steps
+    directory = new_path(storage, steps, uuid.uuid4().hex[:8])
+    try:
+        part = write_part(storage, directory, rank=0, steps=steps, skeleton=skeleton, tensors=tensors, go_on=go_on)
+        return finish(storage, directory, [part], resume_point, go_on)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            delete_state(storage, directory)
+        raise
+
+
 def write_part(
     storage: RunStorage,
     directory: str,
@@ -285,11 +329,14 @@ def write_part(
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
     Raises:
-        NotPlainError: the tree holds something else than tensors and plain values.
+        UnsafeStateError: the tree holds something else than tensors and plain values.
     """
+    try:
+        encode(skeleton)  # what cannot be told is found before anything is written
+    except NotPlainError as error:
+        raise UnsafeStateError(f"the state holds something else than tensors and plain values: {error}") from error
     make_directory(storage.filesystem, posixpath.dirname(directory), private=storage.private)
     make_directory(storage.filesystem, directory, private=storage.private)
-    encode(skeleton)  # what cannot be told is found before anything is written
     stored: list[StoredTensor] = []
     values: list[tuple[Path, tuple[int, int]]] = []
     path = posixpath.join(directory, part_name(rank))

@@ -18,8 +18,7 @@ import elastic_ray as er
 from elastic_ray.data.resumable import resume_at
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.huggingface.arguments import check_options
-from elastic_ray.integrations.huggingface.collectives import Collectives
-from elastic_ray.integrations.huggingface.position import read_position, write_position
+from elastic_ray.integrations.huggingface.collectives import Collectives, read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import AccelerateLoader, AccelerateModel, step_through_ours
 from elastic_ray.integrations.late_wrapping import plain_model
 from elastic_ray.integrations.overridden import check_overridden

@@ -14,11 +14,7 @@ _OWN = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks", 
 
 
 class TrainerProgress:
-    """The state of a trainer that is the same on all ranks: ``state_dict`` and ``load_state_dict``.
-
-    Args:
-        trainer: whose.
-    """
+    """The state of a trainer that is the same on all ranks: ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -36,11 +32,7 @@ class TrainerProgress:
 
 
 class StepProgress:
-    """What a step that is drawn again takes back, on each rank its own.
-
-    Args:
-        trainer: whose.
-    """
+    """What a step that is drawn again takes back, on each rank its own."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

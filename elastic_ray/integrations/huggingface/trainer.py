@@ -15,16 +15,13 @@ from transformers.trainer import logger as _logger
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 import elastic_ray as er
-from elastic_ray.integrations.batch_options import BatchOptions
-from elastic_ray.integrations.buffers import share_buffers
+from elastic_ray.integrations.batch_options import BatchOptions, LoggedValues
 from elastic_ray.integrations.huggingface.arguments import accumulated, check_arguments, elastic
-from elastic_ray.integrations.huggingface.collectives import Collectives, SavesAlone
+from elastic_ray.integrations.huggingface.collectives import Collectives, SavesAlone, read_position, write_position
 from elastic_ray.integrations.huggingface.data import counts_items, shared_loader, train_loader
-from elastic_ray.integrations.huggingface.position import read_position, write_position
 from elastic_ray.integrations.huggingface.prepared import step_through_ours
 from elastic_ray.integrations.huggingface.state import StepProgress, TrainerProgress
-from elastic_ray.integrations.late_wrapping import plain_model
-from elastic_ray.integrations.logged import LoggedValues
+from elastic_ray.integrations.late_wrapping import plain_model, share_buffers
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session, get_context, session_of_new_model
 from elastic_ray.parallel.refusals import refuse_wrapped

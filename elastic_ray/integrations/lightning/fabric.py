@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
 from elastic_ray.integrations.late_wrapping import plain_model
-from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.shared import (
+    ElasticRayEnvironment,
     OneDevice,
     accumulating,
     adaptive,

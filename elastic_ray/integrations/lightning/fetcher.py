@@ -15,11 +15,7 @@ _NOTHING = object()
 
 
 class UnreadStream:
-    """Stands for the loader of a dataset without a length while Lightning sets up: it would read ahead of the job.
-
-    Args:
-        loader: gives the batches.
-    """
+    """Stands for the loader of a dataset without a length while Lightning sets up: it would read ahead of the job."""
 
     def __init__(self, loader: er.AdaptiveDataLoader) -> None:
         self.loader = loader

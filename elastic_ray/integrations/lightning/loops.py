@@ -17,11 +17,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import elastic_ray as er
 from elastic_ray.communication.communicator import CommunicationFailedError
-from elastic_ray.integrations.buffers import share_buffers
+from elastic_ray.integrations.batch_options import LoggedValues
+from elastic_ray.integrations.late_wrapping import share_buffers
 from elastic_ray.integrations.lightning.fetcher import ElasticFetcher, UnreadStream
 from elastic_ray.integrations.lightning.shared import accumulating, set_rank
 from elastic_ray.integrations.lightning.state import StepState, TrainerState
-from elastic_ray.integrations.logged import LoggedValues
 from elastic_ray.integrations.overridden import check_overridden
 from elastic_ray.loop.api import current_session
 from elastic_ray.membership.worker_side import LostGroupError

@@ -52,11 +52,7 @@ class TrainerState:
 
 
 class StepState:
-    """What a step that is drawn again takes back, on each rank its own.
-
-    Args:
-        trainer: whose.
-    """
+    """What a step that is drawn again takes back, on each rank its own."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

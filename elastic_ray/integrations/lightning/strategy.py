@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import elastic_ray as er
 from elastic_ray.integrations.batch_options import BatchOptions
-from elastic_ray.integrations.lightning.environment import ElasticRayEnvironment
 from elastic_ray.integrations.lightning.fetcher import UnreadStream
 from elastic_ray.integrations.lightning.loops import become_elastic, trains
 from elastic_ray.integrations.lightning.shared import (
+    ElasticRayEnvironment,
     OneDevice,
     accumulating,
     adaptive,

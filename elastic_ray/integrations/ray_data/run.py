@@ -12,10 +12,6 @@ _run: contextvars.ContextVar[DatasetsOfJob | None] = contextvars.ContextVar("ela
 class DatasetsOfJob:
     """Names of a job's datasets, and the actor that reads them; as a context, the train function's in this thread.
 
-    Args:
-        coordinator: name of the actor.
-        names: of the datasets.
-
     Attributes:
         token: of the train function's run in this process.
     """

@@ -16,9 +16,8 @@ from typing import Any, cast
 from aiohttp import web
 
 from elastic_ray.observe.page.changes import difference, plain, tables, to_json
-from elastic_ray.observe.page.doors import LONGEST_WAIT_S, MOST, MOST_OF_ONE, Doors
 from elastic_ray.observe.page.feed import Client, Feed, TooManyClientsError
-from elastic_ray.observe.page.gate import HEADERS, Asked, Gate
+from elastic_ray.observe.page.gate import HEADERS, LONGEST_WAIT_S, MOST, MOST_OF_ONE, Asked, Doors, Gate
 from elastic_ray.observe.page.importance import importance
 from elastic_ray.observe.page.source import ActionRefusedError, Source
 from placement.errors import InputError
@@ -44,13 +43,7 @@ INDEX = "index.html"
 
 
 class PageServer:
-    """One page.
-
-    Args:
-        source: has the facts.
-        gate: who may ask for what.
-        feed: the browsers.
-    """
+    """One page."""
 
     def __init__(self, source: Source, gate: Gate, feed: Feed | None = None) -> None:
         self._source, self._gate, self._feed = source, gate, feed or Feed()
@@ -372,12 +365,7 @@ async def _close_late(doors: Doors) -> None:
 
 
 class _Counted(asyncio.Protocol):
-    """A connection that is counted; all else is aiohttp's.
-
-    Args:
-        doors: of the page.
-        inner: aiohttp's protocol.
-    """
+    """A connection that is counted; all else is aiohttp's."""
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors, self._inner = doors, inner

@@ -10,6 +10,7 @@ from elastic_ray.events import JobEvent, JobStatus, WorkerInfo
 from elastic_ray.observe.page.model import JobDetail, PageSnapshot
 from placement.allocator.explaining import Explanation
 from placement.allocator.snapshot import AllocatorLook
+from placement.errors import InputError
 from placement.simulator.results.outlook import Outlook
 
 
@@ -118,3 +119,36 @@ class Source(Protocol):
         Raises:
             ActionRefusedError: it cannot be done.
         """
+
+
+class StoredPage:
+    """Shows what was read once; a ``Source``.
+
+    Args:
+        snapshot: everything but what belongs to one job.
+        details: of each job.
+    """
+
+    def __init__(self, snapshot: PageSnapshot, details: Mapping[str, JobDetail]) -> None:
+        self._snapshot, self._details = snapshot, details
+
+    @property
+    def period_s(self) -> float | None:
+        """None: there is nothing new to look for."""
+        return None
+
+    def look(self, now_s: float) -> PageSnapshot:
+        """Everything on the page."""
+        return self._snapshot
+
+    def detail(self, job: str) -> JobDetail | None:
+        """One job; None if it is not known."""
+        return self._details.get(job)
+
+    def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
+        """Nothing runs here; see ``Source``."""
+        raise InputError("what-if asks about jobs that run now, and none runs here")
+
+    def act(self, job: str, action: str, workers: int | None) -> str:
+        """Nothing runs here; see ``Source``."""
+        raise ActionRefusedError("this page shows what was stored: no job runs here")

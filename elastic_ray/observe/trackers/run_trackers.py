@@ -72,12 +72,7 @@ class RunTrackers:
             self._threads.append(TrackerThread(f"callback {name}", tracker))
 
     def recall(self, notes: Mapping[str, str], events: tuple[JobEvent, ...]) -> None:
-        """A controller before this one has begun; before :meth:`begin`.
-
-        Args:
-            notes: as of :attr:`notes` there.
-            events: of the job so far.
-        """
+        """A controller before this one has begun; before :meth:`begin`."""
         for event in events:
             self._count(event)
         if _BEGUN not in notes:

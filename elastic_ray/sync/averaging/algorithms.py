@@ -2,14 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from elastic_ray.sync.averaging.averager import AveragedModel, Averager
-from elastic_ray.sync.averaging.schedule import pairs
 from elastic_ray.sync.spec import Average
+
+
+class AveragedModel(Protocol):
+    """One model's trained parameters on this rank, and those of others. Collectives raise CommunicationFailedError."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """This rank's parameters, in the same order on every rank."""
+
+    def mean(self) -> list[torch.Tensor]:
+        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
+
+    def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
+        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
+
+
+class Averager(Protocol):
+    """One algorithm, for one model. All ranks call it after the same steps.
+
+    What it does to parameters, and to its own state, it does after its collectives have ended: one that fails leaves
+    both as they were.
+    """
+
+    def run(self, model: AveragedModel, steps: int) -> None:
+        """Average.
+
+        Args:
+            model: the model.
+            steps: committed optimizer steps, a multiple of the period.
+
+        Raises:
+            CommunicationFailedError: the group broke; nothing has changed here.
+        """
+
+    def begin(self, model: AveragedModel) -> None:
+        """The first step begins for this algorithm, or for some of the parameters, which are alike on all ranks."""
+
+    def capture(self) -> Any:
+        """What all ranks share of its state, for joiners and checkpoints."""
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state of the same algorithm."""
+
+
+def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
+    """The partner of each rank in one meeting; None for one that rests.
+
+    ``world_size - 1`` meetings (of an odd number of ranks ``world_size``, each with another rank that rests) make a
+    tournament in which everyone meets everyone once, by the circle method: one stays, the others go round. Every
+    tournament has another order, drawn from the seed and its number alone.
+
+    Args:
+        meeting: number of the meeting, from 0.
+        world_size: ranks, 1 or more.
+        seed: of the orders.
+
+    >>> pairs(0, 4) == pairs(0, 4)
+    True
+    >>> sorted(pairs(0, 2))
+    [0, 1]
+    """
+    seats = world_size + world_size % 2
+    if seats == 0 or world_size == 1:
+        return [None] * world_size
+    tournament, turn = divmod(meeting, seats - 1)
+    order = list(range(seats))
+    random.Random(f"{seed}/{world_size}/{tournament}").shuffle(order)
+    circle = [order[0], *order[1 + turn :], *order[1 : 1 + turn]]
+    partners: list[int | None] = [None] * world_size
+    for one, other in zip(circle[: seats // 2], reversed(circle[seats // 2 :]), strict=True):
+        if max(one, other) < world_size:
+            partners[one], partners[other] = other, one
+    return partners
 
 
 class Stateless:
@@ -59,9 +135,6 @@ class PairAverager(Stateless):
     """w_a, w_b <- (w_a + w_b) / 2 for each pair (a, b) of a tournament, so that the mean over ranks stays.
 
     Source: AD-PSGD (Lian et al., ICML 2018) and KungFu's ``PairAveragingOptimizer``, which pull from a random peer.
-
-    Args:
-        period: steps between two meetings.
     """
 
     def __init__(self, period: int) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.sync.averaging.algorithms import make_averager
-from elastic_ray.sync.averaging.averager import Averager
+from elastic_ray.sync.averaging.algorithms import Averager, make_averager
 from elastic_ray.sync.averaging.consensus import agree
 from elastic_ray.sync.spec import Average
 
@@ -122,14 +121,7 @@ class Drift:
             self._context.tell("warning", _OUTSIDE)
 
     def after_step(self, *, ends: bool) -> None:
-        """All ranks have committed a step that trained: average, if a period ends with it.
-
-        Args:
-            ends: another strategy comes next.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """All ranks have committed a step that trained: average, if a period ends with it."""
         average, steps = self.average, self._context.ledger.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -156,11 +148,7 @@ class Drift:
         self._changed, self._settled_at = False, steps
 
     def agree_on_scale(self) -> None:
-        """Have all ranks go on with the smallest loss scale; all call it after the same committed step.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Have all ranks go on with the smallest loss scale; all call it after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
@@ -247,9 +235,6 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
     Returns:
         The scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
-
-    Raises:
-        CommunicationFailedError: the group broke.
     """
     if scaler is None:
         return None
@@ -289,11 +274,6 @@ class Replica:
     """See the module's text, and ``AveragedModel``, which this is.
 
     Halves are added up in float32. A buffer whose collective has failed is left to it.
-
-    Args:
-        module: the model.
-        trainable: its trained parameters.
-        context: the run.
     """
 
     def __init__(self, module: torch.nn.Module, trainable: Trainable, context: Run) -> None:

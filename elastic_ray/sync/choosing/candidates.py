@@ -48,12 +48,7 @@ _LEAST_BYTES = 4 * _MIB
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A strategy that this model, optimizer and group can use.
-
-    Attributes:
-        strategy: it.
-        plan: it, worked out.
-    """
+    """A strategy that this model, optimizer and group can use."""
 
     strategy: Strategy
     plan: SyncPlan

@@ -112,34 +112,21 @@ class Choice:
 
     def to_state(self) -> dict[str, Any]:
         """As plain values; trials begin anew."""
-        return {
+        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return plain | {
             "strategy": self.strategy.to_json(),
             "phase": self.phase.value,
-            "times": list(self.times),
             "present": None if self.present is None else _option_state(self.present),
             "options": [_option_state(option) for option in self.options],
-            "trying": self.trying,
-            "final": list(self.final),
-            "considered": list(self.considered),
-            "rows": [list(each) for each in self.rows],
-            "reason": self.reason,
         }
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
         """The inverse of :meth:`to_state`."""
-        return cls(
-            strategy=Strategy.from_json(tree["strategy"]),
-            phase=Phase(tree["phase"]),
-            times=tuple(tree["times"]),
-            present=None if tree["present"] is None else _option(tree["present"]),
-            options=tuple(_option(each) for each in tree["options"]),
-            trying=tree["trying"],
-            final=tuple(tree["final"]),
-            considered=tuple(tree["considered"]),
-            rows=tuple((name, rows) for name, rows in tree["rows"]),
-            reason=tree["reason"],
-        )
+        given = dict(tree)
+        given["strategy"], given["phase"] = Strategy.from_json(tree["strategy"]), Phase(tree["phase"])
+        given["present"] = None if tree["present"] is None else _option(tree["present"])
+        return cls(**{**given, "options": tuple(map(_option, tree["options"]))})
 
 
 Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]

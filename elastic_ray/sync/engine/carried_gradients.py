@@ -26,10 +26,6 @@ class CarriedGradients:
     A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
     leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
     first such step shows it.
-
-    Args:
-        context: the run.
-        optimizer: steps the model's parameters.
     """
 
     def __init__(self, context: Run, optimizer: torch.optim.Optimizer) -> None:

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket
+from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, WireForm
 from elastic_ray.sync.operations.buckets import AllReduceOperation, Bucket
-from elastic_ray.sync.operations.cast_reduce import CastReduceOperation
 from elastic_ray.sync.operations.compressed import CompressedOperation
 from elastic_ray.sync.operations.int8 import Int8Compression
 from elastic_ray.sync.operations.low_rank import LowRankCompression
-from elastic_ray.sync.operations.owner import OwnerOperation
-from elastic_ray.sync.operations.partitioned_reduce import PartitionedReduceOperation
-from elastic_ray.sync.operations.wire_form import WireForm
+from elastic_ray.sync.operations.partitioned_reduce import (
+    CastReduceOperation,
+    OwnerOperation,
+    PartitionedReduceOperation,
+)
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count, real_shape
+from elastic_ray.batch.device_numbers import real_count, real_shape
 from elastic_ray.sync.engine.layout import BucketLayout
 from elastic_ray.sync.operations.bucket_operation import GradientBucket
 from elastic_ray.sync.operations.compressed import CompressedOperation, Compression
@@ -100,9 +100,6 @@ class OwedGradients:
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
     own with it, and so does one that was behind and takes over another's state: that is told. Where the next strategy
     does not compress, each rank adds its own to the first step that counts.
-
-    Args:
-        context: the run.
     """
 
     def __init__(self, context: Run) -> None:

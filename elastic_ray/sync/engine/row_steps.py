@@ -22,9 +22,6 @@ class RowSteps:
     half of the table's are there, it becomes dense. It also does before the step of a dense gradient, which torch
     cannot add to it; such a gradient comes where another strategy takes over.
 
-    Args:
-        optimizer: steps the tables.
-
     Attributes:
         idle: there is nothing to do until :meth:`look_again`.
     """

@@ -55,9 +55,6 @@ class StepWeights:
         Args:
             step: the step; None outside of steps, where all ranks weigh alike.
             reduces: whether gradients of several ranks are added up, all of which come here.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         if step is None:
             return 1.0 / self._group.world_size

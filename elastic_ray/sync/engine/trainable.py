@@ -21,10 +21,6 @@ class Trainable:
     A parameter that is unfrozen after the model was wrapped is taken in; one that is frozen stays, without gradients of
     its own, so that code which toggles ``requires_grad`` in every step costs nothing.
 
-    Args:
-        module: the model.
-        optimizer: steps its parameters.
-
     Attributes:
         left_out: parameters that are not trained, or not taken in yet.
 

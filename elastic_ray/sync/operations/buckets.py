@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count, shaped_like
+from elastic_ray.batch.device_numbers import real_count, shaped_like
 from elastic_ray.batch.statistics import preconditioner, squared_norm
 from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.gradient_checks import check_gradients

@@ -50,10 +50,6 @@ class CompressedOperation(OwingOperation):
         compression: the form.
         places: the position of each of the bucket's parameters in the model.
         feeds_back: whether what it leaves out is kept for the next step.
-
-    Attributes:
-        compression: the form.
-        places: as given.
     """
 
     def __init__(self, compression: Compression, places: Sequence[int], *, feeds_back: bool) -> None:

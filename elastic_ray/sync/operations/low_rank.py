@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count
+from elastic_ray.batch.device_numbers import real_count
 from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 
 # Less of a column than this share, behind the columns before it, is their rounding errors.
@@ -46,9 +46,6 @@ class LowRankCompression:
     M_r - P Q'^T / W, so that the sum over W ranks is what M lacks. Tensors of one dimension, and matrices of which
     factors would be more than half, travel whole beside P. Rows of Q^T that come out as zero are not kept: from zero no
     iteration finds anything.
-
-    Args:
-        rank: of the factors.
     """
 
     def __init__(self, rank: int) -> None:

@@ -8,17 +8,13 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_count, shaped_like
+from elastic_ray.batch.device_numbers import real_count, shaped_like
 from elastic_ray.sync.operations.bucket_operation import BucketOperation, GradientBucket, GradientCollectives
 from elastic_ray.sync.operations.residual import Residual
 
 
 class OwingOperation(abc.ABC):
-    """A ``BucketOperation`` that adds what is owed to a pass's gradients.
-
-    Attributes:
-        residual: what is owed.
-    """
+    """A ``BucketOperation`` that adds what is owed to a pass's gradients."""
 
     def __init__(self) -> None:
         self.residual = Residual()
@@ -75,11 +71,7 @@ class OwingOperation(abc.ABC):
 
 
 class SettlingOperation(OwingOperation):
-    """Another operation, which adds once what a strategy before has left owed.
-
-    Args:
-        operation: the other one.
-    """
+    """Another operation, which adds once what a strategy before has left owed."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from elastic_ray.batch.real_numbers import real_shape
-from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives
-from elastic_ray.sync.operations.wire_form import WireForm
+from elastic_ray.batch.device_numbers import real_shape
+from elastic_ray.sync.operations.bucket_operation import GradientBucket, GradientCollectives, WireForm
 
 
 class PartitionedReduceOperation:
@@ -99,3 +98,65 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
         return max(0, min(axis, len(shape) - 1))
     divisible = [number for number, size in enumerate(shape) if size > 1]
     return random.Random(f"{seed}/{place}").choice(divisible) if divisible else 0
+
+
+class OwnerOperation:
+    """See ``BucketOperation``, which this is. It keeps nothing, so that an owner's loss loses nothing.
+
+    Args:
+        owner: the rank that collects the bucket.
+        form: of the gradients on their way.
+    """
+
+    def __init__(self, owner: int, form: WireForm) -> None:
+        self._owner = owner
+        self._form = form
+        self._sent: torch.Tensor | None = None
+
+    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+        """To the owner."""
+        self._sent = self._form.pack(bucket.flat_gradient())
+        return (group.reduce(self._sent, self._owner),)
+
+    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """Back to all."""
+        if finished == 1 and self._sent is not None:
+            return (group.broadcast(self._sent, self._owner),)
+        self._form.unpack(bucket.flat_gradient())
+        self._sent = None
+        return ()
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+    def void(self) -> None:
+        """Nothing is kept but a buffer."""
+        self._sent = None
+        self._form.drop()
+
+
+class CastReduceOperation:
+    """See ``BucketOperation``, which this is. Weights count before the rounding; it keeps nothing.
+
+    Args:
+        form: of the gradients on their way.
+    """
+
+    def __init__(self, form: WireForm) -> None:
+        self._form = form
+
+    def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
+        """The rounded gradients."""
+        return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
+
+    def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
+        """The sum, back in the bucket's own form."""
+        self._form.unpack(bucket.flat_gradient())
+        return ()
+
+    def commit(self) -> None:
+        """Nothing is kept."""
+
+    def void(self) -> None:
+        """Nothing is kept but a buffer."""
+        self._form.drop()

@@ -51,12 +51,7 @@ class Residual:
         return self._kept is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """A pass begins: what is owed is part of it from here on.
-
-        Args:
-            flat: its gradients.
-            scale: the loss scale in them.
-        """
+        """A pass begins: what is owed is part of it from here on."""
         owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)

@@ -84,9 +84,6 @@ class Denominators:
             held: the tiles of this rank.
             params: by name.
             senders: the first owner of each tile.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         # Parameters keep their memory format where they are whole, and so do these.

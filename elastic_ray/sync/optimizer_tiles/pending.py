@@ -41,13 +41,6 @@ class PendingUpdate:
     """See the module's text: copies of what it takes to make the update later, when it is heard to be decided.
 
     By then the model has other ranks' new parameters, and the optimizer the options of a later step.
-
-    Args:
-        optimizer: makes it.
-        held: the tiles of this rank.
-        params: those in tiles, by name.
-        number: of the update.
-        generation: of the group.
     """
 
     def __init__(

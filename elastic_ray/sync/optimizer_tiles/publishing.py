@@ -101,11 +101,7 @@ class Publisher:
 
     @torch.no_grad()
     def run(self, communicator: Communicator) -> None:
-        """Have all tensors whole here; all ranks call it.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Have all tensors whole here; all ranks call it."""
         before: tuple[_Round, object] | None = None
         for each in self._rounds:
             if each.packed:

@@ -71,12 +71,7 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: tor
 
 
 class HeldTiles:
-    """The tiles that this rank holds: a view of the parameter for each of their spans, with the optimizer's state.
-
-    Args:
-        tiling: of the parameters.
-        params: by name.
-    """
+    """The tiles that this rank holds: a view of the parameter for each of their spans, with the optimizer's state."""
 
     def __init__(self, tiling: Tiling, params: Mapping[str, Parameter]) -> None:
         self.tiling = tiling
@@ -181,14 +176,7 @@ def _owned(value: Any) -> Any:
 def cut_tile(
     tiling: Tiling, tile: int, params: Mapping[str, Parameter], whole: Mapping[Any, Mapping[str, Any]]
 ) -> list[State]:
-    """States of a tile's spans from those of whole parameters.
-
-    Args:
-        tiling: of the parameters.
-        tile: the tile.
-        params: by name.
-        whole: states by parameter.
-    """
+    """States of a tile's spans from those of whole parameters."""
     return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
 
 

@@ -67,11 +67,7 @@ class StoredStates:
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
-        """Whole states of parameters by name, of memory of their own on the CPU; without those that have none.
-
-        Args:
-            params: by name.
-        """
+        """Whole states of parameters by name, of memory of their own on the CPU; without those that have none."""
         known = self.states()
         return {
             name: {key: _copy(value) for key, value in known[param].items()}

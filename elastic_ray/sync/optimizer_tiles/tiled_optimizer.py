@@ -169,12 +169,7 @@ class TiledOptimizer:
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that is decided.
-
-        Args:
-            apply: the optimizer's own step.
-            kwargs: for it.
-        """
+        """Make an update that is decided."""
         held = self._holder.held
         if held is None or not self._begun:
             result = apply(**kwargs)

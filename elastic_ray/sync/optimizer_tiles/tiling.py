@@ -39,11 +39,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """See the module's text. All spans of a tile are of one dtype and one kind of device.
-
-    Attributes:
-        tiles: the spans of each tile.
-    """
+    """See the module's text. All spans of a tile are of one dtype and one kind of device."""
 
     tiles: tuple[tuple[Span, ...], ...]
 

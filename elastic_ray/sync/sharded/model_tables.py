@@ -62,20 +62,13 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample, and others have announced that they fetch rows of a table.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """This rank has no sample, and others have announced that they fetch rows of a table."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
         """Gradients of a backward pass that has ended to the owners, then a vote: all have received theirs.
 
         What the vote has not decided, no rank applies.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         for table in self.tables:
             table.push()

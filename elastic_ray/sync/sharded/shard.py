@@ -73,10 +73,6 @@ class TableShard:
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
         """Hold what this rank owns in a new group; all ranks hold rows of the same update, or none.
 
-        Args:
-            communicator: the group.
-            nodes: the node of each rank.
-
         Returns:
             How many tiles were sent between ranks.
 

@@ -144,9 +144,6 @@ class ShardedTable:
 
         In a step that is lost, and while user code only catches up with others, they are zeros.
 
-        Args:
-            ids: each once.
-
         Raises:
             RanksDisagreeError: other ranks do something else here.
             RuntimeError: rows cannot be asked for here; the message says why.
@@ -229,11 +226,7 @@ class ShardedTable:
             )
 
     def push(self) -> None:
-        """Send this rank's gradients to the owners, and receive others'; all ranks call it.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Send this rank's gradients to the owners, and receive others'; all ranks call it."""
         ids, gradient = self._shard.push(self._run.group.communicator, *self._local.take())
         update = _Update(self._last.number + 1, self._run.group.generation)
         before = self._pending
@@ -296,11 +289,7 @@ class ShardedTable:
         self._shard.hand_over(self._run.group.communicator, stays)
 
     def gather(self) -> None:
-        """Have rank 0 hold the whole table until the next update; all ranks call it.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Have rank 0 hold the whole table until the next update; all ranks call it."""
         self._gathered = self._shard.whole(self._run.group.communicator, self._names)
 
     @property

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from elastic_ray.sync.sharded_parameters.deferred.initialisation import prepare
+from elastic_ray.sync.sharded_parameters.deferred_initialisation import prepare
 from elastic_ray.sync.sharded_parameters.fsdp_fields import check_torch, hollow_out, stands_in
 from elastic_ray.sync.sharded_parameters.model_checks import check_module, set_shard_size
 from elastic_ray.sync.sharded_parameters.model_state import take_whole_values

@@ -59,9 +59,6 @@ class Shard:
 class HeldShards:
     """See the module's text.
 
-    Args:
-        shapes: of the whole parameters.
-
     Attributes:
         unread: by parameter, all rows in a checkpoint that this rank goes on from, which are read when they are given
             away or taken; nothing without one.
@@ -197,11 +194,6 @@ def carry_out(
     communicator: Communicator, moved: Sequence[RowMove], give: Callable[[Piece], Rows]
 ) -> list[tuple[Piece, Rows]]:
     """Send rows to ranks that lack them; all ranks call it with the same moves. One message for each pair of ranks.
-
-    Args:
-        communicator: the group.
-        moved: which rows.
-        give: rows that this rank holds.
 
     Returns:
         What this rank has received.

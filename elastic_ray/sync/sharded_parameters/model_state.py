@@ -16,10 +16,6 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 class ShardedModelState:
     """See the module's text: ranks that join get buffers; rows they get as shards. A checkpoint has whole parameters.
 
-    Args:
-        module: the model.
-        optimizer: its parameters.
-
     Attributes:
         takes_unread: parameters in a checkpoint are read row by row, as their ranks need them.
     """
@@ -94,12 +90,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 class StateDicts:
-    """Has ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them.
-
-    Args:
-        module: the model.
-        optimizer: its parameters.
-    """
+    """Has ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

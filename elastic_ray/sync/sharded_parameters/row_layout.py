@@ -66,12 +66,7 @@ def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
 
 
 def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
-    """What a shard holds, without parameters of which it has no row.
-
-    Args:
-        rows: of each parameter.
-        shard: it.
-    """
+    """What a shard holds, without parameters of which it has no row."""
     ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 

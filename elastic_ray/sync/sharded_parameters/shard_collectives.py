@@ -124,9 +124,6 @@ class ShardCollectives:
         Args:
             units: the model's sharded modules.
             what: the others have announced: a call of the model, or that one of them is gathered.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         if what.intent is not Intent.GATHER:
             for each in units:  # as the others do behind the call; one with gradients may have left them gathered
@@ -201,11 +198,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Numbers of all ranks, added up.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """Numbers of all ranks, added up."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -264,9 +257,6 @@ class ShardCollectives:
             tensors: of this rank.
             received: as large as those of each rank that this one follows.
             device: of all of them; ranks that have none meet the others on it.
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         group = self._run.group
         follower = self.layout.follower_of(self.layout.owned_by(group.rank).index)

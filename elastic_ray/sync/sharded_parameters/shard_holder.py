@@ -15,7 +15,7 @@ from elastic_ray.state.replicas import sum_of_bits
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError
 from elastic_ray.sync.optimizer_tiles.states import State
-from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
+from elastic_ray.sync.sharded_parameters.deferred_initialisation import initialise
 from elastic_ray.sync.sharded_parameters.fsdp_fields import (
     NO_MEMORY_YET,
     ShardedParam,
@@ -246,11 +246,7 @@ class ShardHolder:
         return self._shares_memory
 
     def settle(self, group: Group) -> None:
-        """Have those follow that are to, and free the memory of what is held no more; all ranks call it.
-
-        Args:
-            group: the present one.
-        """
+        """Have those follow that are to, and free the memory of what is held no more; all ranks call it."""
         held, target = self._held, self._target
         mine = target.held_by(group.rank)
         if self._layout != target:

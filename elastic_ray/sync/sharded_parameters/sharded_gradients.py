@@ -40,7 +40,7 @@ from elastic_ray.sync.spec import Strategy
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.steps.step import LoaderStep
-    from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import ShardStatistics
+    from elastic_ray.sync.sharded_parameters.shard_statistics import ShardStatistics
 
 
 class ShardedGradients:

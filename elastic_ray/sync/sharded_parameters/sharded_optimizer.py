@@ -180,12 +180,7 @@ class ShardedOptimizer:
         return ShardUpdate(self._optimizer, [id(each.param) for each in self.params], self.groups, self._by_hand)
 
     def update(self, apply: Callable[..., Any], **kwargs: Any) -> Any:
-        """Make an update that is decided.
-
-        Args:
-            apply: the optimizer's own step.
-            kwargs: for it.
-        """
+        """Make an update that is decided."""
         followed, self._followed = self._followed, []
         result = self._update.make(self._with_grads(followed), lambda: apply(**kwargs))
         self._last = self._last.next(self._run.group.generation, self._optimizer)

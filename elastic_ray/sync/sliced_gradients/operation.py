@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_ray.sync.operations.bucket_operation import GradientCollectives
-from elastic_ray.sync.operations.wire_form import WireForm
+from elastic_ray.sync.operations.bucket_operation import GradientCollectives, WireForm
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, Routes, routes
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
 

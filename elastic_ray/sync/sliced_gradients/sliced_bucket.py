@@ -82,11 +82,7 @@ class SlicedBucket(Bucket):
         return self._had
 
     def give(self, own: Tensor) -> None:
-        """The bucket is on its way: its memory is free for what arrives, and so is that of its gradients.
-
-        Args:
-            own: what this rank has sent.
-        """
+        """The bucket is on its way: its memory is free for what arrives, and so is that of its gradients."""
         self._own = own
         self.grads = []
         self._contents = {}

@@ -92,12 +92,7 @@ class Content:
 
 
 class SlicedGradient(Tensor):
-    """See the module's text.
-
-    Args:
-        param: whose gradient it is.
-        content: what is known of it.
-    """
+    """See the module's text."""
 
     content: Content
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -31,9 +31,6 @@ class GradientMeter:
     training all ranks know the very same numbers, however their hardware rounds. What the optimizer does not apply does
     not count.
 
-    Args:
-        request: what is asked for.
-
     Attributes:
         monitor: what is measured: the request when buckets were laid out last.
         known: as all ranks know it.

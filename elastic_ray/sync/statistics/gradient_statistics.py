@@ -25,10 +25,6 @@ class GradientStatistics:
     micro-steps are weighted means whatever the shares are. Norms for the noise scale are in the optimizer's units,
     those for the variance are not; without preconditioning they are the same numbers, and taken once.
 
-    Args:
-        noise: the noise scale.
-        meter: variance and norms.
-
     Attributes:
         noise, meter: as given.
         norms_size: how many local norms travel with reductions.
@@ -197,9 +193,6 @@ class GradientStatistics:
 
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
         """Where each rank has a part of the step's mean gradient: what all ranks add up for :meth:`take_mean`.
-
-        Args:
-            buckets: this rank's part.
 
         Returns:
             :attr:`mean_size` numbers; zeros for what is not measured.

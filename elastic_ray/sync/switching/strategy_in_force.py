@@ -216,9 +216,6 @@ class StrategyInForce:
 
         Args:
             bucket_s: from the beginning of each bucket's reduction to its end [s].
-
-        Raises:
-            CommunicationFailedError: the group broke.
         """
         self._bucket_s.append(tuple(bucket_s))
         if self.tuner is not None:

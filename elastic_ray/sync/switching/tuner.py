@@ -104,11 +104,7 @@ class StrategyTuner:
         self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """A backward pass has ended, and its gradients are reduced; the first one of a step is measured.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """A backward pass has ended, and its gradients are reduced; the first one of a step is measured."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return

@@ -8,9 +8,15 @@ from collections.abc import Callable, Sequence
 import torch
 
 from elastic_ray.sync.operations.gradient_checks import check_gradients
-from elastic_ray.sync.tables.row_preconditioner import RowPreconditioner, row_preconditioner
 from elastic_ray.sync.tables.table_gradient import TableGradient
-from elastic_ray.sync.tables.touched_rows import TouchedRows, added_up, no_rows, rows_of_dense
+from elastic_ray.sync.tables.touched_rows import (
+    RowPreconditioner,
+    TouchedRows,
+    added_up,
+    no_rows,
+    row_preconditioner,
+    rows_of_dense,
+)
 
 
 class RowBucket:

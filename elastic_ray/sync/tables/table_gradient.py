@@ -27,9 +27,6 @@ class TableGradient:
         param: the table.
         update: the layout that ``.grad`` is to have: ``"sparse"``, ``"dense"``, or ``"auto"`` for that which the
             layers are set to.
-
-    Attributes:
-        param: the table.
     """
 
     def __init__(self, param: torch.nn.Parameter, update: str) -> None:

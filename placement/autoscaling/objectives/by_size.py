@@ -19,9 +19,6 @@ class BySize:
 
     ``throughput_efficiency``: one more worker does ``threshold`` of a present one's work or more. ``utility_cost``: the
     time that it saves is worth more than it costs.
-
-    Attributes:
-        policy: gives the sizes.
     """
 
     policy: Policy

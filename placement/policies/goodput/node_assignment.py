@@ -96,11 +96,7 @@ def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
 
 
 class _Assignment:
-    """Places for jobs of given sizes, one after the other; whole nodes first, by best fit.
-
-    Attributes:
-        occupied: the nodes so far.
-    """
+    """Places for jobs of given sizes, one after the other; whole nodes first, by best fit."""
 
     def __init__(self, slots: NDArray[np.int64], sizes: Sequence[int]) -> None:
         self.occupied = Occupancy(FreeSlots(slots))

@@ -14,11 +14,7 @@ from placement.cluster.occupancy import worst_fit
 
 
 class WorstFitPlacer:
-    """Places jobs one after the other; jobs that run may keep their nodes.
-
-    Attributes:
-        free: what the placed jobs leave.
-    """
+    """Places jobs one after the other; jobs that run may keep their nodes."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.free = FreeResources(cluster)

@@ -23,8 +23,8 @@ from elastic_ray.observe.page.model import (
     TenantShare,
     WantedNodes,
 )
+from elastic_ray.observe.page.source import StoredPage
 from elastic_ray.observe.page.sources.simulation import SimulatedCluster
-from elastic_ray.observe.page.sources.stored import StoredPage
 from placement.palette import colour
 from placement.simulator.cli import main
 from tests.observe.page.pages import chromium, missing, served, tab, until

@@ -16,7 +16,7 @@ from elastic_ray.observe.page.job_memory import MOST_POINTS, JobMemory, pauses, 
 from elastic_ray.observe.page.model import PageJob, PageSnapshot
 from elastic_ray.observe.page.rows import node_row
 from elastic_ray.observe.page.source import ClusterLook, JobAnswer, JobFacts, JobLook, NodeLook
-from elastic_ray.observe.page.sources.what_if import compare
+from elastic_ray.observe.page.sources.live import compare
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobEnded, JobHeartbeat, NodesChanged

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ray.observe.page.doors import LONGEST_WAIT_S, Doors
+from elastic_ray.observe.page.gate import LONGEST_WAIT_S, Doors
 
 steps = st.lists(
     st.tuples(st.sampled_from(["open", "open", "close", "begin", "end"]), st.integers(0, 30)), max_size=120

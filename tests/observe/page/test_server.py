@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from elastic_ray.observe.page import doors
-from elastic_ray.observe.page.doors import MOST_OF_ONE
 from elastic_ray.observe.page.feed import Feed
+from elastic_ray.observe.page.gate import MOST_OF_ONE
 from elastic_ray.observe.page.model import JobDetail, PageJob, PageSnapshot, PageSource, Strip
 from elastic_ray.observe.page.source import ActionRefusedError
 from placement.errors import InputError

@@ -18,7 +18,7 @@ from elastic_ray.checkpoints.automatic import StateFile, state_files
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.sync.sharded_parameters.statistics.shard_statistics import MeanRows, ScatteredRows
+from elastic_ray.sync.sharded_parameters.shard_statistics import MeanRows, ScatteredRows
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.live import Live
 from tests.sync.tiles.saving import Job, read_checkpoint

@@ -17,7 +17,7 @@ from elastic_ray.consensus.intents import RanksDisagreeError
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.state.layout import ReplicasDifferError
 from elastic_ray.sync.checks import StrategyError
-from elastic_ray.sync.sharded_parameters.deferred.initialisation import initialise
+from elastic_ray.sync.sharded_parameters.deferred_initialisation import initialise
 from tests.loop.changing import Change, Kill, run_job
 from tests.sync.sharded_parameters.live import Live
 from tests.sync.sharded_parameters.sharded import Case, Net, check, data, meta_net, sharded_net

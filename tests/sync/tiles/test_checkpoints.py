@@ -67,11 +67,11 @@ def test_a_job_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path
     assert_same_state(found.state, wanted.state)
 
 
-def test_a_replicated_job_writes_one_file_which_tiles_go_on_from(tmp_path: Path) -> None:
+def test_a_replicated_job_writes_one_part_which_tiles_go_on_from(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", strategy="all_reduce", at=(3,))
     job.run(FOUR)
     (state,) = job.files()
-    assert state.parts == 0 and state.path.endswith(".pt")
+    assert state.parts == 1
     first = (1, 2, 3)
     found = Job(tmp_path / "second", states=job.read()).run(first).results[1]
     wanted = Job(tmp_path / "third", strategy="all_reduce", states=job.read()).run(first).results[1]
@@ -177,7 +177,7 @@ def test_where_a_node_has_a_disk_of_its_own_rank_0_writes_all_and_says_why(tmp_p
         RunStorage(str(other)).create()
     job = Job(tmp_path / "run", at=(3, 9, 14), epochs=3, elsewhere={"w3": other}, timeout_s=1.0)
     found = job.run(FOUR)
-    assert all(state.parts == 0 for state in job.files()) and job.files()
+    assert all(state.parts == 1 for state in job.files()) and job.files()
     assert len(job.read()["optimizer/0"]["state"]) == 6
     (text,) = [text for kind, text, _ in found.told if kind == "storage"]
     assert "rank 0 gathers the whole state" in text and "to storage that all nodes share" in text
@@ -206,7 +206,7 @@ def test_a_node_whose_storage_does_not_answer_is_not_waited_for_without_end(tmp_
     found = job.run(FOUR)
     Silent.over.set()
     (state,) = job.files()
-    assert state.parts == 0
+    assert state.parts == 1
     assert "1 of the ranks cannot write a part" in next(text for kind, text, _ in found.told if kind == "storage")
 
 

@@ -34,16 +34,19 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         storage = RunStorage(str(folder))
         storage.create()
-        self.states, self.buffers, self.busy = States(), CopyBuffers(), False
+        self.states, self.busy = States(), False
         self.saver = PartSaver(
             self.states,
             storage,
             StorageCalls(storage.where),
             workers=tuple,
             busy=lambda: self.busy,
-            buffers=self.buffers,
             timeout_s=60.0,
         )
+
+    @property
+    def buffers(self) -> CopyBuffers:
+        return self.saver._buffers
 
     def ask(self) -> Readiness:
         """Whether it is ready; it then goes on until what it has begun is there."""
@@ -91,6 +94,7 @@ def test_a_state_that_has_come_to_hold_other_tensors_is_copied_into_fresh_memory
     order = SaveOrder(token="7", rank=0, world_size=2)
     part = rank.saver.capture(order, ResumePoint(epoch=0, steps=7), copy=True)
     rank.states.tensor += 1.0
+    assert part is not None
     (copied,) = part.tensors
     ((_, tensor),) = copied.pieces.held
     assert torch.equal(tensor, torch.arange(5.0))

@@ -10,7 +10,7 @@ import pyarrow.fs
 
 from elastic_ray.checkpoints.run_directory import EVENTS_FILE, RunStorage, resolve
 from elastic_ray.events import JobEvent, Report
-from elastic_ray.observe.page.sources.stored import StoredPage
+from elastic_ray.observe.page.source import StoredPage
 from elastic_ray.observe.page.stored_runs import StoredRun, stored_page
 from placement.errors import InputError
 from placement.text import clipped

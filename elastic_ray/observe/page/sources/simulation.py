@@ -20,7 +20,7 @@ from elastic_ray.observe.page.model import (
     SlotCount,
     Strip,
 )
-from elastic_ray.observe.page.sources.stored import StoredPage
+from elastic_ray.observe.page.source import StoredPage
 from placement.errors import InputError
 from placement.palette import as_hex, rgb, shade_of
 from placement.simulator.nodes.clusters import parse_cluster

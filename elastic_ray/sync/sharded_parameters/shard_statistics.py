@@ -7,26 +7,174 @@ what ranks agree by at the end of a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from elastic_ray.batch.device_numbers import read
-from elastic_ray.batch.real_numbers import as_real
-from elastic_ray.batch.statistics import squared_norm
+from elastic_ray.batch.device_numbers import as_real, read, real_shape, with_steps_read
+from elastic_ray.batch.statistics import (
+    LEAST_PART,
+    REFRESHED_EVERY,
+    WARM_STEPS,
+    compact,
+    denominators,
+    is_adam_like,
+    squared_norm,
+)
+from elastic_ray.monitoring.gradient_measures import GradientNorms
 from elastic_ray.sync.engine.trainable import Trainable
 from elastic_ray.sync.sharded_parameters.fsdp_fields import scattered_params, units_of
 from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
 from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
-from elastic_ray.sync.sharded_parameters.statistics.moved_rows import MovedRows
-from elastic_ray.sync.sharded_parameters.statistics.row_denominators import RowDenominators
+from elastic_ray.sync.statistics.gradient_meter import GradientMeter
 from elastic_ray.sync.statistics.gradient_statistics import GradientStatistics
+from elastic_ray.sync.statistics.update_norms import with_update_norms
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
     from elastic_ray.steps.step import LoaderStep
+
+
+class RowDenominators:
+    """An optimizer of Adam's kind as statistics of gradients see it (``StatesSource``).
+
+    Each rank measures the rows that it owns, in units of what its optimizer keeps of them. So nothing has to travel but
+    one number for each parameter: what denominators are floored at follows from the whole of it.
+
+    Args:
+        optimizer: the user's.
+        shards: the rows, with what it keeps of them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer) -> None:
+        self._optimizer, self._shards = optimizer, shards
+        self._found: dict[int, Tensor] = {}
+        self._round: int | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of the optimizer."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """Factors of this rank's rows, [elements], by the parameter's position; without those that are 1."""
+        return self._found
+
+    @property
+    def adam_like(self) -> bool:
+        """Whether it divides gradients by a running size of theirs."""
+        return is_adam_like(self._optimizer)
+
+    @property
+    def outdated(self) -> bool:
+        """Never: they are found before they are needed."""
+        return False
+
+    def invalidate(self) -> None:
+        """A group was entered: the rank owns other rows."""
+        self._found, self._round = {}, None
+
+    def due(self, step: int) -> bool:
+        """Whether they are to be found before a step that is measured; the same on all ranks."""
+        fresh = step // REFRESHED_EVERY == self._round and (bool(self._found) or step > WARM_STEPS)
+        return self.adam_like and not fresh
+
+    @torch.no_grad()
+    def refresh(self, step: int, add_up: Callable[[Sequence[float]], Sequence[float]], *, counts: bool = True) -> None:
+        """Find them; all ranks call it.
+
+        Args:
+            step: committed ones.
+            add_up: adds up numbers over all ranks.
+            counts: whether this rank's rows are to be counted here, and not with another owner's.
+        """
+        own, groups, params = self._shards.own, self._shards.groups, self._shards.params
+        sizes: dict[int, Tensor] = {}
+        states = with_steps_read([own.states[view] for view in own.views.values()])
+        for (place, view), state in zip(own.views.items(), states, strict=True):
+            options = self._optimizer.param_groups[groups[place]] if place in groups else {}
+            size = denominators(state, options, view.dtype)
+            if size is not None:
+                sizes[place] = size.reshape(-1)
+        counted = sizes if counts else {}
+        squares = read([counted[each].square().sum() if each in counted else 0.0 for each in range(len(params))])
+        self._found = {}
+        for place, square in enumerate(add_up(squares)):
+            if square > 0:
+                size = sizes.get(place, as_real(params[place].local.new_empty(0)).reshape(-1))
+                floor = LEAST_PART * math.sqrt(square / math.prod(real_shape(params[place].param)))
+                self._found[place] = compact(torch.reciprocal(size.clamp(min=max(floor, torch.finfo(size.dtype).tiny))))
+        self._round = step // REFRESHED_EVERY
+
+
+class MovedRows:
+    """See the module's text.
+
+    Args:
+        optimizer: the user's.
+        shards: the rows that it steps.
+        meter: knows which updates are to be measured, the same on all ranks, and is told of them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:
+        self._optimizer, self._shards, self._meter = optimizer, shards, meter
+        self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
+
+    def size(self, groups: int) -> int:
+        """How many numbers ride, for so many parameter groups; the same on all ranks, whatever they have measured."""
+        return 0 if self._meter.monitor.norms_every is None else 1 + groups
+
+    def forget(self) -> None:
+        """A group was entered: others own the rows, and some ranks have measured nothing."""
+        self._waiting = None
+
+    def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
+        """Carry out an update whose gradient was measured; returns what it returns.
+
+        Args:
+            update: makes it.
+            alone: in a group of one, which has nobody to ask.
+            counts: whether this rank's rows are to be counted here, and not with another owner's.
+        """
+        found = self._meter.take_unmoved()
+        if found is None:
+            return update()
+        result, norms = with_update_norms(self._optimizer, self._rows(counts=counts), update, whole=False)
+        if alone:
+            self._meter.found_by_all(dataclasses.replace(found, updates=norms))
+        else:
+            self._waiting = found, [norm * norm for norm in norms]
+        return result
+
+    def _rows(self, *, counts: bool) -> list[list[Parameter]]:
+        """Those that the update moves on this rank, by parameter group."""
+        rows: list[list[Parameter]] = [[] for _ in self._optimizer.param_groups]
+        groups = self._shards.groups
+        for place, view in self._shards.own.views.items() if counts else ():
+            if place in groups and self._shards.params[place].local_grad is not None:
+                rows[groups[place]].append(view)
+        return rows
+
+    def values(self, groups: int) -> list[float]:
+        """What rides: whether this rank has measured an update, and its squares; see :meth:`size`."""
+        if self._waiting is not None and len(self._waiting[1]) != groups:
+            self._waiting = None  # the optimizer was given another group since
+        if not self.size(groups) or self._waiting is None:
+            return [0.0] * self.size(groups)
+        return [1.0, *self._waiting[1]]
+
+    def take(self, sums: Sequence[float], *, ranks: int) -> None:
+        """The same, added up over so many ranks."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and round(sums[0]) == ranks:
+            norms, _ = waiting
+            self._meter.found_by_all(dataclasses.replace(norms, updates=tuple(each**0.5 for each in sums[1:])))
 
 
 class ShardStatistics:
@@ -137,11 +285,7 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """All ranks begin the pass: find what gradients are divided by, once in some steps.
-
-        Raises:
-            CommunicationFailedError: the group broke.
-        """
+        """All ranks begin the pass: find what gradients are divided by, once in some steps."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up, counts=first)
@@ -261,12 +405,7 @@ class _Rows:
 
 
 class MeanRows(_Rows):
-    """The step's mean gradient.
-
-    Args:
-        place, group: see above.
-        grad: of the rows.
-    """
+    """The step's mean gradient."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)

@@ -1,1 +1,0 @@
-"""What is measured of the gradients of a sharded model."""
