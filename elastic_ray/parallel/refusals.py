@@ -104,6 +104,18 @@ def refuse_lazy(module: torch.nn.Module) -> None:
         )
 
 
+def refuse_graphed(module: torch.nn.Module) -> None:
+    """Raise ValueError for modules whose CUDA graph was captured with the batch of one size of the group."""
+    for name, each in module.named_modules():
+        forward = getattr(vars(each).get("forward"), "__qualname__", "")
+        if forward.startswith(torch.cuda.make_graphed_callables.__qualname__ + "."):
+            raise ValueError(
+                f"{name or type(each).__name__} was captured by torch.cuda.make_graphed_callables, whose graph takes "
+                "batches of one shape, but a rank's part of a step changes with the number of workers. Use "
+                'torch.compile(mode="reduce-overhead"), which captures a graph for each shape'
+            )
+
+
 def refuse_left_out(module: torch.nn.Module) -> None:
     """Raise ValueError for parameters and buffers that torch's wrapper was told to leave to each rank."""
     names = sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -43,6 +43,7 @@ from elastic_ray.parallel.refusals import (
     check_process_group,
     check_stragglers,
     refuse_bounded_tables,
+    refuse_graphed,
     refuse_lazy,
     refuse_left_out,
     refuse_options,
@@ -181,6 +182,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         watched, policies = check_stragglers(stragglers), check_policies(policy)
         self.module = module
         session = session_of_new_model()
+        if session.elastic:
+            refuse_graphed(module)
         self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
         if self._sync_batch_norm:
             check_process_group(session.group.rank_info.world_size)

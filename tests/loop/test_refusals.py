@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import elastic_ray as er
 from elastic_ray.run.current import set_session
+from tests.loop.alone import session_of
 from tests.loop.ranks import RankFailedError, Ranks
 
 
@@ -46,6 +47,23 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_options_of_ddp_have_an_answer(option: str, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         er.AdaptiveDataParallel(*parts(), **{option: True})
+
+
+def test_a_graph_of_one_shape_is_refused_where_the_group_may_change() -> None:
+    model, optimizer = parts()
+
+    def make_graphed_callables(layer: nn.Module) -> None:  # torch's captures on a GPU alone; what it leaves looks so
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        layer.forward = forward  # type: ignore[method-assign]
+
+    make_graphed_callables(model[1])  # type: ignore[index]
+    model[1].forward.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"  # type: ignore[index]
+    er.AdaptiveDataParallel(model, optimizer)  # alone the shape is the user's
+    session_of()
+    with pytest.raises(ValueError, match=r"^1 was captured by .*make_graphed_callables.*reduce-overhead"):
+        er.AdaptiveDataParallel(*(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
