@@ -77,7 +77,7 @@ def train(config: dict[str, Any]) -> str:
             if context.get_generation() != generation:
                 generation = context.get_generation()
                 trace.write("state", hash=state_hash(model, optimizer, scheduler))
-            trace.write("step", epoch=epoch, indices=index.tolist())
+            trace.write("step", epoch=epoch, indices=index.tolist(), cut=current_session().shape_changes)
             own = context.get_global_step() if context.get_world_rank() == 1 else -1
             if config.get("linger_at") == context.get_global_step() and context.get_world_rank() == 0:
                 time.sleep(2.0)  # it lingers, as asked
@@ -274,6 +274,8 @@ def account(folder: Path, *, samples: int = 192) -> Account:
     for number in sorted(steps):
         newest = max(line["generation"] for line in steps[number])  # earlier ones were lost and drawn again
         micro_steps = [line for line in steps[number] if line["generation"] == newest]
+        cuts = {line["rank"]: line["cut"] for line in micro_steps}  # so were those that did not fit into memory
+        micro_steps = [line for line in micro_steps if line["cut"] == cuts[line["rank"]]]
         ranks, world = {line["rank"] for line in micro_steps}, micro_steps[0]["world"]
         assert sorted(ranks) == list(range(world)), f"step {number}: ranks {sorted(ranks)} of {world}"
         for line in micro_steps:

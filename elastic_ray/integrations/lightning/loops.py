@@ -351,7 +351,8 @@ class ElasticEpochLoop(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:
         """As Lightning's; where ``val_check_interval`` is a time, by the clock of rank 0."""
         checks = super()._should_check_val_fx(data_fetcher)
-        return checks if self.trainer._val_check_time_interval is None else bool(er.broadcast(checks))
+        by_time = getattr(self.trainer, "_val_check_time_interval", None)  # from Lightning 2.6 on
+        return checks if by_time is None else bool(er.broadcast(checks))
 
     def _should_accumulate(self) -> bool:
         """Whether the step goes on after this micro-batch: the job says it."""
