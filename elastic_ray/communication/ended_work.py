@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+BACKEND = "elastic_ray"
+"""What torch calls the process groups that return such work."""
+
 
 class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
     """See the module's text.

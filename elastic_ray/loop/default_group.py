@@ -20,12 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
-from elastic_ray.communication.ended_work import EndedWork
+from elastic_ray.communication.ended_work import BACKEND, EndedWork
 from elastic_ray.loop.api import current_session
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.state.tree_bytes import from_bytes, to_bytes
 
-BACKEND = "elastic_ray"
 _TAG = 1 << 16  # of the user's sends; lower ones are the protocol's
 _LONGEST_TAG = 1 << 15
 _NEVER = timedelta(seconds=1)
@@ -98,20 +97,20 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Sequence[Tensor], options: Any = None) -> EndedWork:
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> EndedWork:
         """For torch: in place."""
-        op = _op_of(options)
+        op = _op_of(opts)
         for tensor in tensors:
             _put([tensor], self._reduced("all_reduce", tensor, op))
         return EndedWork(tensors)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Sequence[Tensor], options: Any) -> EndedWork:
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
         """For torch: in place on one rank."""
         for tensor in tensors:
-            found = self._reduced("reduce", tensor, _op_of(options), root=options.rootRank)
-            if self.rank() == options.rootRank:
+            found = self._reduced("reduce", tensor, _op_of(opts), root=opts.rootRank)
+            if self.rank() == opts.rootRank:
                 _put([tensor], found)
         return EndedWork(tensors)
 
@@ -129,28 +128,28 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return _call(what, (name, _form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
 
     def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
         """For torch: the sum of all ranks' tensors at this rank's place."""
         for output, given in zip(outputs, inputs, strict=True):
             flat = torch.cat([each.reshape(-1) for each in given])
             sizes = [each.numel() for each in given]
-            self._scattered("reduce_scatter", output, flat, sizes, _op_of(options))
+            self._scattered("reduce_scatter", output, flat, sizes, _op_of(opts))
         return EndedWork(outputs)
 
-    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> EndedWork:
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
         """For torch: the same of one tensor, cut into as many equal parts as there are ranks."""
-        self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(options))
+        self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], options: Any = None
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
         """For torch: several of them."""
         for output, tensor in zip(outputs, tensors, strict=True):
-            self.reduce_scatter_single(output, tensor, options)
+            self.reduce_scatter_single(output, tensor, opts)
         return EndedWork(outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
@@ -163,23 +162,21 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- what is gathered ----------------------------------------------------------------------------------------------
 
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any = None
-    ) -> EndedWork:
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> EndedWork:
         """For torch: every rank's tensor into a list of them."""
         for places, tensor in zip(outputs, tensors, strict=True):
             _put(places, self._gathered("all_gather", tensor))
         return EndedWork([each for places in outputs for each in places])
 
     def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any = None
+        self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
         """For torch: several tensors of every rank."""
         for number, tensor in enumerate(tensors):
             _put([places[number] for places in outputs], self._gathered("all_gather", tensor))
         return EndedWork([each for places in outputs for each in places])
 
-    def all_gather_single(self, output: Tensor, tensor: Tensor, options: Any = None) -> EndedWork:
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
         """For torch: every rank's tensor, one after the other."""
         if output.numel() != tensor.numel() * self.size():
             prepared = output.numel() // max(1, tensor.numel())
@@ -190,7 +187,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     _allgather_base = all_gather_single
 
     def allgather_into_tensor_coalesced(
-        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], options: Any = None
+        self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
         """For torch: several of them."""
         for output, tensor in zip(outputs, tensors, strict=True):
@@ -199,10 +196,10 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], options: Any) -> EndedWork:
+    def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> EndedWork:
         """For torch: every rank's tensor into a list on one rank."""
         (tensor,) = tensors
-        found = self._gathered("gather", tensor, root=options.rootRank)
+        found = self._gathered("gather", tensor, root=opts.rootRank)
         for places in outputs:
             _put(places, found)
         return EndedWork(tensors)
@@ -213,15 +210,15 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
             received = sent.new_empty(world * sent.numel())
             if sent.numel():
                 communicator.wait(communicator.all_gather(received, sent))
-            return [each.view(tensor.dtype).view(tensor.shape) for each in received.view(world, -1).unbind()]
+            return list(received.view(tensor.dtype).view(world, *tensor.shape).unbind())
 
         return _call(what, (_form(tensor), root), [tensor], perform, lambda: [tensor.detach().clone()])
 
     # -- what is given out ---------------------------------------------------------------------------------------------
 
-    def broadcast(self, tensors: Sequence[Tensor], options: Any) -> EndedWork:
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
         """For torch: one rank's tensor, in place."""
-        root = options.rootRank
+        root = opts.rootRank
         for tensor in tensors:
 
             def perform(communicator: Communicator, device: Any, tensor: Tensor = tensor) -> list[Tensor]:
@@ -234,13 +231,13 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
             _put([tensor], _call("broadcast", (_form(tensor), root), [tensor], perform, own))
         return EndedWork(tensors)
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], options: Any) -> EndedWork:
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> EndedWork:
         """For torch: one rank's tensors, one to each rank."""
-        (output,), root = outputs, options.rootRank
+        (output,), root = outputs, opts.rootRank
         given = torch.stack(list(inputs[0])) if inputs else output.new_zeros(self.size(), *output.shape)
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        self.broadcast([given], options)
+        opts = dist.BroadcastOptions()
+        opts.rootRank = root
+        self.broadcast([given], opts)
         output.copy_(given[self.rank()])
         return EndedWork(outputs)
 
@@ -250,7 +247,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         tensor: Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
-        options: Any = None,
+        opts: Any = None,
     ) -> EndedWork:
         """For torch: a piece of the first dimension to each rank."""
         size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
@@ -275,7 +272,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
     all_to_all_single = alltoall_base
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any = None) -> EndedWork:
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> EndedWork:
         """For torch: a tensor to each rank."""
         received = torch.cat([each.reshape(-1) for each in outputs])
         sent = torch.cat([each.reshape(-1) for each in inputs])
@@ -284,7 +281,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
             each.copy_(found.view(each.shape))
         return EndedWork(outputs)
 
-    def barrier(self, options: Any = None) -> EndedWork:
+    def barrier(self, opts: Any = None) -> EndedWork:
         """For torch: all ranks have come here."""
         _call("barrier", (), [], lambda communicator, device: [], list)
         return EndedWork([])
@@ -294,30 +291,54 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> EndedWork:
         """For torch: to one rank, which receives it."""
         (tensor,) = tensors
-        self._transfer(lambda communicator: communicator.send(tensor.detach().contiguous(), destination, _tag(tag)))
-        return EndedWork(tensors)
+        sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+        return Transfer(lambda communicator: communicator.send(sent, destination, _tag(tag)))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> EndedWork:
         """For torch: from one rank, which sends it."""
-        (tensor,), found = tensors, torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
-        if self._transfer(lambda communicator: communicator.receive(found, source, _tag(tag))):
-            tensor.copy_(found)
-        return EndedWork(tensors)
+        found = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+        return Transfer(
+            lambda communicator: communicator.receive(found, source, _tag(tag)), lambda: _put(tensors, [found])
+        )
 
-    def _transfer(self, start: Callable[[Communicator], Any]) -> bool:
-        """Whether it was made; in a lost step nothing is. Raises CommunicationFailedError between steps."""
-        run = current_session().run
-        if run.ledger.failed or run.ledger.replaying:
-            return False
-        try:
-            communicator = run.group.communicator
-            communicator.wait_all([start(communicator)])
-        except CommunicationFailedError as error:
-            if run.ledger.step is None:
-                raise
-            run.ledger.fail(str(error))
-            return False
+
+class Transfer(EndedWork):
+    """A tensor on its way from one rank to another; in a step that is lost nothing is sent, and nothing comes.
+
+    Args:
+        start: starts it.
+        come: it has come.
+    """
+
+    def __init__(self, start: Callable[[Communicator], Any], come: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._run, self._come = current_session().run, come
+        self._work = self._tried(lambda: start(self._run.group.communicator))
+        self._communicator = self._run.group.communicator
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until it has come; raises CommunicationFailedError where a rank is lost between steps."""
+        if (work := self._work) is not None:
+            self._work = None
+            if self._tried(lambda: self._communicator.wait_all([work]) or True):
+                self._come()
         return True
+
+    def is_completed(self) -> bool:
+        """True once it was waited for."""
+        return self._work is None
+
+    def _tried(self, act: Callable[[], Any]) -> Any:
+        ledger = self._run.ledger
+        if ledger.failed or ledger.replaying:
+            return None
+        try:
+            return act()
+        except CommunicationFailedError as error:
+            if ledger.step is None:
+                raise
+            ledger.fail(str(error))
+            return None
 
 
 # -- one collective ----------------------------------------------------------------------------------------------------

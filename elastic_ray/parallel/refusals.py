@@ -178,16 +178,11 @@ def _reach(hook: Any) -> Iterator[Any]:
             yield from value
 
 
-def check_process_group(world_size: int) -> None:
-    """A SyncBatchNorm without a process group would train on each rank's samples alone, and say nothing.
-
-    Raises:
-        RuntimeError: there is none, and there are several workers.
-    """
-    if world_size > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise RuntimeError(
-            "SyncBatchNorm needs torch.distributed's process group, which a group of workers that may change does not "
-            f"have ({world_size} workers now). Use BatchNorm, whose statistics are averaged over the workers at the "
-            "end of every pass, or GroupNorm or LayerNorm, which do not depend on the batch; sums over all workers "
-            "come from elastic_ray.Accumulator"
+def refuse_divided_by_torch(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for torch's ZeroRedundancyOptimizer, whose shards know one group of ranks."""
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise ValueError(
+            "ZeroRedundancyOptimizer divides its state among the ranks of one group, and workers that leave take their "
+            "part along: give AdaptiveDataParallel the plain optimizer, as torch.optim.AdamW(model.parameters()), and "
+            'strategy="zero1", which divides its state in a group that changes'
         )

@@ -40,9 +40,9 @@ from elastic_ray.parallel.patches import (
 from elastic_ray.parallel.refusals import (
     NO_COMMUNICATION_HOOK,
     bounded_tables,
-    check_process_group,
     check_stragglers,
     refuse_bounded_tables,
+    refuse_divided_by_torch,
     refuse_graphed,
     refuse_lazy,
     refuse_left_out,
@@ -150,7 +150,6 @@ class AdaptiveDataParallel(torch.nn.Module):
         ValueError: the optimizer holds other parameters than the module's, or none; a parameter has no shape yet, or
             belongs to a model that was wrapped before; gradients are stepped within ``backward()``; a trained embedding
             has ``max_norm`` and there may be several workers.
-        RuntimeError: the module holds a SyncBatchNorm, for which there is no process group.
     """
 
     elastic_ray_wraps = True
@@ -178,15 +177,13 @@ class AdaptiveDataParallel(torch.nn.Module):
         optimizers, whole = joined(module, optimizer)
         for each in optimizers:
             refuse_several_evaluations(each)
+            refuse_divided_by_torch(each)
         check_choice(nonfinite)
         watched, policies = check_stragglers(stragglers), check_policies(policy)
         self.module = module
         session = session_of_new_model()
         if session.elastic:
             refuse_graphed(module)
-        self._sync_batch_norm = any(isinstance(each, torch.nn.SyncBatchNorm) for each in module.modules())
-        if self._sync_batch_norm:
-            check_process_group(session.group.rank_info.world_size)
         self._bounded_tables = bounded_tables(module)
         refuse_bounded_tables(self._bounded_tables, session.group.most_workers)
         # What moves in a step is set in the object's dictionary: torch.nn.Module looks long at each attribute.
@@ -300,8 +297,6 @@ class AdaptiveDataParallel(torch.nn.Module):
                 self._look_for_carried(step)
         if self._saved_buffers is not None and self.module.training:
             self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
-        if self._sync_batch_norm:
-            check_process_group(self._run.group.world_size)
         if self._bounded_tables:
             refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         try:

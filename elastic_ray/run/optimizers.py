@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from elastic_ray.communication.ended_work import BACKEND
 from elastic_ray.run.current import session_of_thread
 from elastic_ray.run.group import Group
 
@@ -116,6 +117,7 @@ class OptimizerWatch:
             f"{world_size} workers: each trains a copy of its own on its own share of the samples, and workers "
             "that join later get none. Wrap the model: model = elastic_ray.AdaptiveDataParallel(model, optimizer)"
         )
-        if not self._known and not torch.distributed.is_initialized():  # it may be torch's own DDP, under torchrun
+        initialized = torch.distributed.is_initialized() and torch.distributed.get_backend() != BACKEND
+        if not self._known and not initialized:  # else it may be torch's own DDP, under torchrun
             raise RuntimeError(text)
         self._tell("warning", text)

@@ -20,6 +20,7 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
+from elastic_ray.loop.default_group import install as install_default_group
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.run.current import set_worker_session
@@ -246,6 +247,7 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_worker_session(session)
+        install_default_group()
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
         seed_alike(assignment.job)

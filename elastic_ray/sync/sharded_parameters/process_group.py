@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from elastic_ray.communication.ended_work import EndedWork
+from elastic_ray.communication.ended_work import BACKEND, EndedWork
 from elastic_ray.sync.sharded_parameters.model_checks import ALONE, OF_NO_GROUP
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """For torch."""
-        return "elastic_ray"
+        return BACKEND
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """For torch: in place."""

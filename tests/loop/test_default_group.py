@@ -1,0 +1,255 @@
+"""torch.distributed's default group in a train function: the present group's, through every change of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_gather as gather_with_gradients
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.data import TensorDataset
+
+import elastic_ray as er
+from elastic_ray.loop.default_group import install
+from tests.loop.changing import Change, Kill, Outcome, run_job
+
+EPOCHS, SAMPLES, BATCH = 3, 24, 12
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    """As in a worker; the group of tests that make their own is left alone."""
+    install()
+    yield
+    assert dist.get_backend() == "elastic_ray"
+
+
+def rows() -> TensorDataset:
+    return TensorDataset(torch.randn(SAMPLES, 3, generator=torch.Generator().manual_seed(1)))
+
+
+def train(step: Callable[[], Any] = lambda: None, behind: Callable[[], Any] = lambda: None) -> tuple[list[Any], Any]:
+    """What ``step`` returns in each step, and ``behind`` after each epoch; and the parameters."""
+    model = nn.Linear(3, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.zeros_(model.bias)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    found = []
+    for _ in er.remaining_epochs_until(EPOCHS):
+        for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH, shuffle=False):
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            found.append(step())
+        found.append(behind())
+    return found, model.weight.detach().clone()
+
+
+GROWS = [Change(2, (1, 2, 3)), Change(4, (1, 3))]
+
+
+def job(step: Callable[[], Any] = lambda: None, behind: Callable[[], Any] = lambda: None) -> Outcome:
+    return run_job(lambda: train(step, behind), GROWS, first=(1, 2))
+
+
+def test_rank_and_size_and_sums_are_those_of_the_present_group() -> None:
+    def step() -> tuple[int, int, float]:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(size))
+        value = torch.tensor([rank + 1.0])
+        dist.all_reduce(value)
+        assert value.item() == size * (size + 1) / 2
+        return size, er.get_context().get_world_size(), value.item()
+
+    found = job(step).results
+    told = [each for each in found[1][0] if each is not None]
+    assert {each[0] for each in told} == {2, 3} and all(size == known for size, known, _ in told)
+
+
+def test_a_joiner_gets_the_results_that_it_has_missed() -> None:
+    def behind() -> list[Any]:
+        objects: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(objects, {"rank": dist.get_rank()})
+        total = torch.ones(2)
+        dist.all_reduce(total)
+        assert total.tolist() == [len(objects)] * 2
+        dist.barrier()
+        return objects
+
+    results = job(behind=behind).results
+    everywhere = [each for each in results[1][0] if each is not None]
+    assert [len(each) for each in everywhere] == [2, 3, 2]
+    assert [each for each in results[3][0] if each is not None] == everywhere[-2:]
+
+
+@pytest.mark.parametrize("moment", ["collective", "after_collective"])
+def test_a_loss_in_a_collective_ends_in_no_exception(moment: str) -> None:
+    def step() -> float:
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return value.item()
+
+    found = run_job(lambda: train(step, step), [Kill(3, 2, moment)], first=(1, 2, 3))
+    wanted = run_job(lambda: train(step, step), first=(1,)).results[1][1]
+    assert {1, 3} == found.results.keys()
+    for sums, weight in found.results.values():
+        assert sums[-1] == 2
+        torch.testing.assert_close(weight, wanted)
+
+
+def test_collectives_of_a_loss_belong_to_its_step() -> None:
+    """A contrastive loss as CLIP's: gathered with gradients, in forward and in backward, whoever is lost meanwhile."""
+
+    def contrastive() -> Tensor:
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.eye_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH, shuffle=False):
+                optimizer.zero_grad()
+                # torch's sum over ranks of each gathered part's gradient counts once for each rank's loss
+                features = torch.cat(list(gather_with_gradients(wrapped(x))))
+                (features @ features.T).logsumexp(1).mean().backward()
+                optimizer.step()
+        return model.weight.detach().clone()
+
+    alone = run_job(contrastive, first=(1,)).results[1]
+    for script in ([Change(2, (1, 2, 3)), Change(4, (1, 3))], [Kill(2, 2, "collective")], [Kill(3, 2, "allreduce")]):
+        found = run_job(contrastive, script, first=(1, 2))
+        for weight in found.results.values():
+            torch.testing.assert_close(weight, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_that_disagree_are_told_what_each_has_called() -> None:
+    def step() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.broadcast(torch.ones(2), 1)
+
+    with pytest.raises(er.RanksDisagreeError, match=r"all_reduce\(SUM, float32\[3\].*broadcast\(float32\[2\]"):
+        run_job(lambda: train(step), first=(1, 2))
+
+
+def test_in_backward_too() -> None:
+    def backward() -> None:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+
+        def reduced(gradient: Tensor) -> None:
+            if dist.get_rank() == 0:
+                dist.all_reduce(torch.ones(3))
+
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH):
+                optimizer.zero_grad()
+                hidden = x.clone().requires_grad_()
+                hidden.register_hook(reduced)
+                wrapped(hidden).mean().backward()
+                optimizer.step()
+
+    with pytest.raises(er.RanksDisagreeError, match=r"rank 0 makes a collective.*all_reduce\(SUM, float32\[3\]"):
+        run_job(backward, first=(1, 2))
+
+
+def test_functional_collectives_and_dtensors_of_the_present_group() -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    def step() -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        summed = funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD))
+        assert summed.tolist() == [size, size]
+        mesh = init_device_mesh("cpu", (size,))
+        whole = torch.arange(6.0 * 2).view(6, 2)
+        cut: DTensor = distribute_tensor(whole, mesh, [Shard(0)])
+        assert torch.equal(cut.to_local(), whole.chunk(size)[rank])
+        assert torch.equal(cut.full_tensor(), whole)
+        assert torch.equal(cut.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+        assert torch.equal(cut.redistribute(mesh, [Replicate()]).to_local(), whole)
+
+    job(step)
+
+
+def test_new_groups_have_all_ranks_or_are_refused() -> None:
+    def step() -> None:
+        group, size = dist.new_group(), dist.get_world_size()
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value.item() == size == dist.get_world_size(group)
+        with pytest.raises(ValueError, match="of a part of the ranks is not there in a job"):
+            dist.new_group([0])
+
+    job(step)
+
+
+def test_to_begin_and_to_end_the_group_does_nothing() -> None:
+    def step() -> int:
+        dist.init_process_group("nccl")
+        dist.destroy_process_group()
+        return dist.get_world_size()
+
+    assert {each for each in job(step).results[1][0] if each is not None} == {2, 3}
+
+
+def test_point_to_point() -> None:
+    def step() -> None:
+        size, rank = dist.get_world_size(), dist.get_rank()
+        found = torch.zeros(5)
+        sent = dist.isend(torch.full((5,), float(rank)), (rank + 1) % size)
+        dist.recv(found, (rank - 1) % size)
+        assert sent is not None
+        sent.wait()
+        assert found.tolist() == [(rank - 1) % size] * 5
+
+    job(step)
+
+
+def test_what_no_reduction_takes_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"all_reduce\(op=BAND\) cannot take a tensor of torch\.float32"):
+        dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+
+
+def test_torchmetrics_synchronise_by_themselves() -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    def behind() -> float:
+        metric = torchmetrics.MeanMetric()
+        metric.update(float(dist.get_rank()))
+        return float(metric.compute())
+
+    means = [each for each in job(behind=behind).results[1][0] if each is not None]
+    assert means == [0.5, 1.0, 0.5]
+
+
+def test_torch_s_checkpoints_in_the_loop(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def behind() -> None:
+        size, folder = dist.get_world_size(), tmp_path / str(er.get_context().get_global_step())
+        mesh = init_device_mesh("cpu", (size,))
+        whole = torch.arange(12.0).view(6, 2)
+        dcp.save({"cut": distribute_tensor(whole, mesh, [Shard(0)]), "whole": whole}, checkpoint_id=folder)
+        found = {"cut": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]), "whole": torch.zeros(6, 2)}
+        dcp.load(found, checkpoint_id=folder)
+        cut: Any = found["cut"]
+        assert torch.equal(found["whole"], whole) and torch.equal(cut.full_tensor(), whole)
+
+    job(behind=behind)
+
+
+def test_zero_redundancy_is_refused_by_name() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = nn.Linear(2, 1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match=r'ZeroRedundancyOptimizer divides its state.*strategy="zero1"'):
+        er.AdaptiveDataParallel(model, optimizer)
