@@ -451,7 +451,7 @@ def _cut(choice: BatchChoice, replicas: int) -> str:
 
 
 def _observation(key: _Configuration, record: _Record) -> Observation:
-    """Median times of a configuration."""
+    """Median times of a configuration, and how much its reports differ."""
     nodes, replicas, atomic_bsz, accum_steps = key
     return Observation(
         nodes=nodes,
@@ -461,4 +461,5 @@ def _observation(key: _Configuration, record: _Record) -> Observation:
         step_time=statistics.median(record.step_times),
         grad_time=statistics.median(record.grad_times) if record.grad_times else 0.0,
         count=float(min(record.steps, _MAX_COUNT)),
+        spread=statistics.pstdev(map(math.log, record.step_times)),
     )

@@ -29,7 +29,7 @@ class BatchOptions:
             the user's, and no worker takes more than the user's at once. The job may cut it in another way.
 
     Raises:
-        ValueError: limits of a batch that has none.
+        ValueError: limits of a batch that has none; no whole number of micro-batches.
     """
 
     max_batch_size: int | None = None
@@ -38,11 +38,13 @@ class BatchOptions:
     accumulated: int = 1
 
     def __post_init__(self) -> None:
+        if self.accumulated < 1:
+            raise ValueError(f"gradient_accumulation_steps must be 1 or more, but got {self.accumulated}")
         if self.max_batch_size is None and (self.local_bsz_bounds is not None or self.gradient_accumulation):
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
 
-    def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader) -> er.AdaptiveDataLoader:
-        """The loader that a user has made, as one whose batches all workers share.
+    def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
+        """The loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
 
         Raises:
             ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.
@@ -56,7 +58,9 @@ class BatchOptions:
                 )
             return given
         size = given.batch_size * self.accumulated if given.batch_size else None
-        return er.AdaptiveDataLoader(**taken_over(LoaderArguments(dataset=given), batch_size=size).keywords())
+        return er.AdaptiveDataLoader(
+            **taken_over(LoaderArguments(dataset=given), batch_size=size).keywords(), seed=seed
+        )
 
     def apply(self, loader: er.AdaptiveDataLoader) -> None:
         """Have a loader adapt its batch, if it is to be.

@@ -27,14 +27,21 @@ from placement.allocator.snapshot import CoreSnapshot, DecisionRecord, JobState,
 from placement.cluster.cluster import Allocation, AllocationError, Cluster, Node, check, diff
 from placement.cluster.jobs import JobView, worker_kind
 from placement.cluster.node_record import NodeRecord
+from placement.goodput.speeds import spread
 from placement.knowledge.knowledge import Knowledge
 from placement.planning.failing_nodes import avoid_failing
 from placement.planning.plan import make_plan, unsatisfiable
 from placement.planning.problem import Plan
-from placement.policies.shared.base import Policy
+from placement.policies.shared.base import Policy, count
 
 _BETWEEN_TICKS_S = 2.0
 """Longest time between two ``TimePassed`` that counts as a job's silence [s]: beyond it the allocator was busy."""
+
+_UNFORCED = frozenset({Trigger.MODEL, Trigger.REFRESH})
+"""Triggers that measured speeds alone bring about."""
+
+_SETTLES_S = 60.0
+_SURE = 0.05  # a speed that varies by this much or more is not followed more often than once in ``_SETTLES_S``
 
 
 class AllocatorCore:
@@ -333,10 +340,13 @@ class AllocatorCore:
         self._urgent = self._pending = None
         self._decided_s, self._decided_at_s, self._decided_for = now_s, steady_s, trigger
         views = self.views(now_s)
+        kept = self._kept(views, steady_s) if trigger in _UNFORCED else {}
+        views = [dataclasses.replace(v, held_at=v.workers) if v.job in kept else v for v in views]
         for job in self._jobs.values():
             job.decided()
         try:
             plan = self._plan(views, self._cluster, now_s)
+            plan = dataclasses.replace(plan, reasons={**plan.reasons, **kept})
         except Exception as error:  # a policy may be the user's own code: whatever it does, jobs keep what they have
             rule = error.rule if isinstance(error, AllocationError) else type(error).__name__
             reason = f"policy {self._policy.name!r} broke rule {rule!r}, the last allocation stays: {error}"
@@ -347,6 +357,16 @@ class AllocatorCore:
             return []
         self._guaranteed, self._granted = plan.guaranteed, plan.granted
         return self._carry_out(plan, trigger, now_s, steady_s)
+
+    def _kept(self, views: Sequence[JobView], steady_s: float) -> dict[str, str]:
+        """Return jobs whose size follows no measurement now, and why: the last one that it followed was noisy."""
+        kept = {}
+        for view in views:
+            job, varies = self._jobs[view.job], spread(view)
+            settled_s = job.swayed_s + _SETTLES_S * min(max(varies, job.swayed_by) / _SURE, 1.0)
+            if steady_s < settled_s and view.held_at is None and view.min_workers <= view.workers <= view.max_workers:
+                kept[view.job] = f"keeps {count(view.workers)}: its measured speed varies by {varies:.0%}"
+        return kept
 
     def _plan(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> Plan:
         avoided = self._nodes.avoided(self._steady_s or 0.0)
@@ -379,6 +399,8 @@ class AllocatorCore:
             job = self._jobs[change.job]
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
             job.give(change.after)
+            if trigger in _UNFORCED and sum(change.before.values()) != sum(change.after.values()):
+                job.swayed(steady_s, spread(job.view))
             self._changed_s = steady_s
             goes = self._draining_of(change.before)
             instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason, draining=goes))

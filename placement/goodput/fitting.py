@@ -47,6 +47,7 @@ class Observation:
         step_time: Seconds of one optimizer step, s + 1 micro-steps and synchronisation together. > 0.
         grad_time: Seconds of one micro-step without synchronisation (T_grad), or 0 if not measured.
         count: Weight, such as how many steps the times are a mean of. > 0.
+        spread: Standard deviation of the logarithms of the reports behind ``step_time``; 0 if not measured.
 
     Raises:
         TypeError: a value is not a real number.
@@ -60,6 +61,7 @@ class Observation:
     step_time: float
     grad_time: float = 0.0
     count: float = 1.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         real("nodes", self.nodes, at_least=1)
@@ -68,6 +70,7 @@ class Observation:
         real("atomic_bsz", self.atomic_bsz, at_least=1)
         real("accum_steps", self.accum_steps, at_least=0)
         real("grad_time", self.grad_time, at_least=0)
+        real("spread", self.spread, at_least=0)
         for name in ("step_time", "count"):
             if real(name, getattr(self, name)) <= 0:
                 raise ValueError(f"{name} must be above 0, but got {getattr(self, name)}")

@@ -144,6 +144,12 @@ def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: Go
     return cache.ratios[key][1]
 
 
+def spread(view: JobView) -> float:
+    """How much the job's measured step times vary: the mean over its measurements, weighted by their counts."""
+    seen = [each for measured in view.observations.values() for each in measured]
+    return sum(each.count * each.spread for each in seen) / max(sum(each.count for each in seen), 1e-9)
+
+
 def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
     """Geometric means of measured over modelled step times, by shape; each time counts within a factor ``_LIMIT``."""
     columns = np.array(

@@ -24,7 +24,7 @@ from tests.loop.changing import Change, Kill, run_job
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration  # noqa: E402
 
 from elastic_ray.integrations.huggingface import Accelerator  # noqa: E402
 from elastic_ray.integrations.huggingface.arguments import _OF_ACCELERATOR  # noqa: E402
@@ -66,12 +66,14 @@ def parts() -> tuple[Any, Any, Any]:
     return model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=STEPS * EPOCHS)
 
 
-def loop(elastic: bool, folder: Path, used: Any = None, order: str = "", **options: Any) -> dict[str, Any]:
+def loop(
+    elastic: bool, folder: Path, used: Any = None, order: str = "", batch: int = BATCH, **options: Any
+) -> dict[str, Any]:
     """A loop of Accelerate's documentation style; with ``order``, what it names is prepared call by call."""
     kind = Accelerator if elastic else accelerate.Accelerator
     accelerator = kind(cpu=True, **options)
     model, optimizer, scheduler = parts()
-    loader: Any = DataLoader(numbers(), BATCH)
+    loader: Any = DataLoader(numbers(), batch)
     check: Any = DataLoader(numbers(), 16)
     if order:
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "check": check}
@@ -80,6 +82,7 @@ def loop(elastic: bool, folder: Path, used: Any = None, order: str = "", **optio
         model, optimizer, scheduler, loader, check = named.values()
     else:
         model, optimizer, loader, check, scheduler = accelerator.prepare(model, optimizer, loader, check, scheduler)
+    assert not elastic or (loader.batch_size, check.batch_size) == (BATCH, 16)
     seen = []
     for epoch in er.remaining_epochs_until(EPOCHS) if elastic else range(EPOCHS):
         for x, y, index in loader:
@@ -136,9 +139,22 @@ def test_accelerate_accumulates_by_our_micro_batches(tmp_path: Path) -> None:
     assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
 
 
+@pytest.mark.parametrize("script", [(), GROWS])
+def test_accumulated_batches_are_one_batch_that_the_job_cuts(script: Any, tmp_path: Path) -> None:
+    """As many updates of as many samples as without an accumulation, whatever the number of workers."""
+    alone = loop(False, tmp_path)
+    used: collections.Counter[tuple[int, int]] = collections.Counter()
+    options = {"batch": BATCH // 2, "gradient_accumulation_steps": 2}
+    for result in run_job(lambda: loop(True, tmp_path, used, **options), script, first=(1,)).results.values():
+        for name, value in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-5)
+        assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
+    assert set(used.values()) == {1} and len(used) == SAMPLES * EPOCHS
+
+
 def test_what_accelerate_cannot_keep_is_refused() -> None:
-    with pytest.raises(ValueError, match="gradient_accumulation_steps"):
-        Accelerator(gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="must be 1 or more, but got 0"):
+        Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0))
     with pytest.raises(ValueError, match="max_batch_size"):
         Accelerator(gradient_accumulation=True)
     accelerator = Accelerator(cpu=True)
@@ -641,7 +657,7 @@ def test_every_argument_is_accounted_for() -> None:
     data = [f"DataLoaderConfiguration.{field.name}" for field in dataclasses.fields(DataLoaderConfiguration)]
     assert sorted(rows) == sorted([*own, *data])
     refused = {name.rpartition(".")[2] for name, what in rows.items() if what == "refused"}
-    checked = {*_OF_ACCELERATOR, "gradient_accumulation_plugin"} - {"DistributedDataParallelKwargs"}
+    checked = _OF_ACCELERATOR.keys() - {"DistributedDataParallelKwargs"}
     assert refused == checked
 
 

@@ -38,8 +38,8 @@ NOT_APPLICABLE = {
     r"stateful_dataloader": "wants torchdata's loader; AdaptiveDataLoader has state_dict itself",
     r"test_gradient_sync_cpu_multi": "launches processes of its own within a process",
     r"_multiprocess$": "launches processes of its own within a process",
-    r"test_gradient_sync_cpu_noop": "gradient_accumulation_steps, refused: the job cuts micro-batches",
-    r"test_accumulation": "gradient_accumulation_steps, refused: the job cuts micro-batches",
+    r"test_gradient_sync_cpu_noop": "gradient_accumulation_steps makes one batch, which the job cuts",
+    r"test_accumulation": "gradient_accumulation_steps makes one batch, which the job cuts",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -115,7 +116,8 @@ class Accelerator(OnMainProcess, Collectives):
         local_bsz_bounds: least and largest samples that one worker takes at once.
         gradient_accumulation: allow several micro-batches a step.
         elastic_options: of ``AdaptiveDataParallel`` (``strategy``, ``policy``, ``scaling_rule``, ...).
-        options: of ``accelerate.Accelerator``.
+        options: of ``accelerate.Accelerator``. With ``gradient_accumulation_steps`` the batch of the first loader that
+            is prepared is so many times the user's, and no worker takes more than the user's at once; the job cuts it.
 
     Raises:
         ValueError: an argument that cannot be kept when workers come and go.
@@ -133,13 +135,22 @@ class Accelerator(OnMainProcess, Collectives):
         elastic_options: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        check_options(options)
+        plugin: accelerate.utils.GradientAccumulationPlugin | None = options.pop("gradient_accumulation_plugin", None)
+        if plugin is None:
+            asked = options.pop("gradient_accumulation_steps", 1)
+            asked = int(os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", asked))  # accelerate's own order
+        else:
+            asked = plugin.num_steps
+        # The job cuts a step's batch, and weighs the loss of each part.
+        options["gradient_accumulation_plugin"] = accelerate.utils.GradientAccumulationPlugin(num_steps=1)
+        super().__init__(**options)
         self._batch_options = BatchOptions(
             max_batch_size=max_batch_size,
             local_bsz_bounds=local_bsz_bounds,
             gradient_accumulation=gradient_accumulation,
+            accumulated=asked,
         )
-        check_options(options)
-        super().__init__(**options)
         if self.state.num_processes > 1:
             raise ValueError(
                 "torchrun or accelerate launch has set up processes of its own here: the job starts workers, each of "
@@ -257,8 +268,7 @@ class Accelerator(OnMainProcess, Collectives):
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
         """A loader whose batches all workers share."""
         seed = self.dataloader_config.data_seed or 0
-        ours = isinstance(data_loader, er.AdaptiveDataLoader)
-        loader = data_loader if ours else er.AdaptiveDataLoader(data_loader, seed=seed)
+        loader = self._batch_options.shared(data_loader, seed=seed)
         self._batch_options.apply(loader)
         self._batch_options = BatchOptions()  # one loader of a train loop adapts
         self._dataloaders.append(AccelerateLoader(loader, self, self._optimizers))

@@ -129,9 +129,6 @@ _REFUSED = {
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of ``accelerate.Accelerator`` that cannot be kept when workers come and go."""
     found = {name: options.get(name) is not None for name in _OF_ACCELERATOR}
-    found["gradient_accumulation_steps"] = (
-        options.get("gradient_accumulation_steps", 1) != 1 or options.get("gradient_accumulation_plugin") is not None
-    )
     handlers = {type(each).__name__ for each in options.get("kwargs_handlers") or ()}
     found["DistributedDataParallelKwargs"] = "DistributedDataParallelKwargs" in handlers
     data = options.get("dataloader_config")
@@ -163,9 +160,5 @@ _OF_ACCELERATOR = {
     "DistributedDataParallelKwargs": (
         "there is no DistributedDataParallel here: leave them out, and pass "
         "Accelerator(elastic_options={'strategy': 'bf16'}) in place of a comm_hook"
-    ),
-    "gradient_accumulation_steps": (
-        "the job cuts micro-batches by itself: pass a larger batch_size, and "
-        "Accelerator(max_batch_size=, gradient_accumulation=True)"
     ),
 }

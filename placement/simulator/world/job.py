@@ -330,6 +330,7 @@ class SimulatedJob:
                 accum_steps=0,
                 step_time=step_s * noise,
                 grad_time=(step_s - sync_s) * noise,
+                spread=self._sigma,
             )
 
     def _profile(self) -> None:
