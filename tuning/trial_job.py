@@ -274,9 +274,9 @@ class TrialJob:
         """Let the sweep know how good the trial is by now."""
         score = score_of(report.metrics, promise.metric, *self._template.metric_else)
         self._values = (*self._values, math.nan if score is None else score)
-        if score is not None:
+        if score is not None and not math.isnan(score):
             self._compared = True
-        elif not self._compared and len(self._values) >= promise.patience:
+        elif score is None and not self._compared and len(self._values) >= promise.patience:
             raise ValueError(f"trial {self.job}, {promise.patience} reports: {lacks_metric(report.metrics, promise)}")
         elif not self._warned:
             self._warned = True

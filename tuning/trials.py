@@ -184,8 +184,11 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """What to tell of a report without the compared metric, and the way out."""
-    had = ", ".join(repr(name) for name, _ in _flat(metrics)) or "nothing"
+    """What to tell of a report without the compared metric, or where that is no number, and the way out."""
+    flat = dict(_flat(metrics))
+    if flat.get(promise.metric) is not None:
+        return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"
+    had = ", ".join(repr(name) for name in flat) or "nothing"
     return (
         f"trials are compared by Promise(metric={promise.metric!r}), but what was reported is {had}: report it, or "
         'let the promise name what is (a nested metric as "eval/accuracy")'

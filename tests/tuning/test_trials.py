@@ -107,6 +107,12 @@ def test_a_metric_is_found_by_the_name_that_ray_tune_gives_it() -> None:
     )
 
 
+@pytest.mark.parametrize("value", ["high", math.nan])
+def test_a_metric_that_is_no_number_is_told(value: object) -> None:
+    said = lacks_metric({"accuracy": value, "loss": 1.0}, PROMISE)
+    assert said == f"trials are compared by 'accuracy', but {value!r} is no number: report one"
+
+
 def test_a_promise_says_what_is_better() -> None:
     with pytest.raises(TypeError, match="mode"):
         Promise(metric="loss")  # type: ignore[call-arg]
