@@ -320,7 +320,12 @@ class Transfer(EndedWork):
         """Wait until it has come; raises CommunicationFailedError where a rank is lost between steps."""
         if (work := self._work) is not None:
             self._work = None
-            if self._tried(lambda: self._communicator.wait_all([work]) or True):
+
+            def waited() -> bool:
+                self._communicator.wait_all([work])
+                return True
+
+            if self._tried(waited):
                 self._come()
         return True
 

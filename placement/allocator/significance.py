@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -80,6 +81,8 @@ class KnownJob:
         target: workers by node id that it is to have.
         reason: why, a sentence.
         heard_s: when it was last heard of [s], by the clock for intervals, as all times here.
+        swayed_s: when measured speeds alone changed its size last [s].
+        swayed_by: how much they varied then, as far as known (``placement.goodput.speeds.spread``).
         impossible_since_s: since when no node could hold it [s]; None if some could.
         told_impossible: whether it was told so.
     """
@@ -89,6 +92,8 @@ class KnownJob:
     target: Mapping[str, int]
     reason: str
     heard_s: float
+    swayed_s: float = -math.inf
+    swayed_by: float = 0.0
     impossible_since_s: float | None = None
     told_impossible: bool = False
 
@@ -118,6 +123,10 @@ class KnownJob:
     def give(self, target: Mapping[str, int]) -> None:
         """It is to have these workers."""
         self.target = target
+
+    def swayed(self, now_s: float, varies: float) -> None:
+        """Measured speeds alone have changed its size."""
+        self.swayed_s, self.swayed_by = now_s, varies
 
     def explain(self, reason: str) -> None:
         """Why it has what it has."""
