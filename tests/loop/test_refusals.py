@@ -56,10 +56,10 @@ def test_a_graph_of_one_shape_is_refused_where_the_group_may_change() -> None:
         def forward(x: torch.Tensor) -> torch.Tensor:
             return x
 
-        layer.forward = forward  # type: ignore[method-assign]
+        layer.forward = forward
 
-    make_graphed_callables(model[1])  # type: ignore[index]
-    model[1].forward.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"  # type: ignore[index]
+    make_graphed_callables(model[1])
+    model[1].forward.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"
     er.AdaptiveDataParallel(model, optimizer)  # alone the shape is the user's
     session_of()
     with pytest.raises(ValueError, match=r"^1 was captured by .*make_graphed_callables.*reduce-overhead"):
