@@ -97,7 +97,7 @@ def stopped_while_forming(port: int, rank: int) -> str:
 
     begin_s = time.monotonic()
     if rank == 1:
-        module.connect_nccl = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+        module.connect_nccl = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[attr-defined]
     try:
         made(port, "stopped", rank, called_off=lambda: time.monotonic() - begin_s > 2.0)
     except CommunicationFailedError as error:
