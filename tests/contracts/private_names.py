@@ -234,7 +234,7 @@ _TORCH = (
     ),
     PrivateNames(
         home="torch.distributed:ProcessGroupGloo",
-        names=("_Options", "_set_default_timeout", "_allgather_base"),
+        names=("_Options", "_set_default_timeout", "_allgather_base", "_start_coalescing", "_end_coalescing"),
         why="a group of its own for each generation, with interfaces and time-outs",
         instead="init_process_group, one group a process: no live resize",
     ),

@@ -40,16 +40,24 @@ def train(device_name: str) -> dict[str, Any]:
 def first_steps(device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of a worker that compiles, and of one on the same node that joins it afterwards."""
     with local_controller() as controller:
-        job = ProcessJob(controller, train, (device,), gpu=device == "cuda")
+        job = ProcessJob(controller, train, (device,), gpu=device == "cuda", silent_s=120.0)
         try:
             first, second = job.start(1), job.start(2)
             job.wait(lambda: first.ready.is_set() and second.ready.is_set(), 120.0, "start")
             job.announce((1,), void=False)
-            job.wait(lambda: len(first.steps) > 2, 240.0, "a compiled step")
+            job.wait(lambda: bool(first.over) or len(first.steps) > 2, 240.0, "a compiled step")
             job.announce((1, 2), void=False)
-            job.wait(lambda: len(second.steps) > 2, 240.0, "a compiled step of the joiner")
+            job.wait(lambda: bool(first.over or second.over) or len(second.steps) > 2, 240.0, "one of the joiner")
             job.finish()
             job.wait(lambda: bool(first.over and second.over), 120.0, "the end")
+            if (first.over, second.over) != ("done", "done"):
+                raise RuntimeError(f"the workers end otherwise: {first.over}; {second.over}")
             return first.result, second.result
         finally:
             job.close()
+
+
+def main() -> None:
+    """Print both."""
+    cold, joiner = first_steps("cuda")
+    print(f"compiled: cold {cold}, joiner {joiner}", flush=True)

@@ -68,7 +68,7 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             if not epochs and not asked():
-                time.sleep(pace_s)
+                time.sleep(pace_s)  # so that a step takes as long as one of a model
         ended += 1
         if not epochs and er.all_reduce(int(asked())):
             break
@@ -150,7 +150,7 @@ class Faults:
         before = job.members
         victim = self.dice.choice([*before, number])
         job.announce((*before, number), void=False)
-        time.sleep(self.dice.random() * 0.3)
+        time.sleep(self.dice.random() * 0.3)  # at some moment of the forming
         os.kill(job.workers[victim].process.pid, sent)
         lost_s = self.lost(victim, "a signal while forming")
         next_s = self.trained(lost_s, "a signal while forming") - lost_s
@@ -160,7 +160,7 @@ class Faults:
         job, number = self.job, self.spare()
         before = job.members
         generation = job.announce((*before, number), void=False)
-        time.sleep(self.dice.random() * 0.25)
+        time.sleep(self.dice.random() * 0.25)  # at some moment of the forming
         if all(job.workers[each].generation >= generation for each in before):
             return {"next_s": 0.0, "late": 1}
         job.cancel(generation, (*before, number))

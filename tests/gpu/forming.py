@@ -55,10 +55,10 @@ def repeated(port: int, rank: int) -> str:
             assert value[0] == 2.0, value[0]
         if number % 2:
             group.void()
-            time.sleep(0.5)
+            time.sleep(0.5)  # for the abort
         group.close()
         del group
-        time.sleep(0.5)
+        time.sleep(0.5)  # for the memory
         used.append(used_mib())
     return f"forms {statistics.median(times):.2f}/{max(times):.2f} s, MiB in use {used}"
 
@@ -97,7 +97,7 @@ def stopped_while_forming(port: int, rank: int) -> str:
 
     begin_s = time.monotonic()
     if rank == 1:
-        module.connect_nccl = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)
+        module.connect_nccl = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[attr-defined]
     try:
         made(port, "stopped", rank, called_off=lambda: time.monotonic() - begin_s > 2.0)
     except CommunicationFailedError as error:
@@ -150,6 +150,7 @@ def torn_while_state_moves(port: int, rank: int) -> str:
     group = made(port, "torn", rank)
     tree = {f"p{i}": torch.full((1 << 22,), float(i + 1), device="cuda") for i in range(64)}
     if rank == 0:
+        # After a moment, so that some bytes are on their way.
         group.wait_all = lambda works, batched=(): (time.sleep(0.05), os.kill(os.getpid(), signal.SIGKILL))
         send_state(group, 1, {"x": tree})
     begin_s = time.monotonic()
@@ -193,59 +194,6 @@ def killed_in_collective(port: int, rank: int) -> str:
     torch.cuda.synchronize()
     alive = float(torch.ones(2, device="cuda").sum())
     return f"completed {completed} after {ended_s:.2f} s, exception {told}; abort {abort_s:.2f} s, CUDA {alive}"
-
-
-def raw(port: int, rank: int) -> str:
-    """Torch's own backend, connected in each way: seconds until it is made, connected, ready, has reduced and sent."""
-    from elastic_ray.communication.communicator import begin_nccl
-
-    device, found = torch.device("cuda", 0), []
-    for blocking in (0, 1):
-        for eager in (True, False):
-            store = dist.TCPStore("127.0.0.1", port, None, False)  # type: ignore[attr-defined]
-            named = dist.PrefixStore(f"raw/{blocking}/{eager}", store)  # type: ignore[attr-defined]
-            begin_s, times = time.monotonic(), []
-
-            def passed(begin_s: float = begin_s, times: list[float] = times) -> None:
-                times.append(round(time.monotonic() - begin_s, 2))
-
-            try:
-                backend = begin_nccl(named, rank, 2, 20.0, blocking=blocking)
-                passed()
-                if eager:
-                    backend.eager_connect_single_device(device)
-                passed()
-                if eager:
-                    backend._start_coalescing()
-                    backend.send([torch.ones(1, device=device)], rank, 0)
-                    backend.recv([torch.ones(1, device=device)], rank, 0)
-                    work = backend._end_coalescing()
-                    while not work.is_completed():
-                        time.sleep(0.001)
-                passed()
-                value = torch.ones(1000, device=device)
-                work = backend.allreduce([value])
-                while not work.is_completed():
-                    time.sleep(0.001)
-                passed()
-                backend._start_coalescing()
-                for _ in range(3):
-                    if rank == 0:
-                        backend.send([value], 1, 0)
-                    else:
-                        backend.recv([value], 0, 0)
-                work = backend._end_coalescing()
-                while not work.is_completed():
-                    time.sleep(0.001)
-                passed()
-                backend.abort()
-                passed()
-                found.append(f"blocking {blocking} eager {int(eager)}: {times}")
-            except Exception as error:
-                found.append(
-                    f"blocking {blocking} eager {int(eager)}: {times} {type(error).__name__} {str(error)[:200]}"
-                )
-    return "; ".join(found)
 
 
 CASES = (repeated, collectives, moved, torn_while_state_moves, killed_in_collective, stopped_while_forming)

@@ -240,11 +240,20 @@ class ProcessJob:
         train: importable, as its arguments are.
         gpu: they train on GPU 0.
         form_s: longest wait for a group to form.
+        silent_s: a worker that gives no sign of life for so long is lost.
     """
 
     def __init__(
-        self, controller: Any, train: Callable[..., Any], arguments: Sequence[Any], *, gpu: bool, form_s: float = 15.0
+        self,
+        controller: Any,
+        train: Callable[..., Any],
+        arguments: Sequence[Any],
+        *,
+        gpu: bool,
+        form_s: float = 15.0,
+        silent_s: float = SILENT_S,
     ) -> None:
+        self._silent_s = silent_s
         self._controller, self._train, self._arguments, self._gpu, self._form_s = (
             controller,
             train,
@@ -404,7 +413,7 @@ class ProcessJob:
         lost = []
         for each in self.members:
             worker = self.workers[each]
-            if not worker.over and now_s - worker.seen_s > SILENT_S and not worker.silent:
+            if not worker.over and now_s - worker.seen_s > self._silent_s and not worker.silent:
                 worker.silent = True
                 self.note(f"w{each} is silent")
                 worker.process.kill()

@@ -35,7 +35,7 @@ def test_faults_leave_the_result_as_it_is(device: torch.device, strategy: str) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_joiner_finds_what_others_on_its_node_have_compiled(
+def test_a_joiner_finds_what_its_node_has_compiled(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

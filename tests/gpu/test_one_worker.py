@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ray.communication.communicator import GradientGroup, _form_gloo, begin_nccl
+from elastic_ray.communication.communicator import GradientGroup, _form_gloo
+from elastic_ray.communication.nccl import begin_nccl
 from elastic_ray.monitoring.measures import OPERATIONS
 from tests.gpu.trained import STRATEGIES, check
 

@@ -49,7 +49,7 @@ def test_options_of_ddp_have_an_answer(option: str, words: str) -> None:
         er.AdaptiveDataParallel(*parts(), **{option: True})
 
 
-def test_a_graph_of_one_shape_is_refused_where_the_group_may_change() -> None:
+def test_a_graph_of_one_shape_is_refused_in_jobs() -> None:
     model, optimizer = parts()
 
     def make_graphed_callables(layer: nn.Module) -> None:  # torch's captures on a GPU alone; what it leaves looks so

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from elastic_ray.communication.bootstrap_store import BootstrapStore
-from elastic_ray.communication.communicator import Communicator, connect_nccl
+from elastic_ray.communication.communicator import Communicator
+from elastic_ray.communication.nccl import connect_nccl
 from tests.membership.groups import LocalCaller, local_controller
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_a_new_group_meets_no_peer_but_to_connect() -> None:
 
 
 @pytest.mark.parametrize("called_off", [True, False])
-def test_one_that_does_not_connect_is_aborted_once_it_is_called_off_or_its_time_is_up(called_off: bool) -> None:
+def test_one_that_does_not_connect_in_time_is_aborted(called_off: bool) -> None:
     backend = Connecting(connects=False)
     until_s = time.monotonic() + (30.0 if called_off else 0.2)
     begin_s = time.monotonic()
@@ -96,7 +97,7 @@ class Slow(Connecting):
             raise RuntimeError("NCCL timeout in: NCCLUtils.cpp")
 
 
-def test_a_group_that_takes_long_to_connect_is_waited_for() -> None:
+def test_a_group_that_connects_slowly_is_waited_for() -> None:
     backend = Slow()
     connect_nccl(backend, CPU, time.monotonic() + 30.0, lambda: False)
     assert backend.calls.count("start") == backend.calls.count("end") == 3 and not backend.aborted.is_set()
@@ -109,7 +110,7 @@ def test_why_it_could_not_connect_is_told() -> None:
     assert backend.aborted.wait(20.0)
 
 
-def test_who_waits_for_a_peer_hears_that_the_group_is_called_off() -> None:
+def test_who_waits_for_a_dead_peer_is_called_off() -> None:
     off = threading.Event()
     with local_controller() as controller, concurrent.futures.ThreadPoolExecutor(1) as pool:
         store = BootstrapStore(LocalCaller(controller, "w1", 1), 60.0, rank=0, world_size=2, called_off=off.is_set)
@@ -123,11 +124,11 @@ def test_who_waits_for_a_peer_hears_that_the_group_is_called_off() -> None:
 
 HANGS = """
 import threading, time
-from elastic_ray.communication import communicator
-communicator._ABORT_S = 0.3
+from elastic_ray.communication import nccl
+nccl._ABORT_S = 0.3
 class Hanging:
     def abort(self): threading.Event().wait()
-communicator.abort_nccl(Hanging())
+nccl.abort_nccl(Hanging())
 time.sleep(60)
 """
 
@@ -137,7 +138,7 @@ def test_a_process_whose_abort_hangs_is_lost() -> None:
     assert ended.returncode == -signal.SIGKILL and "has not returned within 0.3 s" in ended.stderr
 
 
-def test_what_is_sent_in_a_batch_is_one_operation() -> None:
+def test_a_batch_is_one_operation() -> None:
     communicator = Communicator(
         None, "alone", rank=0, world_size=1, timeout_s=5.0, form_timeout_s=5.0, host="127.0.0.1"
     )

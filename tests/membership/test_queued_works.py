@@ -84,7 +84,7 @@ def test_what_an_abort_has_ended_is_not_done(wait: Any) -> None:
 
 
 @pytest.mark.parametrize("error", ["", "remote process exited"])
-def test_one_that_has_failed_counts_as_run_and_is_a_failure(error: str) -> None:
+def test_one_that_failed_has_run_and_fails(error: str) -> None:
     work = Queued(error)
     communicator = alone(work)
     work.ran.set()

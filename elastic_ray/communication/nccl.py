@@ -1,0 +1,136 @@
+"""SHELL over torch.distributed: NCCL's groups, that never hold a process for ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+CUDA_POLL_S = 2e-4
+_FORMING_POLL_S = 0.05
+# An operation that NCCL cannot start for so long has failed; until then nothing can abort it.
+_START_S = 5
+_ABORT_S = _START_S + 10.0
+
+
+def identity_of(gpu: int) -> str:
+    """Return what NCCL tells GPUs apart by; it takes two ranks with the same for an error.
+
+    It compares GPUs of one host only: with a ``NCCL_HOSTID`` for each process, several ranks may share a GPU.
+    """
+    return f"{os.environ.get('NCCL_HOSTID', '')}/{torch.cuda.get_device_properties(gpu).uuid}"
+
+
+def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """An NCCL backend that has not connected yet, and never blocks without end."""
+    # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to go on.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(_START_S))
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    config = options.config
+    config.blocking = 0
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off: Callable[[], bool]) -> None:
+    """Connect the ranks of an NCCL backend, and start no collective: the present group's are under way on this GPU.
+
+    Two communicators whose collectives start in another order on each rank may wait for each other for ever. So a new
+    one's first collective is the caller's, after the ranks have left the present group in the same step.
+
+    Args:
+        backend: NCCL's.
+        device: of this process.
+        until_s: deadline [s, monotonic].
+        called_off: True once the group is not wanted any more.
+
+    Raises:
+        RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    """
+    failure: list[str] = []
+    stopped = threading.Event()
+    rank = backend.rank()
+
+    def connect() -> None:
+        try:
+            backend.eager_connect_single_device(device)
+            # A rank's copy to itself meets no peer, and starts when NCCL is ready: many ranks take long.
+            mine, own = torch.ones(1, device=device), torch.zeros(1, device=device)
+            copying = None
+            while copying is None:
+                backend._start_coalescing()
+                try:
+                    backend.send([mine], rank, 0)
+                    backend.recv([own], rank, 0)
+                except RuntimeError as error:
+                    if "NCCL timeout" not in str(error) or time.monotonic() > until_s or stopped.is_set():
+                        raise
+                finally:
+                    copying = backend._end_coalescing()
+            while not copying.is_completed():
+                time.sleep(CUDA_POLL_S)
+        except RuntimeError as error:
+            failure.append(str(error).split("\n", 1)[0])
+
+    connecting = threading.Thread(target=connect, name="nccl-connect", daemon=True)
+    connecting.start()
+    while connecting.is_alive() and time.monotonic() < until_s and not called_off():
+        connecting.join(_FORMING_POLL_S)
+    if connecting.is_alive() or failure:
+        stopped.set()
+        why = failure[0] if failure else "NCCL was not ready in time, or the group was called off"
+        abort_nccl(backend)
+        raise RuntimeError(why)
+
+
+def abort_nccl(backend: Any) -> None:
+    """Abort an NCCL backend in a thread of its own; end the process, as one that is lost, where that does not return.
+
+    Kernels of a communicator that cannot be aborted occupy the GPU for ever, whatever else the process does.
+    """
+
+    def abort() -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            logger.warning("NCCL's abort: %s", error)
+
+    def watch() -> None:
+        aborting.join(_ABORT_S)
+        if aborting.is_alive():
+            logger.critical("NCCL's abort has not returned within %g s: this process ends, as a lost one", _ABORT_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    aborting = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    aborting.start()
+    threading.Thread(target=watch, name="nccl-abort-watch", daemon=True).start()
+
+
+def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
+    """Whether operations that were waited for have run, as far as nobody has aborted them: what is aborted ends, too.
+
+    Where a peer is gone they never run, though NCCL's own wait has ended: that is for what the GPU does next.
+
+    Args:
+        works: some of them may be gloo's.
+        voided: set before they are aborted.
+        deadline: how long to wait [s, monotonic].
+    """
+    while not all(work.is_completed() for work in works):
+        if voided.is_set() or time.monotonic() > deadline:
+            return False
+        time.sleep(CUDA_POLL_S)
+    return not voided.is_set()
