@@ -238,7 +238,7 @@ class LoaderPasses:
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             if step.leads and trained:
-                run.progress.note_fit(max(map(max, step.sizes)))
+                run.states.progress.note_fit(max(map(max, step.sizes)))
             self._stepped_in = run.group.generation
             if self._conclude(step, trained=trained) and not (ends_pass or ends_early):
                 self._changes.between_steps(step.can_switch)

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError
+from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.consensus.intents import Announced, Intent, RanksDisagreeError
 from elastic_ray.membership.messages import Returned
 from elastic_ray.monitoring.monitoring import StepMeter
@@ -168,7 +169,7 @@ class Run:
         self.stragglers = Stragglers()
         self.meter.ask()
         self.gpu_types = TypeShares(members=lambda: (), measured=lambda: ())
-        self.ledger = StepLedger(self.states)
+        self.ledger, self.agreed = StepLedger(self.states), AgreedChanges(SimpleNamespace())
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
         self.moment, self.told = self.moments.append, list[tuple[str, str, int]]()

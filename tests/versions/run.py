@@ -71,7 +71,7 @@ ROWS = {
             packages=(f"lightning=={v}.*", f"pytorch-lightning=={v}.*"),
             commands=(two_ranks("lightning"), tests("tests/integrations/test_lightning.py")),
         )
-        for v in ("2.4", "2.5", "2.6")
+        for v in ("2.5", "2.6")
     },
     **{
         f"python-{v}": Row(packages=(), commands=(*ENGINE, *JOBS), python=f"python{v}")
