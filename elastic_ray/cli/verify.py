@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from elastic_ray.cli.options import json_option
+from elastic_ray.cli.output import json_option
 from elastic_ray.cli.output import show_json, show_table
 
 _STATES = {True: "proven", False: "UNPROVEN", None: "-"}

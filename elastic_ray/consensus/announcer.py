@@ -278,9 +278,9 @@ class Announcer:
 
     def _refuse(self, codes: Sequence[int], loader_steps: Sequence[int]) -> None:
         strategies: Sequence[str] = ()
-        intents = [Announced.from_code(code).intent for code in codes if code]
-        reduce = len(intents) == len(codes) and set(intents) == {Intent.GRADIENTS}
-        if (reduce and layouts_differ(codes)) or Intent.COLLECTIVE in intents:
+        intents = {Announced.from_code(code).intent if code else Intent.FINISH for code in codes}
+        differ = intents == {Intent.GRADIENTS} and layouts_differ(codes)
+        if differ or (Intent.COLLECTIVE in intents and Intent.FINISH not in intents):  # who has returned tells nothing
             strategies = self._strategies()
         self._refused = RanksDisagreeError(disagreement(codes, loader_steps, strategies))
         raise self._refused

@@ -33,7 +33,7 @@ def current_session() -> Session:
     session = session_of_thread()
     if session is None:
         check_thread()
-        from elastic_ray.loop.default_group import install
+        from elastic_ray.session.default_group import install
         from elastic_ray.standalone.session import standalone_session
 
         session = standalone_session()

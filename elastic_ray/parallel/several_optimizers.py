@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from elastic_ray.parallel.inner_optimizers import complete
+from elastic_ray.parallel.patches import complete
 from elastic_ray.sync.engine.joint_optimizer import JointOptimizer
 from placement.goodput.model import NoiseScale
 

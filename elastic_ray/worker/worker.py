@@ -20,7 +20,6 @@ from elastic_ray.communication.communicator import CommunicationFailedError, Com
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
-from elastic_ray.loop.default_group import install as install_default_group
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, StopJob
 from elastic_ray.membership.worker_side import LostGroupError, WorkerMembership
 from elastic_ray.run.current import set_worker_session
@@ -28,6 +27,7 @@ from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.sealed import seal, seal_error
+from elastic_ray.session.default_group import install as install_default_group
 from elastic_ray.session.session import Session
 from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.starting_point import SavedState, StartingPoint

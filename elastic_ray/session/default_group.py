@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,11 @@ from torch import Tensor
 
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.ended_work import BACKEND, EndedWork
-from elastic_ray.loop.api import current_session
-from elastic_ray.run.current import session_of_thread
+from elastic_ray.run.current import check_thread, session_of_thread
 from elastic_ray.state.tree_bytes import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from elastic_ray.session.session import Session
 
 _TAG = 1 << 16  # of the user's sends; lower ones are the protocol's
 _LONGEST_TAG = 1 << 15
@@ -312,7 +314,7 @@ class Transfer(EndedWork):
 
     def __init__(self, start: Callable[[Communicator], Any], come: Callable[[], None] = lambda: None) -> None:
         super().__init__()
-        self._run, self._come = current_session().run, come
+        self._run, self._come = _session().run, come
         self._work = self._tried(lambda: start(self._run.group.communicator))
         self._communicator = self._run.group.communicator
 
@@ -320,14 +322,12 @@ class Transfer(EndedWork):
         """Wait until it has come; raises CommunicationFailedError where a rank is lost between steps."""
         if (work := self._work) is not None:
             self._work = None
-
-            def waited() -> bool:
-                self._communicator.wait_all([work])
-                return True
-
-            if self._tried(waited):
-                self._come()
+            self._tried(functools.partial(self._end, work))
         return True
+
+    def _end(self, work: Any) -> None:
+        self._communicator.wait_all([work])
+        self._come()
 
     def is_completed(self) -> bool:
         """True once it was waited for."""
@@ -365,7 +365,7 @@ def _call(
         perform: carries it out in a group of several, with tensors on a device.
         alone: its result for this rank alone.
     """
-    session = current_session()
+    session = _session()
     found: list[list[Tensor]] = []
 
     def told(world_size: int, result: list[Tensor]) -> bytes:
@@ -381,6 +381,15 @@ def _call(
     label = f"{what}({', '.join(map(str, detail))})"
     content = session.collectives.call(label, detail, carried_out, lambda: told(1, alone()))
     return _of_bytes(content)[1:] if content else found[-1]
+
+
+def _session() -> Session:
+    """The session of this thread's train loop; raises RuntimeError in a thread that knows of none."""
+    session = session_of_thread()
+    if session is None:
+        check_thread()
+        raise RuntimeError("the default group of torch.distributed is the train function's: it was called elsewhere")
+    return session
 
 
 def _of_bytes(content: bytes) -> Any:
