@@ -30,6 +30,7 @@ REFRESHED_EVERY = 16
 LEAST_PART = 1e-2
 """Part of the root mean square of a parameter's denominators under which one counts as this."""
 
+LEAST_AT_ONCE = 1 << 12
 AT_ONCE = 1 << 16, 1 << 23
 """Denominators that are in memory together on a CPU, where they stay in its cache, and on a GPU."""
 
@@ -90,7 +91,7 @@ def _rms(states: _States, groups: _States) -> list[Tensor]:
 
 def _infinity_norm(states: _States, groups: _States) -> list[Tensor]:
     """Adamax: u, which holds eps already."""
-    return [torch.as_tensor(state["exp_inf"]) for state in states]
+    return list(torch._foreach_add([state["exp_inf"] for state in states], 0.0))
 
 
 def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
@@ -102,9 +103,10 @@ def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
 
 def _as_it_is(states: _States, groups: _States) -> list[Tensor]:
     """What other ranks have told."""
-    return [torch.as_tensor(state[DENOMINATOR]) for state in states]
+    return list(torch._foreach_add([state[DENOMINATOR] for state in states], 0.0))
 
 
+# Finds denominators in memory of their own.
 _Function = Callable[[_States, _States], list[Tensor]]
 _DENOMINATORS: dict[str, _Function] = {
     DENOMINATOR: _as_it_is,
@@ -226,7 +228,7 @@ class FlatPreconditioner:
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
         """Elements of the whole, some at a time."""
-        room = AT_ONCE[self._device.type != "cpu"]
+        room = min(AT_ONCE[self._device.type != "cpu"], max(sum(self._counts) >> 5, LEAST_AT_ONCE))
         part, size, at = list[_Piece](), 0, 0
         for place, count in enumerate(self._counts):
             start, stop = max(0, first - at), min(count, last - at)
@@ -260,7 +262,7 @@ class FlatPreconditioner:
             for number, size in zip(numbers, sizes, strict=True):
                 found[number] = size.to(self._dtype)
         if self._floors:
-            return list(torch._foreach_clamp_min(found, [self._floors[piece.place] for piece in part]))
+            torch._foreach_clamp_min_(found, [self._floors[piece.place] for piece in part])
         return found
 
     def _state(self, piece: _Piece) -> _State:
@@ -292,7 +294,7 @@ class FlatPreconditioner:
         for part in self._parts if whole else self._cut(start, start + len(flat)):
             sizes = self._denominators(part)
             size = torch.cat(sizes) if len(sizes) > 1 else sizes[0]
-            weighted = flat[at : at + len(size)] / size
+            weighted = size.reciprocal_().mul_(flat[at : at + len(size)])
             at += len(size)
             found += torch.dot(weighted, weighted)
         return found

@@ -123,14 +123,16 @@ def test_preconditioner_is_the_same_made_in_small_pieces(name: str, monkeypatch:
     model, optimizer = trained(name, 10)
     params = list(model.parameters())
     whole = preconditioner(optimizer, params)
-    monkeypatch.setattr("elastic_ray.batch.statistics.AT_ONCE", (7, 7))
+    monkeypatch.setattr("elastic_ray.batch.statistics.LEAST_AT_ONCE", 7)
     pieces = preconditioner(optimizer, params)
     assert whole is not None
     assert pieces is not None
     gradient = torch.randn(sum(p.numel() for p in params), generator=torch.Generator().manual_seed(5))
     torch.testing.assert_close(pieces.squared_norm(gradient), whole.squared_norm(gradient))
+    state = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
     rest = whole.squared_norm(gradient[:10]) + whole.squared_norm(gradient[10:], 10)
     torch.testing.assert_close(rest, whole.squared_norm(gradient))
+    assert all(torch.equal(value, state[key]) for key, value in optimizer.state[params[0]].items())
 
 
 def test_preconditioner_is_what_adam_divides_by() -> None:

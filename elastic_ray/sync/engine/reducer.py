@@ -4,7 +4,8 @@ One asynchronous all-reduce per bucket, started as soon as backward has filled i
 that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. In a model's first pass, where there
 are several models, and where passes are nested, so that gradients come several times, reductions start when the
 outermost pass ends. Gradients are weighted by samples, or as the loop says, so unequal local batches give the gradient
-of the whole batch. The reduction works on buffers of its own: one that was given up can never write into ``.grad``.
+of the whole batch. Under a plain all-reduce ``.grad`` is a view of the bucket. A reduction that was given up keeps its
+memory, and ``.grad`` gets other: it can never write into what training goes on with.
 """
 
 from __future__ import annotations

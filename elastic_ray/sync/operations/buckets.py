@@ -98,7 +98,7 @@ class Bucket:
 
     @property
     def _held(self) -> _Memory:
-        """The memory, which is made at the first use."""
+        """Return the memory, which is made at the first use."""
         if self._memory is None:
             flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
             self._memory = _Memory(flat, self.size, self.params)
