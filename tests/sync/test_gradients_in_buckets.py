@@ -101,7 +101,7 @@ def twice(wrapped: nn.Module, module: nn.Module, optimizer: torch.optim.Optimize
 def local_first(wrapped: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
     loss = wrapped(x).square().mean() / 2
-    with wrapped.no_sync():  # type: ignore[operator]
+    with wrapped.no_sync():
         loss.backward(retain_graph=True)
     loss.backward()
     optimizer.step()
