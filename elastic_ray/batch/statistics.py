@@ -11,7 +11,8 @@ Hence ``BucketPreconditioner.invalidate`` at every change of generation, on ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,27 +29,26 @@ REFRESHED_EVERY = 16
 LEAST_PART = 1e-2
 """Part of the root mean square of a parameter's denominators under which one counts as this."""
 
+LEAST_AT_ONCE = 1 << 12
+AT_ONCE = 1 << 16, 1 << 23
+"""Denominators that are in memory together on a CPU, where they stay in its cache, and on a GPU."""
+
 DENOMINATOR = "denominator"
 """Key of a state that holds what gradients are divided by, and nothing else."""
 
 
-def squared_norm(flat: Tensor, precond: Tensor | None = None) -> Tensor:
-    """||P g||^2 of a flat gradient g as a 0-dim tensor, in one dot product; P is diagonal, None = identity.
+def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = None) -> Tensor:
+    """||P g||^2 of a flat gradient g as a 0-dim tensor, in dot products; P is diagonal, None = identity.
 
     Half-precision gradients are added up in float32. A loss scale c still in g gives c^2 times that.
     """
-    weighted = _weighted(flat, precond)
-    return torch.dot(weighted, weighted)
-
-
-def _weighted(flat: Tensor, precond: Tensor | None) -> Tensor:
     flat = flat.detach()
+    if isinstance(precond, FlatPreconditioner):
+        return precond.squared_norm(flat)
     if flat.dtype in (torch.float16, torch.bfloat16):
         flat = flat.float()
-    if precond is None:
-        return flat
-    # On CPUs, a product of two types takes longer than a conversion and a product of one.
-    return flat * (precond.to(flat.dtype) if precond.dtype == torch.bfloat16 else precond)
+    weighted = flat if precond is None else flat * precond
+    return torch.dot(weighted, weighted)
 
 
 def compact(values: Tensor) -> Tensor:
@@ -61,40 +61,53 @@ def compact(values: Tensor) -> Tensor:
 
 
 _State = Mapping[str, Any]
+_States = Sequence[_State]
 
 
-def _second_moment(state: _State, group: _State) -> Tensor:
+def _second_moment(states: _States, groups: _States) -> list[Tensor]:
     """Adam, AdamW, NAdam, RAdam: sqrt(v / (1 - beta2^t)) + eps; under AMSGrad v is the running maximum."""
-    moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-    betas = group.get("betas")
-    correction = 1.0 - float(betas[1]) ** _step(state) if betas is not None else 1.0
-    return torch.sqrt(moment / correction).add_(_eps(group))
+    moments = [state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states]
+    corrections = [
+        1.0 - float(group["betas"][1]) ** _step(state) if group.get("betas") is not None else 1.0
+        for state, group in zip(states, groups, strict=True)
+    ]
+    found = torch._foreach_div(moments, corrections)
+    torch._foreach_sqrt_(found)
+    torch._foreach_add_(found, [_eps(group) for group in groups])
+    return list(found)
 
 
-def _rms(state: _State, group: _State) -> Tensor:
+def _rms(states: _States, groups: _States) -> list[Tensor]:
     """RMSprop: sqrt(v) + eps, less the squared mean where it is centred; its v has no bias correction."""
-    moment = state["square_avg"]
-    if "grad_avg" in state:
-        moment = (moment - state["grad_avg"].square()).clamp_(min=0)
-    return torch.sqrt(moment).add_(_eps(group))
+    moments = [
+        (state["square_avg"] - state["grad_avg"].square()).clamp_(min=0) if "grad_avg" in state else state["square_avg"]
+        for state in states
+    ]
+    found = torch._foreach_sqrt(moments)
+    torch._foreach_add_(found, [_eps(group) for group in groups])
+    return list(found)
 
 
-def _infinity_norm(state: _State, group: _State) -> Tensor:
+def _infinity_norm(states: _States, groups: _States) -> list[Tensor]:
     """Adamax: u, which holds eps already."""
-    return torch.as_tensor(state["exp_inf"])
+    return list(torch._foreach_add([state["exp_inf"] for state in states], 0.0))
 
 
-def _sum_of_squares(state: _State, group: _State) -> Tensor:
+def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
     """Adagrad: sqrt(sum) + eps."""
-    return torch.sqrt(state["sum"]).add_(_eps(group))
+    found = torch._foreach_sqrt([state["sum"] for state in states])
+    torch._foreach_add_(found, [_eps(group) for group in groups])
+    return list(found)
 
 
-def _as_it_is(state: _State, group: _State) -> Tensor:
+def _as_it_is(states: _States, groups: _States) -> list[Tensor]:
     """What other ranks have told."""
-    return torch.as_tensor(state[DENOMINATOR])
+    return list(torch._foreach_add([state[DENOMINATOR] for state in states], 0.0))
 
 
-_DENOMINATORS: dict[str, Callable[[_State, _State], Tensor]] = {
+# Finds denominators in memory of their own.
+_Function = Callable[[_States, _States], list[Tensor]]
+_DENOMINATORS: dict[str, _Function] = {
     DENOMINATOR: _as_it_is,
     "exp_avg_sq": _second_moment,
     "square_avg": _rms,
@@ -112,6 +125,9 @@ _ADAM_LIKE = (
 )
 
 
+_USED = {*_DENOMINATORS, "max_exp_avg_sq", "grad_avg"}
+
+
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer divides its step by a running size of the gradient, per coordinate.
 
@@ -123,7 +139,7 @@ def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
     return any(_denominator(state) is not None for state in optimizer.state.values())
 
 
-def _denominator(state: _State) -> Callable[[_State, _State], Tensor] | None:
+def _denominator(state: _State) -> _Function | None:
     if "acc_delta" in state:
         return None
     return next((function for key, function in _DENOMINATORS.items() if isinstance(state.get(key), Tensor)), None)
@@ -141,36 +157,146 @@ def _step(state: _State) -> float:
 
 
 @torch.no_grad()
-def preconditioner(optimizer: torch.optim.Optimizer, params: Sequence[torch.nn.Parameter]) -> Tensor | None:
+def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
     """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
 
-    Entry for entry as ``torch.cat([p.reshape(-1) for p in params])``, in float32 (float64 for float64
-    parameters); the two parts of a complex number by themselves, as these optimizers take them. 1 for parameters
-    with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had a gradient would count with up
-    to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
+    1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had a gradient would count
+    with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
     so that one waking coordinate cannot pass for the whole gradient.
+
+    Args:
+        optimizer: has ``state`` and ``param_groups``.
+        params: of one device.
 
     Returns:
         None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     states = with_steps_read([optimizer.state.get(p, {}) for p in params])
-    pieces = [_piece(state, groups.get(id(p), {}), p) for state, p in zip(states, params, strict=True)]
-    if all(piece is None for piece in pieces):
+    functions = [_denominator(state) if _step(state) >= WARM_STEPS else None for state in states]
+    if not any(functions):
         return None
-    dtype = torch.float64 if any(param.dtype.to_real() == torch.float64 for param in params) else torch.float32
-    flat = torch.ones(sum(real_count(p) for p in params), dtype=dtype, device=params[0].device)
-    position = 0
-    for param, piece in zip(params, pieces, strict=True):
-        if piece is not None:
-            flat[position : position + real_count(param)].copy_(piece.reshape(-1))
-        position += real_count(param)
-    return flat
+    made = [groups.get(id(p), {}) for p in params]
+    return FlatPreconditioner(optimizer, params, made, functions, [_step(state) for state in states])
 
 
-def _piece(state: _State, group: _State, param: torch.nn.Parameter) -> Tensor | None:
-    size = denominators(state, group, param.dtype)
-    return None if size is None else torch.reciprocal(torch.maximum(size, least_denominator(size)))
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements ``start`` to ``stop`` of a parameter's real numbers."""
+
+    place: int
+    start: int
+    stop: int
+
+
+class FlatPreconditioner:
+    """See :func:`preconditioner`. Nothing of it is kept but a floor for each parameter.
+
+    Denominators are made from the optimizer's state as it is when they are asked for, some at a time. They lie as in
+    ``torch.cat([p.reshape(-1) for p in params])``; the two parts of a complex number by themselves, as these optimizers
+    take them.
+
+    Args:
+        optimizer: as there.
+        params: as there.
+        groups: the optimizer's options for each.
+        functions: what finds denominators of each; None for 1.
+        steps: made so far of each.
+
+    Attributes:
+        elapsed: steps since then, which count as made of all: to read counts may be to wait for a GPU.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        params: Sequence[torch.nn.Parameter],
+        groups: _States,
+        functions: Sequence[_Function | None],
+        steps: Sequence[float],
+    ) -> None:
+        self._optimizer, self._params, self._groups = optimizer, params, groups
+        self._functions, self._steps = functions, steps
+        self.elapsed = 0
+        self._counts = [real_count(p) for p in params]
+        self._dtype = torch.promote_types(torch.float32, params[0].dtype.to_real())
+        self._device = params[0].device
+        self._floors: list[Tensor] = []
+        self._parts = list(self._cut(0, sum(self._counts)))
+        self._floors = self._find_floors()
+
+    def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
+        """Elements of the whole, some at a time."""
+        room = min(AT_ONCE[self._device.type != "cpu"], max(sum(self._counts) >> 5, LEAST_AT_ONCE))
+        part, size, at = list[_Piece](), 0, 0
+        for place, count in enumerate(self._counts):
+            start, stop = max(0, first - at), min(count, last - at)
+            at += count
+            while start < stop:
+                upto = min(stop, start + room - size)
+                part.append(_Piece(place, start, upto))
+                size += upto - start
+                start = upto
+                if size == room:
+                    yield part
+                    part, size = [], 0
+        if part:
+            yield part
+
+    def _denominators(self, part: Sequence[_Piece]) -> list[Tensor]:
+        """Of each piece, as a vector; at least its parameter's floor."""
+        found: list[Tensor] = [torch.empty(0)] * len(part)
+        by_function: dict[_Function, list[int]] = {}
+        for number, piece in enumerate(part):
+            function = self._functions[piece.place]
+            if function is None:
+                found[number] = torch.ones(piece.stop - piece.start, dtype=self._dtype, device=self._device)
+            else:
+                by_function.setdefault(function, []).append(number)
+        for function, numbers in by_function.items():
+            sizes = function(
+                [self._state(part[number]) for number in numbers],
+                [self._groups[part[number].place] for number in numbers],
+            )
+            for number, size in zip(numbers, sizes, strict=True):
+                found[number] = size.to(self._dtype)
+        if self._floors:
+            torch._foreach_clamp_min_(found, [self._floors[piece.place] for piece in part])
+        return found
+
+    def _state(self, piece: _Piece) -> _State:
+        """What the optimizer keeps of a piece."""
+        found: dict[str, Any] = {"step": self._steps[piece.place] + self.elapsed}
+        for key, value in self._optimizer.state[self._params[piece.place]].items():
+            if key in _USED and isinstance(value, Tensor):
+                found[key] = as_real(value).reshape(-1)[piece.start : piece.stop]
+        return found
+
+    def _find_floors(self) -> list[Tensor]:
+        """A hundredth of the root mean square of each parameter's denominators."""
+        norms: list[list[Tensor]] = [[] for _ in self._params]
+        for part in self._parts:
+            for piece, norm in zip(part, torch._foreach_norm(self._denominators(part)), strict=True):
+                norms[piece.place].append(norm)
+        nothing = torch.zeros((), dtype=self._dtype, device=self._device)  # of a parameter without elements
+        whole = [torch.stack(each).norm() if len(each) > 1 else (each or [nothing])[0] for each in norms]
+        found = torch._foreach_mul(whole, [LEAST_PART / max(1, count) ** 0.5 for count in self._counts])
+        torch._foreach_clamp_min_(found, torch.finfo(self._dtype).tiny)
+        return list(found)
+
+    @torch.no_grad()
+    def squared_norm(self, flat: Tensor, start: int = 0) -> Tensor:
+        """||P g||^2, of a gradient whose first element is the whole's element ``start``."""
+        found = torch.zeros((), dtype=self._dtype, device=flat.device)
+        whole = not start and len(flat) == sum(self._counts)
+        at = 0
+        for part in self._parts if whole else self._cut(start, start + len(flat)):
+            sizes = self._denominators(part)
+            size = torch.cat(sizes) if len(sizes) > 1 else sizes[0]
+            weighted = size.reciprocal_().mul_(flat[at : at + len(size)])
+            at += len(size)
+            found += torch.dot(weighted, weighted)
+        return found
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
@@ -188,7 +314,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
     if function is None or _step(state) < WARM_STEPS:
         return None
     parts = {key: as_real(value) if isinstance(value, Tensor) else value for key, value in state.items()}
-    return function(parts, group).to(torch.promote_types(dtype.to_real(), torch.float32))
+    return function([parts], [group])[0].to(torch.promote_types(dtype.to_real(), torch.float32))
 
 
 def least_denominator(size: Tensor) -> Tensor:
@@ -197,11 +323,12 @@ def least_denominator(size: Tensor) -> Tensor:
 
 
 class BucketPreconditioner:
-    """One bucket's preconditioner, recomputed every ``interval`` steps; in between it is the same.
+    """One bucket's preconditioner, looked at anew every ``interval`` steps: what is kept of it is the same in between.
 
-    ``at(step)`` recomputes where step // interval changes, so ranks that count the same steps refresh
-    together. It does not move with the optimizer's state in between; moments with beta2 = 0.999
-    hardly do either.
+    Args:
+        interval: steps.
+
+    ``at(step)`` looks anew where step // interval changes, so ranks that count the same steps do so together.
     """
 
     def __init__(self, *, interval: int = REFRESHED_EVERY) -> None:
@@ -209,23 +336,24 @@ class BucketPreconditioner:
             raise ValueError(f"interval must be 1 or more steps, but got {interval}")
         self._interval = interval
         self._round: int | None = None
-        self._flat: Any = None
+        self._found_at = 0
+        self._found: Any = None
 
-    def at(self, step: int, compute: Callable[[], Any]) -> Any:
+    def at(self, step: int, find: Callable[[], Any]) -> Any:
         """The preconditioner for this step; None = identity.
 
         Args:
             step: number of the step.
-            compute: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
+            find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
         """
         current = step // self._interval
         # A fresh state must not stay the identity for a whole interval once the moments are warm.
-        if current != self._round or (self._flat is None and step <= WARM_STEPS):
-            found = compute()
-            self._flat = compact(found) if isinstance(found, Tensor) else found
-            self._round = current
-        return self._flat
+        if current != self._round or (self._found is None and step <= WARM_STEPS):
+            self._found, self._round, self._found_at = find(), current, step
+        if isinstance(self._found, FlatPreconditioner):
+            self._found.elapsed = step - self._found_at
+        return self._found
 
     def invalidate(self) -> None:
         """Forget it: for every rank, when the generation or the optimizer's state changes."""
-        self._round = None
+        self._round = self._found = None

@@ -99,18 +99,40 @@ def trained(name: str, steps: int) -> tuple[nn.Sequential, torch.optim.Optimizer
     return model, optimizer
 
 
+def elements(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> Tensor:
+    """What the gradient's elements are multiplied with: each by itself."""
+    found = preconditioner(optimizer, params)
+    assert found is not None
+    size = sum(p.numel() for p in params)
+    return torch.stack([found.squared_norm(each) for each in torch.eye(size)]).sqrt()
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_preconditioner_is_laid_out_like_the_bucket(name: str) -> None:
     model, optimizer = trained(name, 10)
     params = list(reversed(list(model.parameters())))
-    flat = preconditioner(optimizer, params)
-    assert flat is not None
-    assert flat.shape == (sum(p.numel() for p in params),)
+    flat = elements(optimizer, params)
     assert torch.isfinite(flat).all()
     assert (flat > 0).all()
-    pieces = [preconditioner(optimizer, [param]) for param in params]
-    assert torch.equal(flat, torch.cat([piece for piece in pieces if piece is not None]))
+    assert torch.equal(flat, torch.cat([elements(optimizer, [param]) for param in params]))
     assert is_adam_like(optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_preconditioner_is_the_same_made_in_small_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = trained(name, 10)
+    params = list(model.parameters())
+    whole = preconditioner(optimizer, params)
+    monkeypatch.setattr("elastic_ray.batch.statistics.LEAST_AT_ONCE", 7)
+    pieces = preconditioner(optimizer, params)
+    assert whole is not None
+    assert pieces is not None
+    gradient = torch.randn(sum(p.numel() for p in params), generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(pieces.squared_norm(gradient), whole.squared_norm(gradient))
+    state = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
+    rest = whole.squared_norm(gradient[:10]) + whole.squared_norm(gradient[10:], 10)
+    torch.testing.assert_close(rest, whole.squared_norm(gradient))
+    assert all(torch.equal(value, state[key]) for key, value in optimizer.state[params[0]].items())
 
 
 def test_preconditioner_is_what_adam_divides_by() -> None:
@@ -121,8 +143,7 @@ def test_preconditioner_is_what_adam_divides_by() -> None:
         param.grad = torch.randn(6, generator=torch.Generator().manual_seed(1)) + 2
         before = param.detach().clone()
         optimizer.step()
-    precond = preconditioner(optimizer, [param])
-    assert precond is not None
+    precond = elements(optimizer, [param])
     assert param.grad is not None
     torch.testing.assert_close(before - param.detach(), 0.5 * precond * param.grad)
 
@@ -154,18 +175,30 @@ def test_a_coordinate_without_gradients_does_not_drown_the_others() -> None:
         param.grad = torch.ones(100)
         param.grad[0] = 0.0
         optimizer.step()
-    precond = preconditioner(optimizer, [param])
-    assert precond is not None
+    precond = elements(optimizer, [param])
     assert float(precond[0]) <= 1.1 / LEAST_PART * float(precond[1])
 
 
 def test_mixed_buckets_hold_ones_for_parameters_without_state() -> None:
     model, optimizer = trained("adam", 10)
     stranger = nn.Parameter(torch.zeros(3))
-    flat = preconditioner(optimizer, [stranger, *model.parameters()])
-    assert flat is not None
+    flat = elements(optimizer, [stranger, *model.parameters()])
     assert flat[:3].tolist() == [1.0, 1.0, 1.0]
     assert flat[3:].min() > 1.0
+
+
+def test_preconditioner_follows_the_state_between_looks_at_it() -> None:
+    model, optimizer = trained("adam", 10)
+    bucket, params = BucketPreconditioner(interval=16), list(model.parameters())
+    gradient = torch.ones(sum(p.numel() for p in params))
+    bucket.at(10, lambda: preconditioner(optimizer, params))
+    for _ in range(3):
+        nn.functional.cross_entropy(model(batch(8)[0]), batch(8)[1]).backward()
+        optimizer.step()
+    fresh = preconditioner(optimizer, params)
+    assert fresh is not None
+    later = bucket.at(13, lambda: fresh)
+    torch.testing.assert_close(later.squared_norm(gradient), fresh.squared_norm(gradient), rtol=1e-2, atol=0)
 
 
 def test_preconditioner_is_kept_between_refreshes() -> None:

@@ -100,11 +100,10 @@ def noise_by_hand(maker: str) -> list[NoiseScale | None]:
             nn.functional.cross_entropy(model(x.double()), y).backward()
             by_piece.append({p: p.grad.clone() for p in model.parameters()})
         means = {p: torch.stack([grads[p] for grads in by_piece]).mean(0) for p in model.parameters()}
+        warm = number >= WARM_STEPS and maker == "adam"
+        units = {p: _denominator(optimizer, p) if warm else torch.ones_like(p) for p in model.parameters()}
         if number == WARM_STEPS and maker == "adam":
-            units = {p: _denominator(optimizer, p) for p in model.parameters()}
             smoothed = SmoothedNoise()
-        elif number < WARM_STEPS or maker != "adam":
-            units = {p: torch.ones_like(p) for p in model.parameters()}
         estimates = [
             estimate(
                 mean_sq_norm=sum(

@@ -33,8 +33,12 @@ if TYPE_CHECKING:
 
 def carries_tail(plan: BucketPlan, dtype: torch.dtype) -> bool:
     """Whether control values can ride on the bucket's reduction: they must arrive exactly."""
-    plain = isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
-    return plain and dtype.to_real() in (torch.float32, torch.float64)
+    return is_plain(plan) and dtype.to_real() in (torch.float32, torch.float64)
+
+
+def is_plain(plan: BucketPlan) -> bool:
+    """Whether the bucket itself is all-reduced, and nothing else uses its memory."""
+    return isinstance(plan.sync, Reduce) and plan.sync.wire.exact and plan.sync.parts == 1
 
 
 def make_bucket(
@@ -45,7 +49,7 @@ def make_bucket(
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:
         return SlicedBucket(index, plan.group, params, owners)
-    return Bucket(index, plan.group, params, tail)
+    return Bucket(index, plan.group, params, tail, shows=is_plain(plan))
 
 
 def make_operation(plan: BucketPlan) -> BucketOperation:

@@ -45,7 +45,9 @@ class BucketLayout:
         sequel: as given.
         tail_rides: whether the last bucket holds it.
         strategy: what a user calls the plan's.
-        norms, shared, step_tag: where these lie in the tail; flags of used parameters follow.
+        norms, shared, step_tag: where these lie in the tail.
+        own_sum: where the sum of what ranks have put in lies, by which all know whether that is finite; flags of used
+            parameters follow.
         no_norms, nothing_to_share: values for them.
     """
 
@@ -65,10 +67,11 @@ class BucketLayout:
         self.norms = slice(control_size, control_size + statistics.norms_size)
         self.shared = slice(self.norms.stop, self.norms.stop + statistics.shared_size)
         self.step_tag = slice(self.shared.stop, self.shared.stop + 2)
+        self.own_sum = self.step_tag.stop
         self.no_norms = [0.0] * statistics.norms_size
         self.nothing_to_share = [0.0] * statistics.shared_size
         self._count = len(params)
-        size = self.step_tag.stop + len(params)
+        size = self.own_sum + 1 + len(params)
         last = len(plan.buckets) - 1
         self.tail_rides = carries_tail(plan.buckets[last], params[plan.buckets[last].params[0]].dtype)
         self.buckets: list[GradientBucket] = [
@@ -85,7 +88,6 @@ class BucketLayout:
         self.operations: list[BucketOperation] = [make_operation(each) for each in plan.buckets]
         self._own_tail = torch.zeros(size, dtype=torch.float32, device=params[0].device)
         self._sums: list[float] = []
-        self._tail: torch.Tensor | None = None
         self._numbers: Any = None
         layout = [(b.index, b.group, str(b.dtype), [tuple(p.shape) for p in b.params]) for b in self.buckets]
         self._layout = (layout, size, plan.digest, sequel.agenda)
@@ -106,61 +108,62 @@ class BucketLayout:
     @property
     def tail(self) -> torch.Tensor:
         """The tail, where it lies at present."""
-        if self._tail is None:
-            last, self._tail = self.buckets[-1], self._own_tail
-            if self.tail_rides and isinstance(last, Bucket):
-                self._tail = last.flat[last.size :]
-            # NumPy writes and reads some numbers in a tenth of the time that torch's operations take.
-            self._numbers = self._tail.numpy() if self._tail.device.type == "cpu" else None
-        return self._tail
+        last = self.buckets[-1]
+        if self.tail_rides and isinstance(last, Bucket):
+            self._numbers = last.tail_numbers
+            return last.tail
+        self._numbers = self._own_tail.numpy() if self._own_tail.device.type == "cpu" else None
+        return self._own_tail
 
     def release(self) -> None:
         """Give memory for reductions back until there are any."""
         for bucket in self.buckets:
             bucket.release()
-        self._tail = self._numbers = None
 
-    def write_tail(self, head: Sequence[float], norms: Sequence[Number], used: Sequence[bool] | None) -> None:
+    def write_tail(
+        self, head: Sequence[float], norms: Sequence[Number], own_sum: Number, used: Sequence[bool] | None
+    ) -> None:
         """Write what rides on the reduction.
 
         Args:
-            head: values up to the flags of used parameters, without norms.
+            head: values up to the sum of what this rank has put in, without norms.
             norms: of local gradients; empty for none.
+            own_sum: the sum.
             used: which parameters have a gradient; None for all.
         """
         tail = self.tail
         if self._numbers is not None:
-            self._numbers[: self.step_tag.stop] = head
-            self._numbers[self.step_tag.stop :] = 1.0 if used is None else used
+            self._numbers[: self.own_sum] = head
+            self._numbers[self.own_sum] = float(own_sum)
+            self._numbers[self.own_sum + 1 :] = 1.0 if used is None else used
             if norms:
                 self._numbers[self.norms] = read(norms)
             return
         # From memory that is pinned a GPU takes them by itself, and nobody waits.
         flags = [True] * self._count if used is None else used
-        told = torch.tensor([*head, *flags], dtype=tail.dtype, pin_memory=tail.is_cuda)
+        told = torch.tensor([*head, 0.0, *flags], dtype=tail.dtype, pin_memory=tail.is_cuda)
         tail.copy_(told, non_blocking=True)
-        for at, norm in enumerate(norms, self.norms.start):
+        for at, norm in [*enumerate(norms, self.norms.start), (self.own_sum, own_sum)]:
             if isinstance(norm, torch.Tensor):  # a frozen group's has none
                 tail[at].copy_(norm)
 
     def read_tail(self, numbers: Sequence[Number]) -> tuple[list[float], list[float]]:
         """Read the tail's sums, as far as all steps need them, and ``numbers``; with one wait for the tail's GPU."""
         if self._numbers is not None:
-            return self._numbers[: self.step_tag.stop].tolist(), read(numbers) if numbers else []
+            return self._numbers[: self.own_sum + 1].tolist(), read(numbers) if numbers else []
         self._sums, found = read_with(self.tail, numbers)
         return self._sums, found
 
     def used_anywhere(self) -> list[bool]:
         """Return which parameters have a gradient on any rank, after :meth:`read_tail`."""
         sums = self._sums if self._numbers is None else self._numbers.tolist()
-        return [count > 0 for count in sums[self.step_tag.stop :]]
+        return [count > 0 for count in sums[self.own_sum + 1 :]]
 
     def replace_buffers(self) -> None:
         """Leave all memory to reductions that were given up and may still write to it."""
         for bucket in self.buckets:
             bucket.replace_buffer()
         self._own_tail = self._own_tail.clone()
-        self._tail = self._numbers = None
 
 
 def hooks_on_gradients(params: Sequence[torch.nn.Parameter], hook: Callable[[torch.Tensor], None]) -> list[Any]:

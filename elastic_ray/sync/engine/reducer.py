@@ -4,7 +4,8 @@ One asynchronous all-reduce per bucket, started as soon as backward has filled i
 that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch DDP. In a model's first pass, where there
 are several models, and where passes are nested, so that gradients come several times, reductions start when the
 outermost pass ends. Gradients are weighted by samples, or as the loop says, so unequal local batches give the gradient
-of the whole batch. The reduction works on buffers of its own: one that was given up can never write into ``.grad``.
+of the whole batch. Under a plain all-reduce ``.grad`` is a view of the bucket. A reduction that was given up keeps its
+memory, and ``.grad`` gets other: it can never write into what training goes on with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ray.batch.device_numbers import Number, read
+from elastic_ray.batch.device_numbers import Number, added, read
 from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
@@ -98,6 +99,7 @@ class GradientReducer:
         self._early = False  # buckets are reduced while the pass goes on
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
+        self._own_sum: Number = 0.0  # of what this rank has put into buckets
 
     def _build(self) -> None:
         """Lay out buckets for the parameters that are trainable now."""
@@ -110,7 +112,8 @@ class GradientReducer:
         self._hooks = [
             hook
             for bucket in self._buckets
-            for hook in hooks_on_gradients(bucket.params, _gradient_hook(weakref.ref(self), bucket.index))
+            for place, param in enumerate(bucket.params)
+            for hook in hooks_on_gradients([param], _gradient_hook(weakref.ref(self), bucket.index, place))
         ]
         self.enter_group()
 
@@ -218,6 +221,7 @@ class GradientReducer:
             if self._reduces and not self._warned:
                 self._warned = True
                 self._context.tell("warning", OUTSIDE_OF_LOADERS)
+            self._begin_filling()
             if self._early:
                 self._announce()
             return
@@ -240,8 +244,16 @@ class GradientReducer:
         self._reduces = last and world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
         self._measures = self._statistics.due and self._open and not self._ledger.failed
+        self._begin_filling()
         if self._early:
             self._announce()
+
+    def _begin_filling(self) -> None:
+        """Have buckets take the pass in."""
+        self._own_sum = 0.0
+        if self._reduces or self._accumulates:
+            for bucket in self._buckets:
+                bucket.begin_filling(alone=self._reduces and not self._accumulates)
 
     def _announce(self) -> None:
         """Tell the other ranks that this one reduces gradients: they answer while backward goes on."""
@@ -315,6 +327,10 @@ class GradientReducer:
             bucket.note_used()
         if rest is not None:
             bucket.add(rest)
+        if self._check_finite and self._reduces:
+            own = bucket.sum_up()
+            if own is not None:
+                self._own_sum = added(self._own_sum, own)
 
     def _launch_ready(self) -> None:
         """Start reductions in the fixed order, as far as buckets are full."""
@@ -357,7 +373,7 @@ class GradientReducer:
         tag = self._consensus.step_tag(self._note)
         head = [*self._consensus.control_values(rank), *self._layout.no_norms, *shared, *tag]
         norms = self._statistics.local_norms() if self._measures else ()
-        self._layout.write_tail(head, norms, None if self._complete else self._used())
+        self._layout.write_tail(head, norms, self._own_sum, None if self._complete else self._used())
 
     def _used(self) -> list[bool]:
         """Which parameters have a gradient on this rank, from any micro-step."""
@@ -440,7 +456,8 @@ class GradientReducer:
             )
             totals = self.reduction.totals
             values, numbers = layout.read_tail([*totals, *norms])
-            self.reduction.take_totals(numbers[: len(totals)])
+            sums = numbers[: len(totals)]
+            self.reduction.take_totals([*sums, values[layout.own_sum]] if self._check_finite else sums)
             self._consensus.check_same_step(values[layout.step_tag], self._note)
             if self._measures:
                 self._statistics.take_mean_norms(numbers[len(totals) :], add_up)
@@ -499,8 +516,8 @@ class GradientReducer:
             self._layout.release()
 
 
-def _gradient_hook(reference: weakref.ref[GradientReducer], index: int) -> Callable[[torch.Tensor], None]:
-    """A hook that takes the gradients of one bucket, as long as their reducer lives; see ``weak_hook``."""
+def _gradient_hook(reference: weakref.ref[GradientReducer], index: int, place: int) -> Callable[[torch.Tensor], None]:
+    """A hook that takes one gradient of a bucket, as long as their reducer lives; see ``weak_hook``."""
 
     def hook(param: torch.Tensor) -> None:
         """A parameter's gradient is there; reduce what is full. Torch calls it in a thread of each device."""
@@ -518,6 +535,8 @@ def _gradient_hook(reference: weakref.ref[GradientReducer], index: int) -> Calla
                 reducer._reach_again(index, param)
                 return
             reducer._reached.add(id(param))
+            if reducer._reduces:
+                reducer._buckets[index].reach(place)
             pending = reducer._pending
             pending[index] -= 1
             if not pending[index] and reducer._reduces and reducer._early:

@@ -103,9 +103,11 @@ class Reduction:
         What one bucket takes on the CPU is done while later ones are on their way: its finite sum goes into ``.grad``.
 
         Args:
-            checks: whether :meth:`is_finite` is asked in every pass.
+            checks: whether :meth:`is_finite` is asked in every pass. Of buckets that are summed up before they are
+                reduced the sum of all ranks' sums tells it.
         """
         looks, self.totals = checks or bool(self._owing), []
+        told = not self._owing and any(bucket.is_summed_up for bucket in self._layout.buckets)
         self._took_s = [0.0] * len(self._began_s)
         finished, going = 0, list(self._layout.buckets)
         while going:
@@ -113,7 +115,7 @@ class Reduction:
             going = [bucket for bucket in going if self._goes_on(bucket, finished, looks=looks)]
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
-        if looks and self._finite is None and not self.totals:
+        if looks and self._finite is None and not self.totals and not told:
             self._finite = True
         if self._owing and not self.is_finite():
             for owing in self._owing:
@@ -134,7 +136,7 @@ class Reduction:
         self._took_s[index] = time.perf_counter() - self._began_s[index]
         if bucket.sliced:
             return False
-        if looks:
+        if looks and (self._owing or not bucket.is_summed_up):
             total = bucket.total()
             if total.is_cuda:  # to look at it is to wait for the GPU
                 self.totals.append(total)
@@ -174,7 +176,7 @@ class Reduction:
         return self._finite is True
 
     def take_totals(self, values: Sequence[float]) -> None:
-        """What :attr:`totals` are."""
+        """What :attr:`totals` are, and the sum of what ranks have put in, whose shares of a mean are no larger."""
         if values and self._finite is None:
             # A sum may overflow where no gradient has.
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)

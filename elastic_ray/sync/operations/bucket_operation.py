@@ -114,6 +114,12 @@ class GradientBucket(MeasuredGradient, Protocol):
     def begin_pass(self) -> None:
         """A backward pass begins."""
 
+    def begin_filling(self, *, alone: bool) -> None:
+        """The pass is put into the bucket; ``alone`` if it holds nothing of other micro-steps, and is reduced."""
+
+    def reach(self, place: int) -> None:
+        """The pass has given the parameter at this place its gradient."""
+
     def add_again(self, param: torch.Tensor) -> None:
         """The pass adds to a parameter's gradient once more, by a backward pass within it."""
 
@@ -168,6 +174,17 @@ class GradientBucket(MeasuredGradient, Protocol):
 
     def is_finite(self) -> bool:
         """Whether all that it holds is finite."""
+
+    def sum_up(self) -> torch.Tensor | None:
+        """Remember the sum of what this rank has put in, where the reduction takes its place.
+
+        Returns:
+            A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
+        """
+
+    @property
+    def is_summed_up(self) -> bool:
+        """Whether :meth:`sum_up` has told whether what this rank has put in is finite."""
 
     def own_is_finite(self) -> bool:
         """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""

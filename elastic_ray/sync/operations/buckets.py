@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
+import operator
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import torch
 
 from elastic_ray.batch.device_numbers import real_count, shaped_like
-from elastic_ray.batch.statistics import preconditioner, squared_norm
+from elastic_ray.batch.statistics import FlatPreconditioner, preconditioner, squared_norm
 from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 from elastic_ray.sync.operations.gradient_checks import check_gradients
 
@@ -21,20 +25,24 @@ _LARGE = 1 << 14
 class Bucket:
     """A flat buffer that holds the gradients of some parameters of one group, dtype and device, in real numbers.
 
-    Its memory is there from the first use on, until :meth:`release`: one rank alone needs none.
+    Where ``shows``, ``.grad`` becomes a view of the buffer when a pass fills it, so that gradients are in memory once.
+    A gradient that user code has put there itself, or holds on to, stays the tensor that it is, and gets the sum copied
+    into it. The memory is there from the first use on, until :meth:`release`: one rank alone needs none.
 
     Args:
         index: position in the order of reduction.
         group: parameter group that the parameters belong to.
         params: the parameters, in the order of their ``views``.
         tail: extra elements behind them.
+        shows: whether gradients may lie in the buffer, for nothing but a plain all-reduce uses it.
 
     Attributes:
         index, group, params: as given.
         size: elements of the parameters.
         dtype: of the gradients.
-        complete: whether the pass has reached all parameters, so that none of ``grads`` is None.
-        grads: the parameters' ``.grad`` when the buffer was filled.
+        complete: whether the pass has reached all parameters, so that all have a gradient.
+        has_gradient: which parameters had one on this rank when the buffer was filled.
+        grads: gradients that are in memory of their own, and get the sum; None in place of the others.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
         used: which parameters had a gradient in any micro-step of an accumulation.
         written: a parameter, the ``.grad`` that the step's reduction has written to, and its version then.
@@ -43,12 +51,20 @@ class Bucket:
 
     sliced = False  # each rank receives the whole mean
 
-    def __init__(self, index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int = 0) -> None:
+    def __init__(
+        self, index: int, group: int, params: Sequence[torch.nn.Parameter], tail: int = 0, *, shows: bool = False
+    ) -> None:
         self.index, self.group, self.params = index, group, list(params)
         self.dtype = params[0].dtype.to_real()
         self.size, self._tail = sum(real_count(p) for p in params), tail
-        self._memory: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
+        self._may_show, self._shows = shows, False
+        self._memory: _Memory | None = None
+        self._waiting: list[int] = []  # parameters whose gradients are in memory of their own yet
+        self._room, self._waits = max(self.size >> 5, _LARGE), 0  # elements of these: at most, and at present
+        self._there: list[bool] = []  # which parameters had a gradient when the pass began
+        self._sum: torch.Tensor | None = None  # of what this rank has put in
         self.complete = True
+        self.has_gradient: Sequence[bool] = []
         self.grads: list[torch.Tensor | None] = []
         self.carried: torch.Tensor | None = None
         self.used: list[bool] = []
@@ -57,35 +73,41 @@ class Bucket:
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer, with what follows the parameters."""
-        return self._held()[0]
+        """The buffer, with its tail."""
+        return self._held.flat
 
     @property
     def body(self) -> torch.Tensor:
-        """The buffer without that."""
-        return self._held()[1]
+        """The buffer without its tail."""
+        return self._held.body
+
+    @property
+    def tail(self) -> torch.Tensor:
+        """The extra elements."""
+        return self._held.tail
+
+    @property
+    def tail_numbers(self) -> Any:
+        """The tail as NumPy's array, which takes a tenth of the time of torch's operations; None on a GPU."""
+        return self._held.tail_numbers
 
     @property
     def views(self) -> list[torch.Tensor]:
         """One view of ``body`` for each parameter, in its shape."""
-        return self._held()[2]
+        return self._held.views
 
-    def _held(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    @property
+    def _held(self) -> _Memory:
+        """Return the memory, which is made at the first use."""
         if self._memory is None:
-            self._hold(torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device))
-            assert self._memory is not None, "it was made"
+            flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
+            self._memory = _Memory(flat, self.size, self.params)
         return self._memory
-
-    def _hold(self, flat: torch.Tensor) -> None:
-        body = flat[: self.size]
-        pieces = torch.split(body, [real_count(p) for p in self.params])
-        views = [shaped_like(piece, p) for piece, p in zip(pieces, self.params, strict=True)]
-        self._memory = flat, body, views
 
     def release(self) -> None:
         """Give the memory back until it is needed."""
         self._memory = self.carried = None
-        self.grads = []
+        self.grads, self._there = [], []
 
     def begin_step(self) -> None:
         """Nothing of an earlier step counts any more."""
@@ -95,7 +117,52 @@ class Bucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.complete, self.additions = True, 1
+        self.complete, self.additions, self._shows, self._sum = True, 1, False, None
+
+    def begin_filling(self, *, alone: bool) -> None:
+        """The pass is to be reduced; ``alone`` if the buffer holds nothing of other micro-steps.
+
+        Memory that gradients lay in belongs to who holds one of them still.
+        """
+        self._shows = alone and self._may_show
+        if not self._shows:
+            self._take_out()
+            return
+        if self._memory is not None and self._memory.is_shared:
+            self.replace_buffer()
+        self._there = [p.grad is not None for p in self.params]
+        self._waiting, self._waits = [], 0
+
+    def _take_out(self) -> None:
+        """Have gradients that lie in the buffer in memory of their own."""
+        if self._memory is None or not self._may_show:
+            return
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is view:
+                param.grad = view.clone()
+
+    def reach(self, place: int) -> None:
+        """The pass has given a parameter its gradient: take it in with others, so that few are in memory twice."""
+        if not self._shows or self._there[place]:
+            return
+        self._waiting.append(place)
+        self._waits += self.params[place].numel()
+        if self._waits < self._room:
+            return
+        taken, self._waiting, self._waits = self._waiting, [], 0
+        params = [self.params[each] for each in taken]
+        grads = [param.grad for param in params]
+        if any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
+            return
+        there: Any = grads  # all are
+        views = [self.views[each] for each in taken]
+        with torch.no_grad():
+            torch._foreach_copy_(views, there)
+        for each, param, view in zip(taken, params, views, strict=True):
+            if self.written is not None and self.written[0] is param:
+                self.written = None  # what was reduced before was zeroed
+            param.grad = view
+            self._there[each] = True
 
     def add_again(self, param: torch.Tensor) -> None:
         """The pass adds to a gradient once more, by a backward pass within it."""
@@ -115,11 +182,6 @@ class Bucket:
     def drop_carried(self) -> None:
         """What :meth:`carry` has kept is not needed any more."""
         self.carried = None
-
-    @property
-    def has_gradient(self) -> Sequence[bool]:
-        """Which parameters had a gradient on this rank when the buffer was filled."""
-        return [grad is not None for grad in self.grads]
 
     def share(self, factor: float) -> torch.Tensor:
         """What it holds times ``factor``, for :meth:`add`."""
@@ -141,11 +203,11 @@ class Bucket:
         """As :meth:`add`."""
         self.body.add_(vector)
 
-    def preconditioner(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    def preconditioner(self, optimizer: torch.optim.Optimizer) -> FlatPreconditioner | None:
         """What the optimizer multiplies these gradients with."""
         return preconditioner(optimizer, self.params)
 
-    def squared_norm(self, preconditioner: torch.Tensor | None) -> torch.Tensor:
+    def squared_norm(self, preconditioner: FlatPreconditioner | None) -> torch.Tensor:
         """Of what it holds, each element times the preconditioner's."""
         return squared_norm(self.body, preconditioner)
 
@@ -157,8 +219,24 @@ class Bucket:
         """Whether all that it holds is finite."""
         return bool(self.body.isfinite().all())
 
+    def sum_up(self) -> torch.Tensor | None:
+        """Remember the sum of what this rank has put in, where the reduction takes its place.
+
+        Returns:
+            A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
+        """
+        self._sum = self.total() if self._shows else None
+        return self._sum
+
+    @property
+    def is_summed_up(self) -> bool:
+        """Whether :meth:`sum_up` has told whether what this rank has put in is finite."""
+        return self._sum is not None
+
     def own_is_finite(self) -> bool:
         """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        if self._sum is not None:
+            return math.isfinite(self._sum)
         tensors = [grad for grad in self.grads if grad is not None]
         if self.carried is not None:
             tensors.append(self.carried)
@@ -176,6 +254,8 @@ class Bucket:
         except (RuntimeError, TypeError):
             check_gradients(self.params, self.grads, complete=self.complete)
             raise
+        if self._shows:
+            self._show_views()
 
     def check(self) -> None:
         """Raise RuntimeError where :meth:`put` would."""
@@ -183,40 +263,67 @@ class Bucket:
 
     def _put(self, weight: float) -> None:
         """As :meth:`put`, without its explanation of errors."""
+        grads, views = self.grads, self.views
+        if self.complete:
+            self.has_gradient = [True] * len(grads)
+        else:
+            self.has_gradient = [grad is not None for grad in grads]
         if not weight:  # a mean over nothing is no number
             self.body.zero_()
             return
         if self.complete and (weight == 1.0 or self.size < _LARGE * len(self.params)):
-            grads: Any = self.grads  # all are there
-            torch._foreach_copy_(self.views, grads)
+            if True in self._there:  # some may be where they are to be
+                elsewhere = [grad is not view for grad, view in zip(grads, views, strict=True)]
+                grads, views = list(itertools.compress(grads, elsewhere)), list(itertools.compress(views, elsewhere))
+            if grads:
+                there: Any = grads  # all are
+                torch._foreach_copy_(views, there)
             if weight != 1.0:
                 self.body.mul_(weight)
             return
-        for grad, view in zip(self.grads, self.views, strict=True):
+        for grad, view in zip(grads, views, strict=True):
             if grad is None:
                 view.zero_()
             else:
                 torch.mul(grad, weight, out=view)
 
+    def _show_views(self) -> None:
+        """Have the buffer's views in place of gradients that nobody else holds."""
+        grads, self.grads = self.grads, []
+        for index, (param, view, there) in enumerate(zip(self.params, self.views, self._there, strict=True)):
+            grad, grads[index] = grads[index], None
+            if grad is None or grad is view:
+                continue
+            if grad.requires_grad or (there and any(map(operator.gt, _uses(grad), _uses_of_free_gradients()))):
+                grads[index] = grad
+            else:
+                param.grad = view
+        self.grads, self._there = grads, []
+
     def note_used(self) -> None:
         """Remember for the step's later micro-steps which parameters had a gradient."""
         before = self.used or [False] * len(self.params)
-        self.used = [used or grad is not None for used, grad in zip(before, self.grads, strict=True)]
+        self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
         """The buffer into ``.grad``; ``used`` tells which parameters had a gradient on any rank."""
         if not self.complete:
             for index, flag in enumerate(used()):
-                if flag and self.grads[index] is None:  # it had one on other ranks or in earlier micro-steps only
-                    self.params[index].grad = torch.empty_like(self.params[index])
-            self.grads = [p.grad for p in self.params]
-        params, grads, views = self.params, [grad for grad in self.grads if grad is not None], self.views
-        if len(grads) < len(params):
-            there = [grad is not None for grad in self.grads]
-            params, views = list(itertools.compress(params, there)), list(itertools.compress(views, there))
-        if grads:
-            torch._foreach_copy_(grads, views)
-            self.written = params[0], weakref.ref(grads[0]), grads[0]._version
+                if flag and not self.has_gradient[index]:  # it had one on other ranks or in earlier micro-steps only
+                    param = self.params[index]
+                    if self._shows:
+                        param.grad = self.views[index]
+                    elif param.grad is None:
+                        self.grads[index] = param.grad = torch.empty_like(param)
+        own = [grad is not None for grad in self.grads]
+        if any(own):
+            grads = [grad for grad in self.grads if grad is not None]
+            torch._foreach_copy_(grads, list(itertools.compress(self.views, own)))
+        self.written = None
+        for param in self.params:
+            if param.grad is not None:
+                self.written = param, weakref.ref(param.grad), param.grad._version
+                break
         self.grads = []  # else it would outlive zero_grad()
 
     @property
@@ -231,9 +338,57 @@ class Bucket:
         return param.grad is not None and param.grad is grad() and param.grad._version <= version + self.additions
 
     def replace_buffer(self) -> None:
-        """Leave the buffer to a reduction that was given up and may still write to it."""
-        if self._memory is not None:
-            self._hold(self.flat.clone())
+        """Leave the buffer to a reduction that was given up and may still write to it, or to others that hold it."""
+        before = self._memory
+        if before is None:
+            return
+        self._memory = _Memory(before.flat.clone(), self.size, self.params)
+        if self._may_show:
+            for param, view, new in zip(self.params, before.views, self.views, strict=True):
+                if param.grad is view:
+                    param.grad = new
+
+
+class _Memory:
+    """A buffer, and views of it.
+
+    Attributes:
+        flat: the buffer.
+        body: its part for gradients.
+        tail, tail_numbers: the rest.
+        views: one for each parameter, each with a count of changes of its own.
+    """
+
+    def __init__(self, flat: torch.Tensor, size: int, params: Sequence[torch.nn.Parameter]) -> None:
+        self.flat, self.body, self.tail = flat, flat[:size], flat[size:]
+        self.tail_numbers: Any = self.tail.numpy() if flat.device.type == "cpu" and len(self.tail) else None
+        pieces = torch.split(self.body, [real_count(p) for p in params])
+        self.views = [shaped_like(piece, p).data for piece, p in zip(pieces, params, strict=True)]
+        del pieces
+        self._storage = flat.untyped_storage()._cdata
+        self._users = torch._C._storage_Use_Count(self._storage)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether somebody else holds a part of it: a gradient that user code has kept, or what was made of one."""
+        users: int = torch._C._storage_Use_Count(self._storage)
+        return users > self._users
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many hold the tensor, and how many its memory."""
+    return sys.getrefcount(tensor), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _uses_of_free_gradients() -> tuple[int, int]:
+    """The same of a gradient that ``.grad`` alone holds, and a variable."""
+    param = torch.nn.Parameter(torch.zeros(1))
+    with torch.enable_grad():
+        (param * 1.0).sum().backward()  # type: ignore[no-untyped-call]
+    grad = param.grad
+    assert grad is not None, "it has got one"
+    return _uses(grad)
 
 
 class AllReduceOperation:

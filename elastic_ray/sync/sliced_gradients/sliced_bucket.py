@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from elastic_ray.batch.statistics import FlatPreconditioner, squared_norm
 from elastic_ray.sync.operations.buckets import Bucket
 from elastic_ray.sync.sliced_gradients.routes import BucketPiece, pieces_of
 from elastic_ray.sync.sliced_gradients.sliced_gradient import ADDS_UP, Content, SlicedGradient, plain_or_sliced
@@ -41,7 +42,6 @@ class SlicedBucket(Bucket):
         super().__init__(index, group, params)
         self._owners = owners
         self._pieces: tuple[object, tuple[BucketPiece, ...]] | None = None
-        self._had: Sequence[bool] = [False] * len(params)
         self._contents: dict[int, Content] = {}  # of gradients that are being reduced, or were
         self._own: Tensor | None = None  # this rank's weighted gradients, as they were sent
         self._kept: list[tuple[BucketPiece, Tensor]] | None = None  # what this rank has added up; None before
@@ -74,19 +74,13 @@ class SlicedBucket(Bucket):
             raise RuntimeError(ADDS_UP)
         self._kept = None
         super().put(weight)
-        self._had = super().has_gradient
-
-    @property
-    def has_gradient(self) -> Sequence[bool]:
-        """See ``GradientBucket``."""
-        return self._had
 
     def give(self, own: Tensor) -> None:
         """The bucket is on its way: its memory is free for what arrives, and so is that of its gradients."""
         self._own = own
         self.grads = []
         self._contents = {}
-        for index, (param, had) in enumerate(zip(self.params, self._had, strict=True)):
+        for index, (param, had) in enumerate(zip(self.params, self.has_gradient, strict=True)):
             if had:
                 self._show(index, param)
 
@@ -134,16 +128,16 @@ class SlicedBucket(Bucket):
                 self._contents[piece.param].parts[piece.start] = part
         self._contents = {}
 
-    def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
+    def squared_norm(self, preconditioner: FlatPreconditioner | None) -> Tensor:
         """Of what it holds; once it is reduced, of what this rank adds up."""
         if self._kept is None:
             return super().squared_norm(preconditioner)
         found = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=self.params[0].device)
         for piece, part in self._kept:
-            weighted = part.to(found.dtype)
             if preconditioner is not None:
-                weighted = weighted * preconditioner[piece.at : piece.at + piece.length]
-            found += torch.dot(weighted, weighted).to(found.dtype)
+                found += preconditioner.squared_norm(part, piece.at).to(found.dtype)
+            else:
+                found += squared_norm(part).to(found.dtype)
         return found
 
     def own_is_finite(self) -> bool:

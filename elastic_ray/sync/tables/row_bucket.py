@@ -64,6 +64,12 @@ class RowBucket:
         """A backward pass begins."""
         self.complete, self._additions = True, 1
 
+    def begin_filling(self, *, alone: bool) -> None:
+        """The table's gradient stays where it is."""
+
+    def reach(self, place: int) -> None:
+        """The table's gradient stays where it is."""
+
     def add_again(self, param: torch.Tensor) -> None:
         """The pass adds to the gradient once more, by a backward pass within it."""
         self._additions += 1
@@ -136,6 +142,14 @@ class RowBucket:
     def is_finite(self) -> bool:
         """Whether all that it holds is finite."""
         return bool(self.held.values.isfinite().all())
+
+    def sum_up(self) -> None:
+        """The table's gradient stays what it is while it is reduced."""
+
+    @property
+    def is_summed_up(self) -> bool:
+        """See :meth:`sum_up`."""
+        return False
 
     def own_is_finite(self) -> bool:
         """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
