@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FIT_EVERY_S = 2.0
 _GENERATIONS = 8  # whose GPU type is remembered: reports of the last may still be on their way
 _RATES = 64
+_TELL_SPREAD = 0.02  # change of a spread that is told
 _TELL = 0.1  # relative change of a step time that is told
 
 
@@ -365,6 +366,7 @@ def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[O
         count = 10.0 ** min(2, int(math.log10(max(each.count, 1.0))))
         old = known.get(_configuration(each))
         same = old is not None and old.count >= count and abs(old.step_time / each.step_time - 1.0) < _TELL
+        same = same and old is not None and abs(old.spread - each.spread) < _TELL_SPREAD
         fresh.append(old if same and old is not None else dataclasses.replace(each, count=count))
     fresh.sort(key=_configuration)
     return (

@@ -44,6 +44,7 @@ TRIED_AFTER = 20
 
 TRIED_FACTOR = 1.5
 
+_TELLING, _UNSURE = 5, 0.1  # fewer reports do not tell how much they vary; it is taken to be so much
 _REPORTS = 15  # latest reports of a configuration whose median counts
 _CONFIGURATIONS = 64  # configurations remembered; the one not seen for longest goes first
 _MAX_COUNT = 100  # steps beyond which a configuration weighs no more in a fit
@@ -461,5 +462,8 @@ def _observation(key: _Configuration, record: _Record) -> Observation:
         step_time=statistics.median(record.step_times),
         grad_time=statistics.median(record.grad_times) if record.grad_times else 0.0,
         count=float(min(record.steps, _MAX_COUNT)),
-        spread=statistics.pstdev(map(math.log, record.step_times)),
+        spread=max(
+            statistics.pstdev(map(math.log, record.step_times)),
+            _UNSURE if len(record.step_times) < _TELLING else 0.0,
+        ),
     )

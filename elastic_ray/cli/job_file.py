@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from elastic_ray.driver.overrides import parse_workers
+from elastic_ray.driver.overrides import as_field, parse_workers
 from placement.errors import InputError
 from placement.text import meant
 
@@ -26,6 +26,7 @@ class JobFile:
         arguments: of the script.
         workers: (min, max); None leaves it to the script.
         gpus: train on GPUs; False leaves it to the script.
+        scheduling: fields of ``SchedulingConfig``, in place of the script's.
         name: of the job; None for the script's, with the time.
         working_dir: folder that is sent to the cluster; None for the script's own.
         runtime_env: Ray's runtime environment.
@@ -36,6 +37,7 @@ class JobFile:
     arguments: tuple[str, ...] = ()
     workers: tuple[int, int] | None = None
     gpus: bool = False
+    scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str | None = None
     working_dir: Path | None = None
     runtime_env: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -56,9 +58,7 @@ def read_job_file(path: Path) -> JobFile:
     known = [field.name for field in dataclasses.fields(JobFile)]
     if not isinstance(plain, dict) or "script" not in plain:
         raise InputError(f"{path} must be a mapping with script, such as {{script: train.py, workers: 1:8}}")
-    for key in plain:
-        if key not in known:
-            raise InputError(f"{path}: there is no field {key!r}{meant(key, known)}")
+    _check_names(path, plain, known)
     said = {key: value for key, value in plain.items() if value is not None}
     for key, kind, what in (
         ("script", str, "a path"),
@@ -67,6 +67,7 @@ def read_job_file(path: Path) -> JobFile:
         ("python", str, "a path"),
         ("gpus", bool, "true or false"),
         ("runtime_env", dict, "a mapping"),
+        ("scheduling", dict, "a mapping such as {tenant: vision}"),
         ("arguments", list | str, "a list, or one line as a shell takes it"),
         ("workers", int | str, "a number such as 4, or min:max such as 1:8"),
     ):
@@ -77,6 +78,8 @@ def read_job_file(path: Path) -> JobFile:
             said["workers"] = parse_workers(str(_field(as_written, "workers").value))  # YAML takes 1:8 for 68 seconds
         except ValueError as error:
             raise InputError(f"{path}: {error}") from None
+    if "scheduling" in said:
+        _check_scheduling(path, said["scheduling"])
     if "arguments" in said:
         written = _field(as_written, "arguments").value  # YAML takes 010 for 8 and yes for true
         said["arguments"] = tuple(shlex.split(written) if isinstance(written, str) else map(_argument, written))
@@ -87,6 +90,23 @@ def read_job_file(path: Path) -> JobFile:
     if not found.script.is_file():
         raise InputError(f"{path}: script must be a file, but there is no {found.script}")
     return found
+
+
+def _check_names(path: Path, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in given:
+        if key not in known:
+            raise InputError(f"{path}: there is no field {key!r}{meant(key, known)}")
+
+
+def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
+    from elastic_ray.config import SchedulingConfig
+
+    fields = [field.name for field in dataclasses.fields(SchedulingConfig) if field.name != "memory"]
+    _check_names(path, given, fields)
+    try:
+        SchedulingConfig(**{name: as_field(value) for name, value in given.items()})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{path}: scheduling: {error}") from None
 
 
 def _field(mapping: Any, field: str) -> Any:

@@ -3,6 +3,7 @@
 - ``ELASTIC_RAY_WORKERS`` (``1:8``, ``4``): in place of ``ScalingConfig(num_workers)`` of every trainer in the script;
 - ``ELASTIC_RAY_USE_GPU`` (``1``, ``0``): in place of ``ScalingConfig(use_gpu)``;
 - ``ELASTIC_RAY_NAME``: name of the first job that ``RunConfig(name)`` does not name; the others get fresh ones;
+- ``ELASTIC_RAY_SCHEDULING`` (``{"tenant": "vision"}``): fields of every trainer's ``SchedulingConfig``;
 - ``ELASTIC_RAY_USER``: owner of the jobs, in place of the user of the script's process;
 - ``ELASTIC_RAY_SUBMISSION``: Ray's submission that the jobs belong to, so that ``elastic-ray logs`` finds their output.
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import getpass
+import json
 import logging
 import os
 import re
@@ -21,19 +23,23 @@ import secrets
 import sys
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_ray.config import SchedulingConfig
 
 from placement.text import meant
 
 WORKERS = "ELASTIC_RAY_WORKERS"
 USE_GPU = "ELASTIC_RAY_USE_GPU"
+SCHEDULING = "ELASTIC_RAY_SCHEDULING"
 NAME = "ELASTIC_RAY_NAME"
 SUBMISSION = "ELASTIC_RAY_SUBMISSION"
 USER = "ELASTIC_RAY_USER"
 
 _PREFIX = "ELASTIC_RAY_"
 _OTHERS = ("POOL", "TRACKER_DIR", "NNI", "NNI_HOST", "NNI_PARAMETER", "TEST_DEVICE")
-_KNOWN = (WORKERS, USE_GPU, NAME, SUBMISSION, USER, *(_PREFIX + name for name in _OTHERS))
+_KNOWN = (WORKERS, USE_GPU, SCHEDULING, NAME, SUBMISSION, USER, *(_PREFIX + name for name in _OTHERS))
 
 _FORMAT = "%m%d-%H%M%S"
 _MOST_LETTERS = 60  # of a name of at most 128
@@ -64,6 +70,7 @@ class Overrides:
     Attributes:
         workers: (min, max); None leaves it to the script.
         use_gpu: None leaves it to the script.
+        scheduling: fields of ``SchedulingConfig``, in place of the script's.
         name: for a job that has none; empty for a fresh one.
         submission: id of Ray's submission; empty outside of one.
         user: owner of the jobs; empty for the user of the script's process.
@@ -71,6 +78,7 @@ class Overrides:
 
     workers: tuple[int, int] | None = None
     use_gpu: bool | None = None
+    scheduling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     name: str = ""
     submission: str = ""
     user: str = ""
@@ -80,11 +88,23 @@ class Overrides:
         values = {
             WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
+            SCHEDULING: json.dumps(self.scheduling) if self.scheduling else "",
             NAME: self.name,
             SUBMISSION: self.submission,
             USER: self.user,
         }
         return {variable: value for variable, value in values.items() if value}
+
+    def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
+        """Return the script's configuration with what is overridden replaced.
+
+        Raises:
+            ValueError: it has no such field, or the field no such value.
+        """
+        try:
+            return dataclasses.replace(given, **{name: as_field(value) for name, value in self.scheduling.items()})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
         """A ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
@@ -111,6 +131,11 @@ class Overrides:
         return dataclasses.replace(config, **changes) if changes else given
 
 
+def as_field(value: Any) -> Any:
+    """Return a field's value as JSON and YAML have it, with tuples for lists."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def read_overrides(environment: Mapping[str, str]) -> Overrides:
     """What the variables ask for.
 
@@ -126,9 +151,16 @@ def read_overrides(environment: Mapping[str, str]) -> Overrides:
         limits = parse_workers(workers) if workers else None
     except ValueError as error:
         raise ValueError(f"{WORKERS}: {error}") from None
+    try:
+        scheduling = json.loads(environment.get(SCHEDULING) or "{}")
+    except ValueError as error:
+        raise ValueError(f"{SCHEDULING} must be JSON, but got {environment[SCHEDULING]!r}: {error}") from None
+    if not isinstance(scheduling, dict):
+        raise ValueError(f"{SCHEDULING} must be a JSON object, but got {environment[SCHEDULING]!r}")
     return Overrides(
         workers=limits,
         use_gpu=bool(int(use_gpu)) if use_gpu else None,
+        scheduling=scheduling,
         name=environment.get(NAME, ""),
         submission=environment.get(SUBMISSION, ""),
         user=environment.get(USER, ""),

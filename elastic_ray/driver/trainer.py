@@ -196,7 +196,7 @@ class ElasticTrainer:
         self._name = self._run.name or job_name(take_name(os.environ))
         self._submission, self._user = told.submission, told.user or login_name()
         self._elastic = elastic_config or ElasticConfig()
-        self._scheduling = scheduling_config or SchedulingConfig()
+        self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())
         self._scaling = _of_allowed_sizes(self._scaling, self._scheduling)
         self._fingerprint = _check_fingerprint(model_fingerprint)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)

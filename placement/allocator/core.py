@@ -363,7 +363,7 @@ class AllocatorCore:
         kept = {}
         for view in views:
             job, varies = self._jobs[view.job], spread(view)
-            settled_s = job.swayed_s + _SETTLES_S * min(max(varies, job.swayed_by) / _SURE, 1.0)
+            settled_s = job.swayed_s + _SETTLES_S * min(varies / _SURE, 1.0)
             if steady_s < settled_s and view.held_at is None and view.min_workers <= view.workers <= view.max_workers:
                 kept[view.job] = f"keeps {count(view.workers)}: its measured speed varies by {varies:.0%}"
         return kept
@@ -400,7 +400,7 @@ class AllocatorCore:
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
             job.give(change.after)
             if trigger in _UNFORCED and sum(change.before.values()) != sum(change.after.values()):
-                job.swayed(steady_s, spread(job.view))
+                job.swayed(steady_s)
             self._changed_s = steady_s
             goes = self._draining_of(change.before)
             instructions.append(Allocate(job=change.job, nodes=change.after, reason=job.reason, draining=goes))

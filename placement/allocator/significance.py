@@ -82,7 +82,6 @@ class KnownJob:
         reason: why, a sentence.
         heard_s: when it was last heard of [s], by the clock for intervals, as all times here.
         swayed_s: when measured speeds alone changed its size last [s].
-        swayed_by: how much they varied then, as far as known (``placement.goodput.speeds.spread``).
         impossible_since_s: since when no node could hold it [s]; None if some could.
         told_impossible: whether it was told so.
     """
@@ -93,7 +92,6 @@ class KnownJob:
     reason: str
     heard_s: float
     swayed_s: float = -math.inf
-    swayed_by: float = 0.0
     impossible_since_s: float | None = None
     told_impossible: bool = False
 
@@ -124,9 +122,9 @@ class KnownJob:
         """It is to have these workers."""
         self.target = target
 
-    def swayed(self, now_s: float, varies: float) -> None:
+    def swayed(self, now_s: float) -> None:
         """Measured speeds alone have changed its size."""
-        self.swayed_s, self.swayed_by = now_s, varies
+        self.swayed_s = now_s
 
     def explain(self, reason: str) -> None:
         """Why it has what it has."""

@@ -25,7 +25,7 @@ def test_a_file_says_what_the_options_would(folder: Path) -> None:
     found = read(
         folder,
         "script: train.py\narguments: --lr 0.1 --name 'a b'\nworkers: 1:8\ngpus: true\nname: bert\n"
-        "working_dir: .\nruntime_env: {pip: [einops]}\n",
+        "working_dir: .\nruntime_env: {pip: [einops]}\nscheduling: {tenant: vision, sizes: [2, 4]}\n",
     )
     assert found == JobFile(
         script=folder / "train.py",
@@ -35,6 +35,7 @@ def test_a_file_says_what_the_options_would(folder: Path) -> None:
         name="bert",
         working_dir=folder / ".",
         runtime_env={"pip": ["einops"]},
+        scheduling={"tenant": "vision", "sizes": [2, 4]},
     )
     assert read(folder, "{script: train.py, workers: 4, arguments: [--epochs, 3]}").arguments == ("--epochs", "3")
     as_written = ("--seed", "010", "--lr", "0.10", "--fast", "yes", "--day", "2026-11-27")
@@ -51,6 +52,9 @@ def test_a_file_says_what_the_options_would(folder: Path) -> None:
         ("{script: train.py, workers: 8:1}", "1 <= min <= max"),
         ("{script: train.py, workers: true}", "workers must be a number such as 4"),
         ("{script: train.py, gpus: 2}", "gpus must be true or false, but got 2"),
+        ("{script: train.py, scheduling: {tenants: a}}", "there is no field 'tenants'; did you mean 'tenant'?"),
+        ("{script: train.py, scheduling: {spot: maybe}}", "scheduling: spot must be one of"),
+        ("{script: train.py, scheduling: 3}", "scheduling must be a mapping such as {tenant: vision}, but got 3"),
         ("{script: other.py}", "script must be a file, but there is no"),
         ("script: [", "cannot be read"),
     ],

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import statistics
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import pytest
 
+from elastic_ray.batch.limits import BatchLimits
+from elastic_ray.batch.tuner import BatchTuner
 from placement.allocator.config import AllocatorConfig
 from placement.allocator.core import AllocatorCore
 from placement.allocator.events import JobHeartbeat, NodesChanged, TimePassed
@@ -35,34 +35,24 @@ from placement.simulator.world.state import World
 from tests.placement.views import cluster, model, view
 
 VARIES = 0.2
-REPORTS = 15  # whose median a live job tells
 CAUSES = (Trigger.ARRIVAL, Trigger.END, Trigger.NODES, Trigger.LIMITS)
 
 
 class Reports:
-    """What a job tells of its step times, each report of which is off by a fifth, and they drift together."""
+    """What a job measures of its steps, and tells: each report is off by a fifth, and they drift together."""
 
     def __init__(self, seed: object, drift: float) -> None:
         self._dice, self._drift, self._off = random.Random(f"steady/{seed}"), drift, 0.0
-        self._reports: dict[tuple[int, int, float], deque[float]] = {}
+        self._tuner = BatchTuner(BatchLimits(init_batch_size=64))
 
-    def add(self, nodes: int, workers: int, local: float, step_s: float) -> None:
+    def add(self, nodes: int, workers: int, local: int, step_s: float) -> None:
         fresh = self._dice.gauss(0.0, VARIES)
         self._off = self._drift * self._off + math.sqrt(1 - self._drift**2) * fresh
-        key = nodes, workers, local
-        self._reports.setdefault(key, deque(maxlen=REPORTS)).append(step_s * math.exp(self._off))
+        step_s *= math.exp(self._off)
+        self._tuner.observe(nodes=nodes, replicas=workers, atomic_bsz=local, accum_steps=0, step_time=step_s, steps=10)
 
     def told(self) -> tuple[Observation, ...]:
-        return tuple(
-            Observation(
-                *key,
-                accum_steps=0,
-                step_time=statistics.median(times),
-                count=len(times),
-                spread=statistics.pstdev(map(math.log, times)),
-            )
-            for key, times in self._reports.items()
-        )
+        return self._tuner.snapshot().observations
 
 
 def most_in_a_minute(log: Iterable[DecisionRecord]) -> int:
@@ -138,7 +128,7 @@ class NoisyJob(SimulatedJob):
         (gpu, seen), now = next(iter(true.observations.items())), self.training
         for each in seen:
             if (each.nodes, each.replicas) == (len(now.nodes), now.workers):
-                self.reports.add(each.nodes, each.replicas, each.atomic_bsz, each.step_time)
+                self.reports.add(each.nodes, each.replicas, round(each.atomic_bsz), each.step_time)
         told = self.reports.told()
         if not told:
             return true

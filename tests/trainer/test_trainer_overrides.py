@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
 from ray.train import RunConfig, ScalingConfig
 
+from elastic_ray.config import SchedulingConfig
 from elastic_ray.driver.overrides import Overrides, parse_workers, read_overrides, script_stem
 from elastic_ray.driver.trainer import ElasticTrainer
 
@@ -19,11 +21,15 @@ def train() -> None:
 def test_it_comes_before_the_scripts_own_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = Overrides(workers=(2, 6), use_gpu=True, name="bert", submission="bert.2")
+    scheduling = {"tenant": "vision", "sizes": [2, 6]}
+    told = Overrides(workers=(2, 6), use_gpu=True, scheduling=scheduling, name="bert", submission="bert.2")
     for variable, value in told.environment().items():
         monkeypatch.setenv(variable, value)
     with caplog.at_level(logging.WARNING):
-        spec = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=3)).spec()
+        own = SchedulingConfig(priority=3, tenant="speech")
+        trainer = ElasticTrainer(train, scaling_config=ScalingConfig(num_workers=3), scheduling_config=own)
+        spec = trainer.spec()
+    assert spec.scheduling == SchedulingConfig(priority=3, tenant="vision", sizes=(2, 6))
     assert (spec.min_workers, spec.max_workers, spec.use_gpu, spec.bundle) == (2, 6, True, {"GPU": 1.0})
     assert (spec.job, spec.submission) == ("bert", "bert.2")
     assert "num_workers=3" in caplog.text and "ELASTIC_RAY_WORKERS is set" in caplog.text
@@ -45,10 +51,12 @@ def test_nothing_is_changed_without_it(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("variable, value", [("WORKERS", "4:2"), ("WORKERS", "x"), ("USE_GPU", "yes")])
+@pytest.mark.parametrize(
+    "variable, value", [("WORKERS", "4:2"), ("WORKERS", "x"), ("USE_GPU", "yes"), ("SCHEDULING", "[1]")]
+)
 def test_a_wrong_value_is_refused_by_the_trainer(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(f"ELASTIC_RAY_{variable}", value)
-    with pytest.raises(ValueError, match=rf"ELASTIC_RAY_{variable}.*{value!r}"):
+    with pytest.raises(ValueError, match=rf"ELASTIC_RAY_{variable}.*{re.escape(repr(value))}"):
         ElasticTrainer(train)
 
 
