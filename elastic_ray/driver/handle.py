@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
@@ -19,11 +19,12 @@ from elastic_ray.driver.results import all_reports, make_result
 from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job_spec import JobSpec
-from placement.allocator.actor import NAME as ALLOCATOR
-from placement.allocator.explaining import Explanation
-from placement.ray_cluster.named_actors import find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
+
+if TYPE_CHECKING:
+    from placement.allocator.explaining import Explanation
 
 _AWAY_POLL_S = 0.1
 _LONGEST_ASK_S = 5.0  # of one call, below its time-out

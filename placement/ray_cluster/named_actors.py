@@ -15,6 +15,9 @@ from placement.ray_cluster.snapshot import on_head
 NAMESPACE = "elastic_ray"
 """Ray's namespace of all named actors of ours."""
 
+ALLOCATOR = "allocator"
+"""Name of the cluster's allocator."""
+
 _PATIENCE_S = 60.0
 _POLL_S = 0.1
 

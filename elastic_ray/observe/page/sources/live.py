@@ -22,11 +22,10 @@ from elastic_ray.observe.page.source import (
 )
 from elastic_ray.observe.page.sources.what_if import compare
 from placement.allocator.snapshot import AllocatorLook
-from placement.ray_cluster.named_actors import find_actor, names_of_actors
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, names_of_actors
 from placement.simulator.results.outlook import Outlook
 from placement.text import printable
 
-_ALLOCATOR = "allocator"
 _PREFIX = "job:"
 _ANSWER_S = 3.0  # of all that are asked in one look
 _ACTION_S = 10.0
@@ -85,7 +84,7 @@ class LiveCluster:
 
     def _ask_allocator(self) -> AllocatorLook | None:
         """Its answer; None while there is none, or it is being made again."""
-        allocator = find_actor(_ALLOCATOR)
+        allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
         begun_s = time.monotonic()
@@ -158,7 +157,7 @@ class LiveCluster:
         known = self._answers.get(job)
         if known is not None and time.monotonic() - known[0] < _EXPLAINED_S:
             return known[1]
-        controller, allocator = self._controller(job), find_actor(_ALLOCATOR)
+        controller, allocator = self._controller(job), find_actor(ALLOCATOR)
         workers = _get(controller.workers.remote()) if controller is not None else None
         why = _get(allocator.explain.remote(job)) if allocator is not None and controller is not None else None
         answer = JobAnswer(workers=tuple(workers or ()), explanation=why, ray_dashboard=self._ray_dashboard)
