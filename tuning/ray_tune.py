@@ -26,7 +26,6 @@ from ray.tune.schedulers import AsyncHyperBandScheduler, HyperBandScheduler, Med
 from elastic_ray.config import ElasticConfig, SchedulingConfig
 from elastic_ray.events import JobPhase
 from elastic_ray.worker.train_loop import with_config
-from placement.allocator.actor import find_allocator
 from placement.ray_cluster.snapshot import on_head
 from placement.text import printable
 from tuning.in_tune import in_tune
@@ -152,6 +151,8 @@ class ElasticTrainable(Trainable):
         _claim_sweeps()
         on = on_head() if ray.is_initialized() else {}
         if on:
+            from placement.allocator.actor import find_allocator  # the trials' own processes do without
+
             find_allocator()  # it starts while trials do, which will need it
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 

@@ -3,25 +3,55 @@
 A policy asks for changes as data; all workers apply them between the same two steps, or none does.
 """
 
-from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
-from elastic_ray.adaptation.policies.by_metric import EarlyStop, LossPlateau
-from elastic_ray.adaptation.policies.cost_cap import CostCap
-from elastic_ray.adaptation.policies.interference import Interference
-from elastic_ray.adaptation.policies.noise_scale_batch import NoiseScaleBatch
-from elastic_ray.adaptation.policies.scaling import ThroughputScaling, UtilityCost
-from elastic_ray.adaptation.policy import Policy, PolicyError
-from elastic_ray.adaptation.requests import (
-    Checkpoint,
-    Pause,
-    Report,
-    Request,
-    Resize,
-    ScaleRate,
-    SetBatch,
-    SetStrategy,
-    Stop,
-)
-from elastic_ray.adaptation.view import PolicyView
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from placement.lazy_names import lazy_names
+
+if TYPE_CHECKING:
+    from elastic_ray.adaptation.policies.batch_schedule import BatchSchedule
+    from elastic_ray.adaptation.policies.by_metric import EarlyStop, LossPlateau
+    from elastic_ray.adaptation.policies.cost_cap import CostCap
+    from elastic_ray.adaptation.policies.interference import Interference
+    from elastic_ray.adaptation.policies.noise_scale_batch import NoiseScaleBatch
+    from elastic_ray.adaptation.policies.scaling import ThroughputScaling, UtilityCost
+    from elastic_ray.adaptation.policy import Policy, PolicyError
+    from elastic_ray.adaptation.requests import (
+        Checkpoint,
+        Pause,
+        Report,
+        Request,
+        Resize,
+        ScaleRate,
+        SetBatch,
+        SetStrategy,
+        Stop,
+    )
+    from elastic_ray.adaptation.view import PolicyView
+
+_HOMES = {
+    "BatchSchedule": "elastic_ray.adaptation.policies.batch_schedule",
+    "Checkpoint": "elastic_ray.adaptation.requests",
+    "CostCap": "elastic_ray.adaptation.policies.cost_cap",
+    "EarlyStop": "elastic_ray.adaptation.policies.by_metric",
+    "Interference": "elastic_ray.adaptation.policies.interference",
+    "LossPlateau": "elastic_ray.adaptation.policies.by_metric",
+    "NoiseScaleBatch": "elastic_ray.adaptation.policies.noise_scale_batch",
+    "Pause": "elastic_ray.adaptation.requests",
+    "Policy": "elastic_ray.adaptation.policy",
+    "PolicyError": "elastic_ray.adaptation.policy",
+    "PolicyView": "elastic_ray.adaptation.view",
+    "Report": "elastic_ray.adaptation.requests",
+    "Request": "elastic_ray.adaptation.requests",
+    "Resize": "elastic_ray.adaptation.requests",
+    "ScaleRate": "elastic_ray.adaptation.requests",
+    "SetBatch": "elastic_ray.adaptation.requests",
+    "SetStrategy": "elastic_ray.adaptation.requests",
+    "Stop": "elastic_ray.adaptation.requests",
+    "ThroughputScaling": "elastic_ray.adaptation.policies.scaling",
+    "UtilityCost": "elastic_ray.adaptation.policies.scaling",
+}
 
 __all__ = [
     "BatchSchedule",
@@ -45,3 +75,5 @@ __all__ = [
     "ThroughputScaling",
     "UtilityCost",
 ]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -20,14 +20,14 @@ from elastic_ray.errors import JobLostError, TrainFunctionError
 from elastic_ray.events import EventKind, JobEvent, JobOutcome, JobPhase, JobStatus, Report, WorkerInfo
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.sealed import Raised, Sealed
-from placement.allocator.actor import NAME as ALLOCATOR
-from placement.allocator.explaining import Explanation
-from placement.ray_cluster.named_actors import find_actor
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor
 from placement.storage.storage_calls import call_storage
 from placement.text import printable
 
 if TYPE_CHECKING:
     from ray.train.v2.api.result import Result
+
+    from placement.allocator.explaining import Explanation
 
 logger = logging.getLogger(__name__)
 

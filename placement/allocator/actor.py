@@ -54,7 +54,7 @@ from placement.ray_cluster.autoscaler_presence import may_autoscale
 from placement.ray_cluster.cluster_scaler import ClusterScaler
 from placement.ray_cluster.dashboard_process import DashboardProcess
 from placement.ray_cluster.grafana import cluster_writer
-from placement.ray_cluster.named_actors import create_on_head
+from placement.ray_cluster.named_actors import ALLOCATOR, create_on_head
 from placement.ray_cluster.notice_watcher import Watchers
 from placement.ray_cluster.orphans import Orphans
 from placement.ray_cluster.snapshot import RawNode, read_nodes, usable
@@ -63,7 +63,7 @@ from placement.storage.line_file import LineFile
 from placement.text import log_plainly
 from placement.versions import Spoken, check_spoken, spoken
 
-NAME = "allocator"
+NAME = ALLOCATOR
 
 _POLL_S = 0.5
 _DEFAULT_POLICY = "goodput"

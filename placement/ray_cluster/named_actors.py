@@ -19,6 +19,9 @@ NAMESPACE = "elastic_ray"
 
 _KV = NAMESPACE.encode()
 _ALIAS = "alias/"
+ALLOCATOR = "allocator"
+"""Name of the cluster's allocator."""
+
 _PATIENCE_S = 60.0
 _POLL_S = 0.1
 

@@ -24,7 +24,7 @@ from elastic_ray.observe.page.source import (
 from placement.allocator.snapshot import AllocatorLook
 from placement.errors import InputError
 from placement.policies import POLICIES
-from placement.ray_cluster.named_actors import find_actor, names_of_actors
+from placement.ray_cluster.named_actors import ALLOCATOR, find_actor, names_of_actors
 from placement.simulator.results.outlook import Outlook, outlook, read_nodes
 from placement.text import printable
 
@@ -68,7 +68,6 @@ def compare(
     return now, outlook(views, other, policy or look.core.policy, now_s, constraints=rules)
 
 
-_ALLOCATOR = "allocator"
 _PREFIX = "job:"
 _ANSWER_S = 3.0  # of all that are asked in one look
 _ACTION_S = 10.0
@@ -127,7 +126,7 @@ class LiveCluster:
 
     def _ask_allocator(self) -> AllocatorLook | None:
         """Its answer; None while there is none, or it is being made again."""
-        allocator = find_actor(_ALLOCATOR)
+        allocator = find_actor(ALLOCATOR)
         if allocator is None:
             return None
         begun_s = time.monotonic()
@@ -200,7 +199,7 @@ class LiveCluster:
         known = self._answers.get(job)
         if known is not None and time.monotonic() - known[0] < _EXPLAINED_S:
             return known[1]
-        controller, allocator = self._controller(job), find_actor(_ALLOCATOR)
+        controller, allocator = self._controller(job), find_actor(ALLOCATOR)
         workers = _get(controller.workers.remote()) if controller is not None else None
         why = _get(allocator.explain.remote(job)) if allocator is not None and controller is not None else None
         answer = JobAnswer(workers=tuple(workers or ()), explanation=why, ray_dashboard=self._ray_dashboard)
