@@ -54,9 +54,7 @@ def saver_of(session: Any, folder: Path, told: list[StateSaved]) -> StateSaver:
     return StateSaver(session, RunStorage(str(folder)), tell, keep=2, interval_s=1e-3)
 
 
-def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_state_without_memory_for_a_copy_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session, told = Rank0(torch.ones(1).expand(1 << 55)), list[StateSaved]()  # in memory and on disk it is one number
     saver = saver_of(session, tmp_path, told)
     with caplog.at_level(logging.WARNING, "elastic_ray"):
@@ -70,7 +68,7 @@ def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
     assert [state.steps for state in state_files(RunStorage(str(tmp_path)))] == [7]
 
 
-def test_a_copy_does_without_pinned_memory_where_there_is_none() -> None:
+def test_copy_does_without_pinned_memory_where_there_is_none() -> None:
     state = torch.ones(3)
     buffers = CopyBuffers()
     buffers.make([(state.shape, state.dtype, True)])  # as of a GPU's; without CUDA no memory can be pinned

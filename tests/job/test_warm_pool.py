@@ -148,9 +148,7 @@ def seen(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the_job_before(
-    pool_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_job_in_a_warm_process_sees_nothing_of_before(pool_cluster: LocalCluster, tmp_path: Path) -> None:
     """Two scripts in two directories: each has its own modules, actors' names, path and output."""
     first, second = tmp_path / "first", tmp_path / "second"
     with driver(pool_cluster, first, "first", epochs=1_000_000) as script:
@@ -175,7 +173,7 @@ def test_a_job_runs_in_a_process_that_was_warm_before_it_and_sees_nothing_of_the
 
 
 @pytest.mark.thorough
-def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_that_no_job_has(
+def test_new_pool_finds_its_processes_closing_ends_idle_ones(
     pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "quiet_s=1")
@@ -206,7 +204,7 @@ def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_
 
 
 @pytest.mark.slow
-def test_a_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, "on")
     cluster = LocalCluster(num_cpus=1)
     try:

@@ -88,9 +88,7 @@ def jobs() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_what_asha_stops_returns_workers_though_tune_keeps_actors(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     """Two trials wait in their middles: one until the other is ahead, that one until the first is stopped and gone."""
     ahead, gone = tmp_path / "ahead", tmp_path / "gone"
     searcher = Given(
@@ -120,7 +118,7 @@ def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
 
 
 @pytest.mark.thorough
-def test_the_best_of_two_trials_is_found_and_nothing_is_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_the_best_of_two_is_found_nothing_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     grid = fit(tmp_path, {"quality": tune.grid_search([0.5, 2.0]), "epochs": 2, "pause_s": 0.0})
     assert not grid.errors
     best = grid.get_best_result("score", "max")
@@ -154,9 +152,7 @@ class Pause(FIFOScheduler):
 
 
 @pytest.mark.slow
-def test_what_is_paused_gives_its_workers_back_and_goes_on_from_its_checkpoint(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_what_is_paused_returns_workers_and_continues(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     ahead, gone = tmp_path / "ahead", tmp_path / "gone"
     searcher = Given(
         {"quality": 3.0, "epochs": 8, "hold": str(gone), "pause_s": 0.0},
@@ -180,7 +176,7 @@ def test_what_is_paused_gives_its_workers_back_and_goes_on_from_its_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["sweep", "submission"])
-def test_a_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCluster, tmp_path: Path, of: str) -> None:
+def test_sweep_that_is_stopped_ends_with_what_there_is(shared_cluster: LocalCluster, tmp_path: Path, of: str) -> None:
     class Stop(tune.Callback):
         """Stops the sweep as the command line does, once two trials have reported."""
 
@@ -234,7 +230,7 @@ class Meanwhile(tune.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["begun", "resumed"])
-def test_a_second_sweep_of_a_name_is_refused_while_the_first_runs(
+def test_second_sweep_of_name_is_refused_while_first_runs(
     shared_cluster: LocalCluster, tmp_path: Path, how: str
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -257,9 +253,7 @@ def test_a_second_sweep_of_a_name_is_refused_while_the_first_runs(
 
 
 @pytest.mark.slow
-def test_a_sweep_that_follows_one_of_its_name_at_once_is_not_compared_with_it(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_sweep_after_its_namesake_is_not_compared(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     for folder in ("first", "second"):
         promise = tuning.Promise(metric="score", mode="max", max_t=len(folder))
         grid = fit(tmp_path / folder, {"epochs": 2}, elastic=trainable(workers=1, sweep="twins", promise=promise))
