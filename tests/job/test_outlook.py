@@ -101,6 +101,7 @@ def test_a_restart_that_loses_nothing_has_no_catching_up() -> None:
 
 
 def test_processes_that_start_now_are_told_apart_from_waiting() -> None:
+    assert time_spent([], 0, 10) == TimeSpent(waiting_s=10)
     assert time_spent([], 0, 10, 4.0) == TimeSpent(waiting_s=6, starting_s=4)
     assert time_spent([], 0, 10, 99.0) == TimeSpent(starting_s=10)
     assert time_spent([event(EventKind.FINISHED, 8, start_s=3)], 0, 10) == TimeSpent(waiting_s=5, starting_s=3)
@@ -153,6 +154,8 @@ def test_the_bounds_widen_with_the_scatter(eta_s: float, rate: float, scatter: f
     low_s, high_s = eta_range(eta_s, scattered, 1.0)
     assert (low_s, high_s) == (pytest.approx(eta_s / (1 + 2 * scatter)), pytest.approx(eta_s / (1 - 2 * scatter)))
     assert eta_range(eta_s, steady, 0.5)[0] == pytest.approx(0.5 * eta_s), "a noise scale that grows"
+    assert eta_range(eta_s, steady, None) == eta_range(eta_s, steady, 1.0), "an unknown one counts in full"
+    assert eta_range(eta_s, steady, 0.01)[0] == pytest.approx(0.1 * eta_s), "not less than a tenth"
 
 
 @pytest.mark.parametrize("eta_s", [None, math.nan, math.inf, -1.0])

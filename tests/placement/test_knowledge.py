@@ -115,6 +115,20 @@ def test_a_measurement_that_is_corrected_corrects_the_model() -> None:
         assert told.step_time(1, 2, 64, 0) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.parametrize(("factor", "anew"), [(1.1, False), (1.5, True), (0.9, False), (0.5, True)])
+def test_only_a_measurement_that_differs_much_corrects_the_model(factor: float, anew: bool) -> None:
+    """Medians move a little with each report, and a model that moves with them would move jobs."""
+    knowledge, first = Knowledge(), measured("old", (1, 2, 4))
+    knowledge.learn(first, 0.0)
+    before = knowledge.complete(fresh(), 0.0).goodput
+    seen = first.observations["T4"]
+    moved = (*seen[:2], dataclasses.replace(seen[2], step_time=factor * seen[2].step_time))
+    knowledge.learn(dataclasses.replace(first, observations={"T4": moved}), 1.0)
+    told = knowledge.complete(fresh(), 2.0)
+    assert (told.goodput != before) == anew
+    assert told.observations["T4"] == moved, "what was measured is told in any case"
+
+
 def test_a_newcomer_knows_an_epochs_length_from_grouped_runs() -> None:
     knowledge = Knowledge()
     long = Progress(done=900.0, epoch_ends=(400.0, 800.0), epochs=50.0, stride=4)
