@@ -100,6 +100,9 @@ def test_memory_bounds_a_node() -> None:
     processes = [process("p")]
     assert len(decide(nodes=[node], requests=[request(n=4)], processes=processes)) == 1
     assert decide(nodes=[node], requests=[request(n=4)], processes=[*processes, process("q")]) == []
+    [end] = decide(nodes=[node], requests=[request(n=4)], processes=[*processes, process("q"), process("r")])
+    assert isinstance(end, End), "what has no room is not wanted"
+    assert decide(nodes=[node], requests=[request(n=0)]) == []
 
 
 def test_the_pool_is_set_by_one_variable() -> None:

@@ -82,6 +82,7 @@ def test_assessors_that_cannot_be_are_refused() -> None:
         ),
         ({"lr": {"_type": "uniform", "_value": [1, 0]}}, ValueError, "uniform, must have"),
         ({"lr": {"_type": "uniform", "_value": [1, 1]}}, ValueError, r"uniform, must have .* but got \[1, 1\]"),
+        ({"lr": {"_type": "uniform", "_value": [0, 1, 2]}}, ValueError, r"\[low, high\], but got \[0, 1, 2\]"),
         ({"lr": {"_type": "quniform", "_value": [0, 1]}}, ValueError, r"\[low, high, q\], but got \[0, 1\]"),
         ({"lr": {"_type": "loguniform", "_value": [0, 1]}}, ValueError, "both above 0"),
         ({"n": {"_type": "randint", "_value": [0, 1.5]}}, ValueError, "whole numbers"),
