@@ -91,10 +91,10 @@ def test_each_link_leads_to_the_line_that_it_names() -> None:
     assert len(named("The step")) > 20 and len(named("A worker is killed in backward")) > 10
 
 
-def test_a_step_comes_by_in_the_order_of_the_page() -> None:
+def test_step_comes_by_in_the_order_of_the_page() -> None:
     assert comes_by(called([], KILLED_IN + 1), named("The step")) == []
 
 
-def test_a_kill_in_backward_comes_by_in_the_order_of_the_page() -> None:
+def test_kill_in_backward_comes_by_in_order_of_page() -> None:
     calls = called([Kill(KILLED_IN - 1, 2, "backward", after=(1,))], KILLED_IN + 3)
     assert comes_by(calls, named("A worker is killed in backward")) == []

@@ -149,7 +149,7 @@ def test_the_architecture_names_each_room_once() -> None:
         ("resize", "operations.md"),
     ],
 )
-def test_what_people_search_for_is_a_heading_of_the_guide(words: str, page: str) -> None:
+def test_what_people_search_for_is_heading_of_the_guide(words: str, page: str) -> None:
     """The site's search weighs headings ten times as much as text."""
     headings = re.findall(r"^#+ (.*)$", (DOCS / page).read_text(), re.MULTILINE)
     assert any(all(word.lower() in heading.lower() for word in words.split()) for heading in headings)

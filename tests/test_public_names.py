@@ -36,7 +36,7 @@ def test_what_a_public_class_offers_is_documented(package: ModuleType, name: str
 
 
 @pytest.mark.parametrize("package", [elastic_ray, placement])
-def test_the_list_is_sorted_without_repeats_and_what_dir_shows(package: ModuleType) -> None:
+def test_list_is_sorted_without_repeats_and_what_dir_shows(package: ModuleType) -> None:
     assert package.__all__ == sorted(set(package.__all__))
     assert dir(package) == package.__all__
 

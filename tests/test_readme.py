@@ -41,7 +41,7 @@ def blocks(language: str) -> list[str]:
     return [body.strip("\n") for body in re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)]
 
 
-def test_there_are_two_commands_and_one_runs_the_main_job_the_other_the_tests() -> None:
+def test_there_are_two_commands_for_job_and_tests() -> None:
     main_job, tests = blocks("bash")
     assert main_job == 'pip install -c constraints.txt -e ".[examples]" && python examples/digits.py'
     assert tests == 'pip install -c constraints.txt -e ".[test]" && pytest -n 2 --dist loadgroup'
@@ -62,7 +62,7 @@ def test_ci_runs_the_readmes_own_commands(number: int) -> None:
     assert f'"${{{variable}#* && }}"' in script, "what the command installs is not run"
 
 
-def test_ci_s_two_stages_are_all_tests_but_those_by_hand() -> None:
+def test_cis_stages_are_all_tests_but_manual_ones() -> None:
     """The README's command and ``.ci/run``'s second stage, which draws new examples for the property tests."""
     script = (ROOT / ".ci" / "run").read_text()
     (second,) = re.findall(r"HYPOTHESIS_NEW_EXAMPLES=1 \$\{tests#\* && \} -m '([^']+)'", script)

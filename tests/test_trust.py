@@ -57,7 +57,7 @@ def unpickles(source: str) -> list[str]:
     return found
 
 
-def test_nothing_is_unpickled_but_what_came_through_ray_to_be_run() -> None:
+def test_only_what_came_through_ray_to_run_is_unpickled() -> None:
     found = {
         path.relative_to(ROOT).as_posix(): calls
         for package in PACKAGES

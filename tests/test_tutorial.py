@@ -29,7 +29,7 @@ def run_command(command: str, folder: Path, address: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1000)
-def test_the_tutorial_runs_from_its_first_line_to_its_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tutorial_runs_from_its_first_line_to_its_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)  # no file of the repository is at hand
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("ELASTIC_RAY_POOL", "per_node=3,memory_share=0.5")
@@ -51,6 +51,6 @@ def test_the_tutorial_runs_from_its_first_line_to_its_last(monkeypatch: pytest.M
         cluster.shutdown()
 
 
-def test_the_page_has_commands_and_a_policy_to_put_into_a_file() -> None:
+def test_page_has_commands_and_policy_to_put_into_file() -> None:
     assert [language for language, _ in BLOCKS].count("sh") == 2
     assert any(block.startswith("def newest_first") for _, block in BLOCKS)

@@ -176,7 +176,7 @@ def test_what_belongs_together_is_prepared_in_several_calls(order: str, tmp_path
         assert math.isclose(result["lr"], alone["lr"], abs_tol=1e-9)
 
 
-def test_an_optimizer_without_its_model_is_refused_when_training_begins() -> None:
+def test_optimizer_without_its_model_is_refused_when_training_begins() -> None:
     def train() -> None:
         accelerator = Accelerator(cpu=True)
         _model, optimizer = pair()
@@ -225,7 +225,7 @@ def test_a_parameter_has_one_optimizer() -> None:
         run_job(train, ())
 
 
-def test_a_prepared_model_has_the_attributes_of_the_model_and_those_of_its_wrapper() -> None:
+def test_prepared_model_has_its_own_and_its_wrappers_attributes() -> None:
     def train() -> None:
         accelerator = Accelerator(cpu=True)
         model, optimizer = pair()
@@ -249,7 +249,7 @@ def test_a_prepared_model_has_the_attributes_of_the_model_and_those_of_its_wrapp
     run_job(train, ())
 
 
-def test_a_saved_state_goes_on_at_its_place_and_fits_accelerate_s_own(tmp_path: Path) -> None:
+def test_a_saved_state_continues_and_fits_accelerate_s_own(tmp_path: Path) -> None:
     """Under automatic names ``load_state`` is given no folder."""
     config = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     seen: list[tuple[int, int]] = []
@@ -287,7 +287,7 @@ def test_a_saved_state_goes_on_at_its_place_and_fits_accelerate_s_own(tmp_path: 
     assert scheduler.scheduler.last_epoch == STEPS + 3
 
 
-def test_a_state_that_is_loaded_within_training_leaves_the_place(tmp_path: Path) -> None:
+def test_state_that_is_loaded_within_training_leaves_the_place(tmp_path: Path) -> None:
     def train() -> int:
         accelerator = Accelerator(cpu=True)
         model, optimizer = pair()
@@ -309,7 +309,7 @@ def test_a_state_that_is_loaded_within_training_leaves_the_place(tmp_path: Path)
     assert list(run_job(train, ()).results.values()) == [2 * STEPS]
 
 
-def test_what_is_for_the_main_process_runs_on_rank_0_and_trackers_are_its_own(tmp_path: Path) -> None:
+def test_main_process_work_runs_on_rank_0_trackers_included(tmp_path: Path) -> None:
     begun: list[int] = []
 
     class Tracker(accelerate.tracking.GeneralTracker):  # type: ignore[name-defined]
@@ -363,7 +363,7 @@ def test_plug_ins_are_refused_with_the_way_out() -> None:
             Accelerator(cpu=True, **options)
 
 
-def test_a_scheduler_that_was_made_for_the_prepared_optimizer_is_prepared_later() -> None:
+def test_scheduler_made_for_the_prepared_optimizer_is_prepared_later() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = pair()
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), BATCH))
@@ -437,7 +437,7 @@ def test_accumulated_gradients_are_clipped_once_beside_a_scaler(clip: str, limit
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_states_are_numbered_on_by_whichever_worker_is_rank_0(loses: bool, tmp_path: Path) -> None:
+def test_states_are_numbered_by_whichever_worker_is_rank_0(loses: bool, tmp_path: Path) -> None:
     used = tmp_path / "checkpoints" / "checkpoint_4"
     used.mkdir(parents=True)
 
@@ -569,14 +569,14 @@ def test_collectives_keep_the_structure_that_they_are_given() -> None:
     run_job(train, (), first=(1, 2))
 
 
-def test_a_loader_that_was_given_another_largest_batch_is_refused() -> None:
+def test_loader_that_was_given_another_largest_batch_is_refused() -> None:
     own = er.AdaptiveDataLoader(numbers(), BATCH)
     own.autoscale_batch_size(2 * BATCH)
     with pytest.raises(ValueError, match=rf"max_batch_size={4 * BATCH}, but .* autoscale_batch_size\({2 * BATCH}\)"):
         Accelerator(cpu=True, max_batch_size=4 * BATCH).prepare(*pair(), own)
 
 
-def test_the_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="elastic_ray.integrations.batch_options")
 
     def train() -> tuple[int, ...]:
@@ -596,7 +596,7 @@ def test_the_loader_that_is_prepared_first_adapts_and_is_named(caplog: pytest.Lo
     assert said.startswith(f"max_batch_size={4 * BATCH} is that of the loader over a TensorDataset, with batches of 8")
 
 
-def test_an_opening_that_failed_and_a_second_accelerator_leave_nothing_behind() -> None:
+def test_opening_that_failed_and_second_accelerator_leave_nothing_behind() -> None:
     set_session(None)
     for handed_over in (False, True, True):
         accelerator = Accelerator(cpu=True)
@@ -661,7 +661,7 @@ def test_every_argument_is_accounted_for() -> None:
     assert refused == checked
 
 
-def test_a_prepared_loader_is_a_data_loader_to_those_who_ask() -> None:
+def test_prepared_loader_is_data_loader_to_those_who_ask() -> None:
     set_session(None)
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(numbers(), BATCH))

@@ -179,7 +179,7 @@ def run(kind: Any, folder: Path, resume: bool, **options: Any) -> Any:
     return train(kind, folder, resume=folder / f"checkpoint-{STEPS + 3}" if resume else None, **saves, **options)
 
 
-def test_going_on_draws_the_random_numbers_that_would_have_come(tmp_path: Path) -> None:
+def test_going_on_draws_random_numbers_that_would_have_come(tmp_path: Path) -> None:
     whole = run(Trainer, tmp_path, False, dropout=0.5)
     torch.testing.assert_close(weights(run(Trainer, tmp_path, True, dropout=0.5)), weights(whole))
 

@@ -163,7 +163,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
         fabric.all_reduce(torch.ones(1), reduce_op="median")
 
 
-def test_a_version_without_what_we_override_is_said_by_name() -> None:
+def test_version_without_what_we_override_is_said_by_name() -> None:
     from elastic_ray.integrations.overridden import check_overridden
 
     with pytest.raises(ImportError, match=r"builds on Fabric.launched of lightning, which lightning 2.* does not have"):

@@ -29,9 +29,7 @@ def set_pause(folder: Path, pause_s: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_each_sample_is_used_once_and_the_weights_are_those_of_one_process(
-    framework: str, ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_each_sample_once_with_the_weights_of_one_process(framework: str, ray_cluster: Any, tmp_path: Path) -> None:
     pytest.importorskip(framework)
     train = FRAMEWORKS[framework]
     for name in ("alone", "job"):

@@ -292,7 +292,7 @@ def test_accumulated_batches_are_cut_by_the_job(script: Any, first: Any, tmp_pat
     assert pickle.loads(pickle.dumps(made.args)).gradient_accumulation_steps == 2, "as the user has set it"
 
 
-def test_what_is_logged_is_the_job_s_and_bars_are_not(tmp_path: Path) -> None:
+def test_what_is_logged_is_jobs_and_bars_are_not(tmp_path: Path) -> None:
     def train() -> Any:
         return fit(tmp_path, disable_tqdm=False, num_train_epochs=2, eval_strategy="epoch", logging_steps=4)
 
@@ -343,7 +343,7 @@ class Adaptive(Trainer):
         return self.loader
 
 
-def test_an_adaptive_loader_of_the_user_s_own_has_the_trainer_s_limits(tmp_path: Path) -> None:
+def test_adaptive_loader_of_users_own_has_the_trainers_limits(tmp_path: Path) -> None:
     def train(times: int) -> list[int]:
         made = Adaptive(model=gpt(), args=arguments(tmp_path), max_batch_size=2 * BATCH)
         steps = []
@@ -358,7 +358,7 @@ def test_an_adaptive_loader_of_the_user_s_own_has_the_trainer_s_limits(tmp_path:
     assert train(2) == [expected] * 2, "alone, the same loader begins anew"
 
 
-def test_a_checkpoint_of_rank_0_goes_on_at_its_batch(tmp_path: Path) -> None:
+def test_a_checkpoint_of_rank_0_continues_at_its_batch(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": STEPS + 2, "save_total_limit": 3}
     alone = Result(fit(tmp_path / "alone", elastic=False))
     results, _ = job(tmp_path / "job", (), (1,), **options)
@@ -448,7 +448,7 @@ def test_subclasses_of_theirs_take_the_mixin(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_train_dataloader_of_the_user_s_own_is_shared_too(tmp_path: Path) -> None:
+def test_train_dataloader_of_the_users_own_is_shared_too(tmp_path: Path) -> None:
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(Texts(), BATCH, collate_fn=collate)
@@ -485,7 +485,7 @@ class Plain(torch.nn.Module):
         return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
 
 
-def test_a_loss_of_the_user_s_own_is_weighted_by_samples() -> None:
+def test_loss_of_the_users_own_is_weighted_by_samples() -> None:
     def by_samples(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         return model(inputs)
 
@@ -556,7 +556,7 @@ def tokens(base: type, folder: Path) -> dict[str, list[int]]:
     return counted
 
 
-def test_what_a_subclass_gathers_in_a_step_is_of_all_workers(tmp_path: Path) -> None:
+def test_what_subclass_gathers_in_step_is_of_all_workers(tmp_path: Path) -> None:
     alone = tokens(transformers.Trainer, tmp_path)
     assert len(alone["train"]) == STEPS and alone["eval"]
     for counted in run_job(lambda: tokens(Trainer, tmp_path), (), first=(1, 2)).results.values():

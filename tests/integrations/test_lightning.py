@@ -181,7 +181,7 @@ class LogsRarely(Module):
         return loss
 
 
-def test_what_joiners_have_not_logged_is_averaged_with_them_and_what_is_past_without() -> None:
+def test_what_joiners_have_not_logged_is_averaged_with_them() -> None:
     # One joins after the step that logs; one in an epoch after that in which "first" was logged.
     script = (Change(3, (1, 2)), Change(STEPS + 1, (1, 2, 3)))
     results, _ = job(script, (1,), make=LogsRarely)
@@ -255,7 +255,7 @@ def test_callbacks_count_once_and_reach_joiners(script: Any, first: Any) -> None
         assert (counts.batches, counts.epochs) == (STEPS * EPOCHS, EPOCHS)
 
 
-def test_one_checkpoint_at_a_time_and_any_trainer_reads_it(tmp_path: Path) -> None:
+def test_one_checkpoint_at_time_and_any_trainer_reads_it(tmp_path: Path) -> None:
     def callbacks() -> list[Any]:
         return [ModelCheckpoint(tmp_path, monitor="val", save_top_k=2, filename="{epoch}-{step}"), Counts()]
 
@@ -352,7 +352,7 @@ def test_accumulated_batches_are_cut_by_the_job(script: Any, first: Any) -> None
         fit(True, accumulate_grad_batches=2, loader=lambda: er.AdaptiveDataLoader(dataset(), BATCH))
 
 
-def test_what_is_logged_is_the_job_s_and_bars_are_not() -> None:
+def test_what_is_logged_is_jobs_and_bars_are_not() -> None:
     results, outcome = job((), (1, 2), log_every_n_steps=3, max_epochs=2, enable_progress_bar=True)
     reports = list(outcome.reports.values())
     assert len(reports) == 2 * (STEPS // 3 + 1), "each third step, and each epoch's end"
@@ -362,7 +362,7 @@ def test_what_is_logged_is_the_job_s_and_bars_are_not() -> None:
     assert bars and all(bar.is_disabled for bar in bars)
 
 
-def test_an_adaptive_loader_of_the_user_s_own_has_the_strategy_s_limits() -> None:
+def test_adaptive_loader_of_users_own_has_the_strategys_limits() -> None:
     wanted = {"max_batch_size": 2 * BATCH, "policy": er.adaptation.BatchSchedule({0: 2 * BATCH})}
     results, _ = job((), (1,), loader=lambda: er.AdaptiveDataLoader(dataset(), BATCH), strategy=wanted)
     assert results[1].steps == EPOCHS * STEPS // 2 + 1, "the first step is of the initial batch"
@@ -503,12 +503,12 @@ def test_batches_that_no_loader_cuts_are_refused() -> None:
         fit(True, loader=Batches)
 
 
-def test_a_loader_that_is_given_in_a_dict_would_come_without_it() -> None:
+def test_loader_given_in_a_dict_would_come_without_it() -> None:
     with pytest.raises(ValueError, match="or one within a dict"):
         fit(True, loader=lambda: {"a": DataLoader(dataset(), BATCH)})
 
 
-def test_a_second_fit_goes_on_alone_and_is_refused_in_a_job() -> None:
+def test_second_fit_continues_alone_and_is_refused_in_job() -> None:
     def twice(elastic: bool) -> tuple[int, int]:
         strategy = {"strategy": ElasticRayStrategy()} if elastic else {}
         trainer = L.Trainer(

@@ -77,7 +77,7 @@ ENDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", ENDS, ids=str)
-def test_a_training_that_is_to_stop_ends_where_lightning_ends_it(options: dict[str, Any]) -> None:
+def test_a_training_told_to_stop_ends_where_lightning_does(options: dict[str, Any]) -> None:
     set_session(None)
     theirs = fit(False, [Stop(3)], **options)
     ours = fit(True, [Stop(3)], **options)
@@ -177,7 +177,7 @@ def test_a_checkpoint_goes_on_under_either_strategy(
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_more_steps_go_on_within_the_epoch_that_fewer_have_cut_short(saved: bool, tmp_path: Path) -> None:
+def test_more_steps_continue_within_an_epoch_cut_short(saved: bool, tmp_path: Path) -> None:
     _, whole = go_on(False, tmp_path, max_steps=9)
     go_on(saved, tmp_path / "few", max_steps=7)
     trainer, rest = go_on(True, tmp_path / "again", tmp_path / "few" / "step=7.ckpt", max_steps=9)
@@ -191,14 +191,14 @@ def test_an_epoch_that_a_callback_has_ended_stays_ended(tmp_path: Path) -> None:
     assert (len(whole.steps), rest.steps) == (9, whole.steps[3:])
 
 
-def test_epochs_that_were_too_few_for_max_steps_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_epochs_too_few_for_max_steps_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer, _ = go_on(True, tmp_path, also=(Shorten(tmp_path / "epoch.ckpt"),), max_steps=9, max_epochs=-1)
     assert trainer.global_step == 8
     assert "the training ended after 8 of max_steps=9: on_train_batch_start() has ended epochs" in caplog.text
 
 
 @pytest.mark.parametrize(("batch_size", "first"), [(8, 16), (12, 0)])
-def test_a_checkpoint_of_another_strategy_goes_on_with_a_larger_batch(
+def test_checkpoint_of_another_strategy_continues_with_a_larger_batch(
     batch_size: int, first: int, tmp_path: Path
 ) -> None:
     go_on(False, tmp_path)

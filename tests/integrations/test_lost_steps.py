@@ -76,7 +76,7 @@ def test_lightning_saves_no_step_that_is_lost(moment: str, joins: tuple[int, ...
 @pytest.mark.thorough
 @pytest.mark.parametrize("moment", ["collective", "after_collective"])
 @pytest.mark.parametrize("first", [(1, 2), (1, 2, 3)])
-def test_transformers_tells_of_an_evaluation_again_in_the_last_step(
+def test_transformers_tells_of_evaluation_again_in_the_last_step(
     moment: str, first: tuple[int, ...], tmp_path: Path
 ) -> None:
     options = {"eval_strategy": "steps", "eval_steps": texts.STEPS, "logging_steps": 8}

@@ -84,7 +84,7 @@ def run_own_tests(folder: Path, version: str) -> dict[str, str]:
     return outcomes
 
 
-def test_accelerate_s_own_tests_pass_as_far_as_they_apply(tmp_path: Path) -> None:
+def test_accelerates_own_tests_pass_as_far_as_they_apply(tmp_path: Path) -> None:
     outcomes = run_own_tests(tmp_path, accelerate.__version__)
     named = {name: any(re.search(each, name) for each in NOT_APPLICABLE) for name in outcomes}
     counts = {kind: sum(each == kind for each in outcomes.values()) for kind in ("passed", "failed", "skipped")}

@@ -115,7 +115,7 @@ def blocks(found: RowsFound) -> list[str]:
     return [span.block for span in found.spans]
 
 
-def test_a_job_that_is_run_again_has_another_execution_than_the_one_that_failed(executions: Executions) -> None:
+def test_a_rerun_has_another_execution_than_the_failed_one(executions: Executions) -> None:
     async def main(coordinator: Any) -> None:
         executions.broken = {0: 0}
         with pytest.raises(OSError, match="503"):
@@ -127,7 +127,7 @@ def test_a_job_that_is_run_again_has_another_execution_than_the_one_that_failed(
     run(main)
 
 
-def test_one_that_failed_later_is_not_gone_on_with_from_a_checkpoint(executions: Executions) -> None:
+def test_one_that_failed_later_is_not_continued_from_checkpoints(executions: Executions) -> None:
     async def main(coordinator: Any) -> None:
         executions.broken = {0: 1}
         with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ def test_every_rank_that_waits_is_told_of_the_error(executions: Executions) -> N
     run(main)
 
 
-def test_an_epoch_that_was_begun_ahead_and_failed_does_not_count(executions: Executions) -> None:
+def test_an_epoch_begun_ahead_that_failed_does_not_count(executions: Executions) -> None:
     async def main(coordinator: Any) -> None:
         executions.broken = {1: 0}
         for end in (15, 20, 25):
@@ -169,7 +169,7 @@ def test_an_epoch_that_was_begun_ahead_and_failed_does_not_count(executions: Exe
     run(main)
 
 
-def test_a_question_of_a_loop_that_was_left_is_answered(
+def test_question_of_a_loop_that_was_left_is_answered(
     executions: Executions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(coordinator, "_SLOW_S", 0.2)
@@ -207,7 +207,7 @@ def test_a_wait_is_explained_while_somebody_waits(
     assert "train: no rows; CPUs" in caplog.text
 
 
-def test_an_evaluation_in_a_newer_group_does_not_close_what_the_loop_around_it_reads(executions: Executions) -> None:
+def test_an_evaluation_does_not_close_what_the_loop_reads(executions: Executions) -> None:
     async def main(coordinator: Any) -> None:
         executions.blocks = 4
         await coordinator.rows(wanted(0, 5, client="loop", run="r"))
@@ -220,7 +220,7 @@ def test_an_evaluation_in_a_newer_group_does_not_close_what_the_loop_around_it_r
     run(main)
 
 
-def test_what_only_workers_have_read_that_are_gone_is_closed(executions: Executions) -> None:
+def test_what_only_dead_workers_have_read_is_closed(executions: Executions) -> None:
     async def main(coordinator: Any) -> None:
         executions.stuck = True
         await coordinator.rows(wanted(0, 5, client="dead"))
@@ -233,7 +233,7 @@ def test_what_only_workers_have_read_that_are_gone_is_closed(executions: Executi
     run(main)
 
 
-def test_a_question_to_a_stream_that_others_have_left_is_put_to_another(executions: Executions) -> None:
+def test_question_to_a_left_stream_is_put_to_another(executions: Executions) -> None:
     """Both read one stream; the check's group is newer, so that the stream closes when it is through."""
 
     async def main(coordinator: Any) -> None:

@@ -49,7 +49,7 @@ def submit(
 
 
 @pytest.mark.slow
-def test_two_workers_share_the_rows_in_the_dataset_s_order(ray_cluster: Any, tmp_path: Path) -> None:
+def test_two_workers_share_the_rows_in_the_datasets_order(ray_cluster: Any, tmp_path: Path) -> None:
     valid = ray.data.from_items([{"id": number} for number in range(10)])
     handle = submit(tmp_path, ray.data.read_parquet(write_files(tmp_path / "data")), workers=2, valid=valid)
     metrics = handle.result(timeout=350).metrics
@@ -73,7 +73,7 @@ def set_pause(folder: Path, pause_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_rows_are_used_once_and_read_once_while_workers_come_and_go(ray_cluster: Any, tmp_path: Path) -> None:
+def test_rows_are_used_and_read_once_while_workers_change(ray_cluster: Any, tmp_path: Path) -> None:
     reads = tmp_path / "reads"
     reads.mkdir()
     dataset = ray.data.read_parquet(write_files(tmp_path / "data")).map_batches(NoteReads(str(reads)))
@@ -93,7 +93,7 @@ def test_rows_are_used_once_and_read_once_while_workers_come_and_go(ray_cluster:
 
 
 @pytest.mark.slow
-def test_a_reader_that_dies_goes_on_in_the_same_order(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_reader_that_dies_continues_in_the_same_order(ray_cluster: Any, tmp_path: Path) -> None:
     dataset = ray.data.read_parquet(write_files(tmp_path / "data")).random_shuffle().repartition(12)
     set_pause(tmp_path, 1.0)
     handle = submit(tmp_path, dataset, workers=2)  # which know of few blocks in advance
@@ -108,7 +108,7 @@ def test_a_reader_that_dies_goes_on_in_the_same_order(ray_cluster: Any, tmp_path
 
 
 @pytest.mark.slow
-def test_a_job_that_starts_again_from_a_checkpoint_uses_the_rest_of_the_epoch(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_restarted_from_a_checkpoint_uses_the_epochs_rest(ray_cluster: Any, tmp_path: Path) -> None:
     dataset = ray.data.read_parquet(write_files(tmp_path / "data")).random_shuffle()
     set_pause(tmp_path, 1.0)
     handle = submit(
@@ -147,7 +147,7 @@ time.sleep(100)
 
 
 @pytest.mark.slow
-def test_the_reader_ends_with_a_job_whose_driver_was_killed(ray_cluster: Any, tmp_path: Path) -> None:
+def test_reader_ends_with_a_job_whose_driver_was_killed(ray_cluster: Any, tmp_path: Path) -> None:
     set_pause(tmp_path, 0.5)
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, ray_cluster.address, str(tmp_path)], stdout=subprocess.PIPE, text=True

@@ -22,7 +22,7 @@ def table(**columns: Any) -> Any:
     return pa.table(columns)
 
 
-def test_a_batch_is_a_dict_of_tensors_by_column_across_blocks() -> None:
+def test_batch_is_dict_of_tensors_by_column_across_blocks() -> None:
     pixels = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(16, dtype=np.float32).reshape(4, 2, 2))
     first = table(id=[0, 1, 2, 3], x=[0.0, 1.0, 2.0, 3.0], word=list("abcd"), ok=[True, False] * 2, pixels=pixels)
     batch = to_batch([cut(first, 2, 4), cut(first, 0, 1)], None)
@@ -74,7 +74,7 @@ def test_collate_functions_get_what_ray_data_gives_them() -> None:
         ([], r"datasets must be a dict from names .* got \[\]"),
     ],
 )
-def test_what_is_no_dataset_of_ray_is_refused_at_once(datasets: Any, words: str) -> None:
+def test_what_is_no_ray_dataset_is_refused_at_once(datasets: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         er.ElasticTrainer(print, datasets=datasets)
 

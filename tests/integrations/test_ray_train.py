@@ -199,7 +199,7 @@ def test_of_several_scalers_none_is_taken_silently(enabled: Sequence[bool], refu
         ray_train._scaler()
 
 
-def test_a_prepared_loader_keeps_the_options_of_the_one_that_was_given() -> None:
+def test_prepared_loader_keeps_options_of_one_that_was_given() -> None:
     given = DataLoader(
         rows(), BATCH, num_workers=2, multiprocessing_context="spawn", in_order=False, pin_memory_device="cuda:0",
         prefetch_factor=3, timeout=7,

@@ -42,7 +42,7 @@ def test_blocks_go_once_every_rank_is_past_them() -> None:
     assert (blocks(made), made.floor) == (["block 1", "block 2"], 4)
 
 
-def test_a_new_group_keeps_what_its_newest_rank_may_need() -> None:
+def test_new_group_keeps_what_its_newest_rank_may_need() -> None:
     made = window(4, 4, 4)
     made.note(reader(0, 4))
     made.note(reader(1, 4))
@@ -80,9 +80,7 @@ def test_what_a_restart_skips_is_let_go_at_once() -> None:
     sizes=st.lists(st.integers(0, 9), max_size=12),
     moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12)), max_size=40),
 )
-def test_no_rank_misses_a_row_and_nothing_is_kept_that_all_have_passed(
-    sizes: list[int], moves: list[tuple[int, int]]
-) -> None:
+def test_no_rank_misses_a_row_and_passed_rows_go(sizes: list[int], moves: list[tuple[int, int]]) -> None:
     made, rows = RowWindow(), list[tuple[int, int]]()
     positions = [0, 0, 0]
     asked = set[int]()
@@ -102,7 +100,7 @@ def test_no_rank_misses_a_row_and_nothing_is_kept_that_all_have_passed(
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_rows_that_another_execution_has_cut_otherwise_are_taken_up_once(first: list[int], second: list[int]) -> None:
+def test_rows_cut_otherwise_by_another_execution_are_used_once(first: list[int], second: list[int]) -> None:
     end, rows = 0, list[int]()
     for sizes in (first, second):
         at = 0

@@ -35,7 +35,7 @@ class Busy:
         return self.asked[-1]
 
 
-def test_nothing_is_sent_again_to_an_allocator_that_has_yet_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_resent_to_an_allocator_yet_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     busy, heard = Busy(), list[HeartbeatReply]()
     monkeypatch.setattr(allocator_client, "find_allocator", lambda: busy)
     monkeypatch.setattr(allocator_client, "_SLOW_S", 0.02)
@@ -56,7 +56,7 @@ def test_nothing_is_sent_again_to_an_allocator_that_has_yet_to_answer(monkeypatc
     asyncio.run(beat())
 
 
-def test_an_allocator_of_another_release_is_told_nothing_and_the_user_is_told_so(
+def test_allocator_of_another_release_is_told_nothing_users_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Newer(Busy):

@@ -123,14 +123,14 @@ def test_progress_survives_a_checkpoint_anywhere_and_stays_small(gains: list[flo
     assert whole.summary() == resumed.summary()
 
 
-def test_a_checkpoint_at_the_end_of_an_epoch_counts_the_epoch() -> None:
+def test_checkpoint_at_end_of_an_epoch_counts_the_epoch() -> None:
     run = RunProgress(epochs=4, passes=[PassProgress(64, True)], done=8.0)
     back = RunProgress.from_resume_point(run.resume_point())
     assert back.summary() == Progress(done=8.0, epoch_ends=(8.0,), epochs=4)
     assert run.summary() == Progress(done=8.0, epochs=4), "the run itself has not gone on"
 
 
-def test_a_step_whose_update_is_in_the_model_counts_in_the_checkpoint() -> None:
+def test_step_whose_update_is_in_model_counts_in_checkpoint() -> None:
     run = RunProgress(passes=[PassProgress(64), PassProgress(8)], done=8.0, steps=5)
     after = run.after(1, 16, 1.5)
     assert (after.done, after.steps, after.passes) == (9.5, 6, [PassProgress(80)])
@@ -166,7 +166,7 @@ def test_progress_alone_is_no_news_but_a_fingerprint_is() -> None:
 # -- fingerprint ---------------------------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_is_of_what_decides_the_speed_and_nothing_else() -> None:
+def test_fingerprint_is_of_what_decides_speed_and_nothing_else() -> None:
     one = fingerprint(spec(), LOADER)
     assert one is not None and one.startswith("Net-") and one.endswith(" on 1 CPU")
     other_limits = dataclasses.replace(LOADER, limits=BatchLimits(init_batch_size=8), dataset_size=9)
@@ -182,7 +182,7 @@ def test_a_fingerprint_is_of_what_decides_the_speed_and_nothing_else() -> None:
     assert fingerprint(spec(), dataclasses.replace(LOADER, models=())) is None
 
 
-def test_a_name_of_the_users_holds_before_the_model_is_built() -> None:
+def test_name_of_users_holds_before_the_model_is_built() -> None:
     assert fingerprint(spec(model_fingerprint="resnet18-224"), None) == "resnet18-224 on 1 CPU"
     assert fingerprint(spec(model_fingerprint="resnet18-224"), LOADER) == "resnet18-224 on 1 CPU"
 
@@ -208,7 +208,7 @@ def test_observations_are_told_by_type_and_change_rarely() -> None:
     assert seen(planner).observations["T4"][0].step_time == pytest.approx(told.step_time * 1.3)
 
 
-def test_types_are_measured_apart_and_a_mixed_group_tells_nothing() -> None:
+def test_types_are_measured_apart_and_mixed_group_tells_nothing() -> None:
     planner, choice = planner_on("T4")
     planner.observe(report(2, choice))
     fit_now(planner, 10.0)
@@ -246,7 +246,7 @@ def test_a_heartbeat_is_small() -> None:
 # -- priors --------------------------------------------------------------------------------------------------------
 
 
-def test_others_model_serves_until_there_is_one_of_its_own() -> None:
+def test_others_model_serves_until_there_is_an_own_one() -> None:
     tuner = BatchTuner(LIMITS)
     assert tuner.decide(1, 4, None).batch_size == 64
     assert tuner.set_prior(PRIOR) and not tuner.set_prior(PRIOR)
@@ -258,7 +258,7 @@ def test_others_model_serves_until_there_is_one_of_its_own() -> None:
     assert not tuner.set_prior(dataclasses.replace(PRIOR, largest_batch=2048)), "its own counts"
 
 
-def test_a_prior_of_another_initial_batch_is_read_in_ones_own() -> None:
+def test_a_prior_of_another_initial_batch_is_converted() -> None:
     """var = tr(Sigma) / M0: what was 20 at M0 = 128 is 40 at M0 = 64."""
     tuner = BatchTuner(LIMITS)
     tuner.set_prior(Prior(model=GoodputModel(TRUTH, NOISE, 128), largest_batch=1024))
@@ -271,7 +271,7 @@ def test_no_batch_is_chosen_beyond_where_others_have_been() -> None:
     assert tuner.decide(1, 4, None).batch_size == 256
 
 
-def test_a_planner_is_advised_before_and_after_its_first_group() -> None:
+def test_planner_is_advised_before_and_after_its_first_group() -> None:
     early = BatchPlanner()
     assert early.advise({"T4": PRIOR}) is None
     early.open(LOADER)
@@ -285,7 +285,7 @@ def test_a_planner_is_advised_before_and_after_its_first_group() -> None:
     assert seen(late).goodput is None, "the allocator is told only what the job has measured"
 
 
-def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
+def test_a_trial_begins_with_its_fewest_workers_and_grows() -> None:
     """Of eight trials that come at once, each would have started a second process for nothing."""
     trial = TrialSpec(controller="c")
     assert seen(BatchPlanner(), ran_with=0, trial=trial, min_workers=2).growth_limit == 2
@@ -307,7 +307,7 @@ def test_a_trial_begins_with_its_fewest_workers_and_grows_from_there() -> None:
         ((20, 20), 8, 8, "its policy asks for 20 workers"),
     ],
 )
-def test_a_wish_bounds_the_most_and_a_size_set_by_hand_outranks_it(
+def test_wish_bounds_the_most_a_size_by_hand_outranks(
     wish: tuple[int | None, int | None] | None, most: int, wished: int | None, note: str
 ) -> None:
     planner, choice = planner_on()
@@ -330,7 +330,7 @@ def test_a_wish_bounds_the_most_and_a_size_set_by_hand_outranks_it(
     assert (by_hand.max_workers, by_hand.wished, by_hand.held_at) == (8, None, 6)
 
 
-def test_the_next_controller_knows_wish_and_held_batch_from_one_report() -> None:
+def test_next_controller_knows_wish_and_batch_from_one_report() -> None:
     before, choice = planner_on()
     before.observe(report(2, choice, wish=(3, None), held_batch=128))
     after, choice = planner_on()

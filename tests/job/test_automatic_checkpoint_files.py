@@ -49,7 +49,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> RunStorage:
     return RunStorage("run", below)
 
 
-def test_what_was_written_is_read_and_the_newest_comes_first(storage: RunStorage) -> None:
+def test_what_was_written_is_read_and_newest_comes_first(storage: RunStorage) -> None:
     written = [write_state(storage, trees(steps), point(steps)) for steps in (5, 100, 20)]
     found = state_files(storage)
     assert [state.steps for state in found] == [100, 20, 5] and list(found) == [written[i] for i in (1, 2, 0)]
@@ -80,13 +80,13 @@ def test_a_changed_or_torn_state_is_recognised(storage: RunStorage, tmp_path: Pa
     assert state_files(storage) == ()
 
 
-def test_one_that_was_given_up_half_way_does_not_count(storage: RunStorage, tmp_path: Path) -> None:
+def test_one_given_up_half_way_does_not_count(storage: RunStorage, tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         write_state(storage, trees(), point(5), go_on=lambda: False)
     assert state_files(storage) == () and list((tmp_path / "run" / "automatic").iterdir()) == []
 
 
-def test_another_of_as_many_steps_takes_nothing_away_until_it_is_there(storage: RunStorage) -> None:
+def test_equal_one_takes_nothing_away_until_it_is_there(storage: RunStorage) -> None:
     first = write_state(storage, trees(1.0), point(5))
     with pytest.raises(InterruptedError):
         write_state(storage, trees(2.0), point(5), go_on=lambda: False)
@@ -112,7 +112,7 @@ def test_a_state_is_on_the_disk_before_its_note_says_so(tmp_path: Path, monkeypa
     assert all(number == (files == 4) for files, number in zip(there, noted, strict=True)) and there.count(4) > 1
 
 
-def test_those_of_a_course_that_was_left_take_no_place(storage: RunStorage) -> None:
+def test_those_of_course_that_was_left_take_no_place(storage: RunStorage) -> None:
     """Two corrupt ones, 98 and 100, and the job goes on from a reported checkpoint at 50."""
     kept = []
     for steps in (98, 100, 52, 54, 56):
@@ -141,9 +141,7 @@ def test_intervals_are_young_s_and_daly_s() -> None:
 
 
 @given(cost=st.floats(0, 1e4), losses=st.floats(0, 1e4), observed=st.floats(0, 1e7))
-def test_intervals_are_bounded_and_shorter_for_jobs_that_are_lost_more_often(
-    cost: float, losses: float, observed: float
-) -> None:
+def test_intervals_are_bounded_and_shorter_for_jobs_lost_often(cost: float, losses: float, observed: float) -> None:
     interval = checkpoint_interval_s(cost, mean_time_between_losses_s(losses, observed))
     assert 10.0 <= interval <= 3600.0
     assert interval == 3600.0 or cost / interval <= 0.00501
@@ -159,7 +157,7 @@ def test_impossible_costs_and_times_are_refused(cost: float, mean: float) -> Non
         mean_time_between_losses_s(-1, 0)
 
 
-def test_a_large_file_reaches_the_disk_piece_by_piece_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_reaches_the_disk_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_files, "CHUNK_BYTES", 4)
     monkeypatch.setattr(checked_files, "_SYNC_BYTES", 8)
     raw, reached = io.BytesIO(), list[int]()

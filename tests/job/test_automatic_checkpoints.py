@@ -45,7 +45,7 @@ def test_all_members_lost_in_the_middle_of_an_epoch(ray_cluster: Any, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_under_its_name_at_another_size_from_the_last_good_one(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_continues_at_another_size_from_the_last_good(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, name="again", elastic=OFTEN, pause_s=0.05)
     storage = RunStorage(str(tmp_path / "runs" / "again"))
     wait_until(lambda: handle.status().step >= 10 and len(state_files(storage)) > 1, handle)

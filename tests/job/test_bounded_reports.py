@@ -29,7 +29,7 @@ from tests.job.specs import spec
 
 
 @given(st.lists(st.sampled_from(["add", "add", "take", "written", "failed"]), max_size=60))
-def test_lines_stay_in_order_until_they_are_written_each_once(steps: list[str]) -> None:
+def test_lines_stay_in_order_and_are_written_once(steps: list[str]) -> None:
     backlog, count, taken = Backlog(most=5), 0, None
     file: list[str] = []
     dropped = 0
@@ -75,7 +75,7 @@ def test_a_restart_goes_back_and_what_it_repeats_counts() -> None:
 
 
 @pytest.mark.thorough
-def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: Path) -> None:
+def test_hundred_thousand_reports_cost_same_time_and_no_memory(tmp_path: Path) -> None:
     record, report_queue, storage = JobRecord(spec()), ReportQueue(), RunStorage(str(tmp_path / "run"))
     storage.create()
 
@@ -121,9 +121,7 @@ def test_a_hundred_thousand_reports_cost_the_same_time_and_no_memory(tmp_path: P
     assert found is not None and found.index == 99_501
 
 
-def test_a_tail_that_storage_cannot_complete_is_given_as_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tail_that_storage_cannot_complete_is_given_as_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hanging = HangingStorage(tmp_path)
     storage = RunStorage("run", hanging.filesystem)
     record = JobRecord(spec())
@@ -143,7 +141,7 @@ def test_a_tail_that_storage_cannot_complete_is_given_as_it_is(
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_lines_that_could_not_be_added_are_not_there_in_part(
+def test_lines_that_could_not_be_added_leave_no_part(
     tmp_path: Path, local: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
@@ -202,9 +200,7 @@ class Ending(HangingHandler):
 
 @pytest.mark.parametrize("replaces", [True, False])
 @pytest.mark.parametrize("in_parts", [True, False])
-def test_lines_stay_wherever_a_writer_ends_that_writes_a_file_anew(
-    tmp_path: Path, replaces: bool, in_parts: bool
-) -> None:
+def test_lines_stay_wherever_writer_ends_that_writes_file_anew(tmp_path: Path, replaces: bool, in_parts: bool) -> None:
     handler = Ending(str(tmp_path), str(tmp_path / "none"))
     handler.replaces = replaces
     filesystem = pyarrow.fs.PyFileSystem(handler)
@@ -222,7 +218,7 @@ def test_lines_stay_wherever_a_writer_ends_that_writes_a_file_anew(
     assert len(added) > 12
 
 
-def test_where_files_are_written_anew_many_lines_come_in_parts(tmp_path: Path) -> None:
+def test_where_files_are_written_anew_lines_come_in_parts(tmp_path: Path) -> None:
     hanging = HangingStorage(tmp_path)
     for writer in range(2):  # the second after a restart of its controller
         file = LineFile(hanging.filesystem, "reports.jsonl", private=True, in_parts=True)
@@ -235,7 +231,7 @@ def test_where_files_are_written_anew_many_lines_come_in_parts(tmp_path: Path) -
 
 
 @given(st.lists(st.sampled_from([0, 1, 7, 8, 9, 20, 70]), max_size=9), st.integers(1, 30), st.booleans())
-def test_lines_that_are_too_long_are_left_out_and_no_others(sizes: list[int], piece: int, ends: bool) -> None:
+def test_only_lines_that_are_too_long_are_left_out(sizes: list[int], piece: int, ends: bool) -> None:
     lines = [bytes([65 + number]) * size for number, size in enumerate(sizes)]
     content = b"\n".join(lines) + (b"\n" if ends and lines else b"")
 
@@ -263,12 +259,12 @@ def test_a_line_of_any_length_fills_no_memory(tmp_path: Path) -> None:
     assert found == ["first", "last"] and peak < 64 << 20
 
 
-def test_metrics_that_json_cannot_hold_are_rows_all_the_same() -> None:
+def test_metrics_that_json_cannot_hold_are_rows_all_same() -> None:
     found = Report.from_json(Report(index=3, metrics={("a", 1): object, "b": 2}).to_json())
     assert found.index == 3 and found.metrics["b"] == "2"
 
 
-def test_lines_that_follow_one_cut_short_by_a_crash_are_lines_of_their_own(tmp_path: Path) -> None:
+def test_lines_after_one_cut_short_stand_alone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text("whole\ncut sh")
     LineFile(pyarrow.fs.LocalFileSystem(), str(path), private=False).append(["next", "last"])

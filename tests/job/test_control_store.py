@@ -69,7 +69,7 @@ def cluster(redis: str) -> Iterator[LocalCluster]:
     cluster.shutdown()
 
 
-def test_a_job_trains_on_while_the_control_store_is_away(cluster: LocalCluster, redis: str, tmp_path: Path) -> None:
+def test_job_trains_on_while_the_control_store_is_away(cluster: LocalCluster, redis: str, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 4), epochs=10_000, pause_s=0.03)
     handle.resize(2)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 5, handle)

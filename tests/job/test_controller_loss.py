@@ -58,7 +58,7 @@ def test_training_goes_on_while_the_controller_is_away(ray_cluster: Any, tmp_pat
 
 @pytest.mark.timeout(1000)
 @pytest.mark.slow
-def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
+def test_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any, tmp_path: Path) -> None:
     """Rank 0 dies in the same moment. On a busy machine a process takes as long to start as 60 epochs take."""
     handle = start(tmp_path, workers=3, epochs=120)
     wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)
@@ -75,7 +75,7 @@ def test_a_worker_that_is_lost_meanwhile_is_missed_and_replaced(ray_cluster: Any
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_meanwhile_does_not_hold_up_the_others(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_worker_stopped_meanwhile_does_not_hold_up_others(ray_cluster: Any, tmp_path: Path) -> None:
     """Its process lives, as far as Ray can tell; a look at it tells more."""
     handle = start(tmp_path, workers=3, epochs=30)
     wait_until(lambda: handle.status().workers == 3 and handle.status().step > 10, handle)
@@ -168,7 +168,7 @@ def test_twice_in_a_row_and_together_with_the_allocator(ray_cluster: Any, tmp_pa
 
 
 @pytest.mark.slow
-def test_all_workers_and_the_controller_at_once_restart_from_the_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
+def test_all_workers_and_controller_at_once_restart_from_checkpoint(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=12, checkpoint=True, max_failures=1)
     wait_until(lambda: handle.status().step > 20, handle)
     victims = [worker.pid for worker in handle.workers()]
@@ -202,9 +202,7 @@ def notes() -> set[bytes]:
 
 
 @pytest.mark.slow
-def test_notes_of_a_controller_that_never_comes_back_are_deleted_and_no_others(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_only_notes_of_controller_gone_for_good_are_deleted(ray_cluster: Any, tmp_path: Path) -> None:
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
 
     before = notes()
@@ -296,7 +294,7 @@ def test_another_rank_0_counts_reports_on(ray_cluster: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_workers_whose_controller_is_gone_for_good_save_the_job(ray_cluster: Any, tmp_path: Path) -> None:
+def test_workers_whose_controller_is_gone_for_good_save_job(ray_cluster: Any, tmp_path: Path) -> None:
     """The job goes on from there under its name."""
     often = {"checkpoint_interval_s": 600.0}
     handle = start(tmp_path, workers=2, name="alone", epochs=400, elastic=often)

@@ -71,7 +71,7 @@ def set_pause(pause: Path, pause_s: float) -> None:
     written.replace(pause)
 
 
-def test_a_run_resized_at_random_ends_with_the_loss_of_one_that_is_not(ray_cluster: Any, tmp_path: Path) -> None:
+def test_run_resized_at_random_ends_with_the_same_loss(ray_cluster: Any, tmp_path: Path) -> None:
     """Same seed, same global batch: only the order in which floats are summed may differ."""
     dice = random.Random(11)
     handle, pause = start(tmp_path / "resized", workers=(1, 4), pause_s=0.3)

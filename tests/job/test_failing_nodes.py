@@ -51,7 +51,7 @@ def failures() -> list[Any]:
     return list(ray.get(find_allocator().snapshot.remote()).node_failures)
 
 
-def test_a_job_begins_on_another_node_than_that_on_which_starts_fail(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_a_job_begins_elsewhere_than_where_starts_fail(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     for _ in range(2):
         ray_cluster.add_node(num_cpus=1, resources={"slot": 2})
     handle = submit(tmp_path)
@@ -72,9 +72,7 @@ def test_a_job_begins_on_another_node_than_that_on_which_starts_fail(ray_cluster
         cli.forgive(bad)
 
 
-def test_a_program_that_no_node_can_start_ends_with_its_error_and_no_node_is_blamed(
-    ray_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_program_that_cannot_start_blames_no_node(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     for _ in range(3):
         ray_cluster.add_node(num_cpus=1, resources={"slot": 2})
     with pytest.raises(ModuleNotFoundError, match="apex"):
@@ -91,9 +89,7 @@ def hold(config: dict[str, Any]) -> None:
     traced.train(config)
 
 
-def test_a_mistake_ends_a_job_within_seconds_though_no_other_slot_is_free(
-    ray_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_mistake_ends_a_job_in_seconds_without_free_slots(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     """The other node is full, so that the job's second start is on the node of the first."""
     for _ in range(2):
         ray_cluster.add_node(num_cpus=1, resources={"slot": 1})

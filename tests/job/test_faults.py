@@ -59,7 +59,7 @@ def test_hung_worker_is_found_and_replaced(ray_cluster: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_busy_for_long_without_a_sign_of_life_is_waited_for(ray_cluster: Any, tmp_path: Path) -> None:
+def test_worker_busy_for_long_without_signs_is_waited_for(ray_cluster: Any, tmp_path: Path) -> None:
     """C code that holds Python's lock silences the heartbeats for twice the timeout; its node sees that it lives."""
     handle = start(tmp_path, workers=2, epochs=10_000, hold_lock_at=6, hold_lock_s=4.5)
     wait_until(lambda: handle.status().step > 12, handle)

@@ -62,7 +62,7 @@ def submit_many(handle: Any) -> None:
     ray.kill(submitter)
 
 
-def test_a_job_trains_through_a_bad_joiner_disk_node_burst_and_clock(
+def test_job_trains_through_joiner_disk_node_and_clock_faults(
     clock_step: Path, ray_cluster: Any, tmp_path: Path
 ) -> None:
     bad, orders = tmp_path / "bad-node", tmp_path / "orders"

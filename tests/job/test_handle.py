@@ -56,7 +56,7 @@ def test_a_handle_from_submission_to_the_end(ray_cluster: Any, tmp_path: Path) -
 
 
 @pytest.mark.thorough
-def test_a_lost_controller_is_named_with_the_jobs_last_state(ray_cluster: Any, tmp_path: Path) -> None:
+def test_lost_controller_is_named_with_the_jobs_last_state(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, name="lost", epochs=10_000)
     wait_until(lambda: handle.status().step > 3, handle)
     ray.kill(ray.get_actor("job:lost", namespace="elastic_ray"))

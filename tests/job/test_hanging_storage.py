@@ -77,7 +77,7 @@ def test_training_resizing_stopping_and_other_jobs_go_on(ray_cluster: Any, remot
 
 
 @pytest.mark.thorough
-def test_a_report_whose_checkpoint_hangs_is_ended_by_a_stop(ray_cluster: Any, remote: Any, tmp_path: Path) -> None:
+def test_report_whose_checkpoint_hangs_is_ended_by_a_stop(ray_cluster: Any, remote: Any, tmp_path: Path) -> None:
     handle = start(remote, tmp_path, "b", {"automatic_checkpoints": False}, checkpoint=True, epochs=10_000)
     wait_until(lambda: handle.status().epoch >= 1, handle, _START_S)
     remote.hang("checkpoint_")
@@ -94,9 +94,7 @@ def test_a_report_whose_checkpoint_hangs_is_ended_by_a_stop(ray_cluster: Any, re
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_told(
-    ray_cluster: Any, remote: Any, tmp_path: Path
-) -> None:
+def test_checkpoint_that_storage_refuses_is_given_up_and_told(ray_cluster: Any, remote: Any, tmp_path: Path) -> None:
     elastic = {"automatic_checkpoints": False, "storage_timeout_s": 1.0}
     handle = start(remote, tmp_path, "c", elastic, checkpoint=True, epochs=12)
     wait_until(lambda: handle.status().epoch >= 1, handle, _START_S)

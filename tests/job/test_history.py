@@ -14,7 +14,7 @@ def note(kind: EventKind, workers: int, pause_s: float = 0.0) -> Note:
     return Note(kind=kind, from_workers=1, to_workers=workers, reason="", pause=Pause(state_s=pause_s))
 
 
-def test_a_start_lasts_from_the_first_process_to_the_group() -> None:
+def test_start_lasts_from_the_first_process_to_the_group() -> None:
     history = SizeHistory(0.0)
     history.launched(1.0, 101.0)
     history.launched(2.0, 102.0)  # the second process of the same group
@@ -35,14 +35,14 @@ def test_the_latest_resize_counts_most() -> None:
     assert history.resize_cost_s == pytest.approx(1.2, rel=0.01)
 
 
-def test_ten_groups_without_a_step_may_fail_and_no_more() -> None:
+def test_ten_groups_without_step_may_fail_and_no_more() -> None:
     history = SizeHistory(0.0)
     assert not any(history.is_stuck(7) for _ in range(10))
     assert history.is_stuck(7)
     assert not history.is_stuck(8)
 
 
-def test_a_checkpoint_is_expected_soon_after_the_first_start_only() -> None:
+def test_checkpoint_is_expected_soon_after_the_first_start_only() -> None:
     history = SizeHistory(0.0)
     history.launched(0.0, 0.0)
     history.settled(note(EventKind.STARTED, 1), 10.0)

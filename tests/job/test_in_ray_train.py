@@ -103,7 +103,7 @@ def test_a_loop_that_imports_ray_train_itself_finds_ours() -> None:
     assert answer.stdout.strip() == "{'lr': 0.5}", answer.stderr
 
 
-def test_files_that_storage_has_taken_are_deleted_where_the_loop_asks_for_it(tmp_path: Path) -> None:
+def test_stored_files_are_deleted_where_the_loop_asks(tmp_path: Path) -> None:
     def loop(config: dict[str, Any]) -> list[bool]:
         found = []
         for stored in (None, "s3/run/checkpoint_000001"):

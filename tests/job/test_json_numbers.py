@@ -65,5 +65,5 @@ def test_files_of_a_run_are_json_with_any_number(tmp_path: Path, number: float, 
 
 
 @pytest.mark.parametrize("own", ["NaN", math.nan, ["NaN"], [], 1.5, {"__float__": "Infinity"}], ids=repr)
-def test_a_user_s_own_object_of_that_key_comes_back(own: Any) -> None:
+def test_a_users_own_object_of_that_key_comes_back(own: Any) -> None:
     assert same(load(dump({"__float__": own})), {"__float__": own})

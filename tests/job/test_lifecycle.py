@@ -32,7 +32,7 @@ from tests.job.specs import spec
 pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000)]
 
 
-def test_a_programs_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, tmp_path: Path) -> None:
+def test_programs_exception_ends_the_job_and_is_never_retried(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, max_failures=3, raise_at=3)
     with pytest.raises(KeyError, match="the user's own mistake") as caught:
         handle.result(timeout=180)
@@ -43,7 +43,7 @@ def test_a_programs_exception_ends_the_job_and_is_never_retried(ray_cluster: Any
     assert 'KeyError: "the user\'s own mistake"' in handle.events()[-1].reason
 
 
-def test_what_ray_refuses_of_a_process_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
+def test_what_ray_refuses_of_process_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
     """Another try would end the same way: the job does not wait for ever."""
     refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"working_dir": str(tmp_path)})
     handle = JobHandle(start_controller(refused), refused)
@@ -52,7 +52,7 @@ def test_what_ray_refuses_of_a_process_is_the_jobs_error(ray_cluster: Any, tmp_p
 
 
 @pytest.mark.slow
-def test_an_environment_that_cannot_be_set_up_is_the_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
+def test_environment_that_cannot_be_set_up_is_jobs_error(ray_cluster: Any, tmp_path: Path) -> None:
     refused = spec(job="refused", storage_path=str(tmp_path), runtime_env={"conda": "there-is-none"})
     handle = JobHandle(start_controller(refused), refused)
     with pytest.raises(TrainingFailedError, match="Failed to set up runtime environment"):
@@ -85,7 +85,7 @@ def test_without_restarts_losing_all_members_ends_the_job(ray_cluster: Any, tmp_
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
+def test_out_of_memory_lowers_local_bound_and_training_continues(
     ray_cluster: Any, tmp_path: Path, workers: int
 ) -> None:
     faults = Faults().out_of_memory(rank=0, step=5, moment="forward")
@@ -98,7 +98,7 @@ def test_out_of_memory_lowers_the_local_bound_and_training_goes_on(
 
 
 @pytest.mark.slow
-def test_out_of_memory_at_the_least_size_that_fits_says_what_was_declared(ray_cluster: Any, tmp_path: Path) -> None:
+def test_out_of_memory_at_least_size_says_the_declaration(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().out_of_memory(rank=0, step=5, moment="forward")
     adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
     need = er.MemoryNeed(available_bytes=6 << 30, sharded_bytes=10 << 30, copies=1)  # from 2 workers on
@@ -118,9 +118,7 @@ def test_out_of_memory_at_the_least_size_that_fits_says_what_was_declared(ray_cl
         pytest.param("return_at", "rank 1 has returned from the train function", marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_disagree_end_the_job_with_who_did_what(
-    ray_cluster: Any, tmp_path: Path, where: str, what: str
-) -> None:
+def test_ranks_that_disagree_end_job_with_who_did_what(ray_cluster: Any, tmp_path: Path, where: str, what: str) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000, **{where: 6})
     with pytest.raises(RanksDisagreeError, match=what) as error:
         handle.result(timeout=180)
@@ -131,9 +129,7 @@ def test_ranks_that_disagree_end_the_job_with_who_did_what(
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_returned_early_is_named_also_where_it_did_not_wait_for_the_others(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_a_rank_that_returned_early_is_named_without_waiting(ray_cluster: Any, tmp_path: Path) -> None:
     """The other one comes to its next collective when the connections of the first are closed."""
     handle = start(tmp_path, workers=2, epochs=10_000, return_at=6, linger_at=6)
     with pytest.raises(RanksDisagreeError, match="rank 1 has returned from the train function after 6 steps; rank 0"):
@@ -142,7 +138,7 @@ def test_a_rank_that_has_returned_early_is_named_also_where_it_did_not_wait_for_
 
 
 @pytest.mark.slow
-def test_gradients_that_are_not_finite_are_told_and_can_be_left_out(ray_cluster: Any, tmp_path: Path) -> None:
+def test_gradients_not_finite_are_told_or_left_out(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=10_000, nan_at=6, nonfinite="skip")
     wait_until(lambda: EventKind.NOT_FINITE in kinds(handle), handle)
     event = next(event for event in handle.events() if event.kind is EventKind.NOT_FINITE)
@@ -155,9 +151,7 @@ def test_gradients_that_are_not_finite_are_told_and_can_be_left_out(ray_cluster:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tear", [[1], [0, 1]])
-def test_out_of_memory_inside_an_optimizer_step_leaves_no_half_of_it_behind(
-    ray_cluster: Any, tmp_path: Path, tear: list[int]
-) -> None:
+def test_out_of_memory_in_optimizer_step_leaves_no_half(ray_cluster: Any, tmp_path: Path, tear: list[int]) -> None:
     """One rank takes over the state of the other, which has applied the step; where none has, the job starts again."""
     adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
     handle, account = run(tmp_path, workers=2, tear_at=5, tear=tear, adapt=adapt, epochs=6)
@@ -168,7 +162,7 @@ def test_out_of_memory_inside_an_optimizer_step_leaves_no_half_of_it_behind(
 
 
 @pytest.mark.slow
-def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluster: Any, tmp_path: Path) -> None:
+def test_joiner_without_room_for_its_model_costs_others_nothing(ray_cluster: Any, tmp_path: Path) -> None:
     """One worker trains; the one that is to join it runs out of memory before it has a model, its successor not."""
     starve = tmp_path / "starve"
     starve.mkdir()
@@ -184,7 +178,7 @@ def test_a_joiner_without_room_for_its_model_costs_the_others_nothing(ray_cluste
 
 
 @pytest.mark.slow
-def test_a_checkpoint_with_fewer_samples_left_than_workers_is_gone_on_from(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_with_fewer_samples_than_workers_is_continued(ray_cluster: Any, tmp_path: Path) -> None:
     """28 samples, 24 in the first step: of four workers two can take two each, the others join a pass later."""
     options: dict[str, Any] = {"name": "run", "samples": 28, "epochs": 20, "pause_s": 0.2}
     faults = Faults().kill(step=1, moment="forward")

@@ -29,7 +29,7 @@ def test_a_job_without_a_limit_restarts_every_time() -> None:
     assert all(losses.all_lost(0) for _ in range(9)) and losses.failures == 9
 
 
-def test_by_default_a_job_restarts_for_as_long_as_it_makes_progress() -> None:
+def test_by_default_a_job_restarts_while_it_makes_progress() -> None:
     losses = Losses(max_failures=0)
     assert all(losses.all_lost(saved) for saved in (0, 0, 5, 5, 5, 6, 6, 6))
     assert not losses.all_lost(6)
@@ -53,7 +53,7 @@ def test_members_count_as_their_part_of_the_job() -> None:
     assert losses.mean_time_s(900.0) == pytest.approx((PRIOR_MEAN_TIME_S + 900.0) / 2.25)
 
 
-def test_a_wall_clock_that_is_set_back_is_no_matter(
+def test_wall_clock_that_is_set_back_is_no_matter(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobSupervisor(spec(storage_path=str(tmp_path / "run")), None, Background(), journal)

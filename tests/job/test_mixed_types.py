@@ -76,7 +76,7 @@ def test_shares_follow_the_types_speeds(ray_cluster: LocalCluster, tmp_path: Pat
     assert [e for e in events if e.kind is EventKind.STRAGGLER] == []
 
 
-def test_a_batch_that_is_too_small_for_shares_ends_the_job(ray_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_batch_that_is_too_small_for_shares_ends_job(ray_cluster: LocalCluster, tmp_path: Path) -> None:
     for gpu in ("FAST", "SLOW"):
         ray_cluster.add_node(num_cpus=1, resources={"slot": 1}, labels={GPU_TYPE_LABEL: gpu})
     handle = start(tmp_path, batch_size=6)

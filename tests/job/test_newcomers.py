@@ -109,9 +109,7 @@ def test_at_the_start_an_error_is_the_programs(ray_cluster: Any, tmp_path: Path)
 
 
 @pytest.mark.thorough
-def test_what_a_process_may_do_once_costs_a_worker_that_comes_back_a_fresh_process(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_once_only_call_costs_a_returning_worker_a_process(ray_cluster: Any, tmp_path: Path) -> None:
     job = er.ElasticTrainer(
         train,
         train_loop_config={"folder": str(tmp_path), "fails": "twice"},

@@ -44,7 +44,7 @@ def mailbox() -> Iterator[tuple[type[_Mailbox], str]]:
     server.server_close()
 
 
-def test_an_end_is_told_and_a_wait_that_is_too_long_once(mailbox: tuple[type[_Mailbox], str]) -> None:
+def test_an_end_is_told_and_a_long_wait_once(mailbox: tuple[type[_Mailbox], str]) -> None:
     handler, url = mailbox
     warned: list[str] = []
     told = Notifier(spec(elastic=er.ElasticConfig(webhook=url, webhook_waits_s=60.0)), warned.append)
@@ -68,7 +68,7 @@ def test_an_end_is_told_and_a_wait_that_is_too_long_once(mailbox: tuple[type[_Ma
     assert handler.told[-1]["text"] == f"job {spec().job}: failed, ValueError: no" and not warned
 
 
-def test_a_call_that_fails_is_a_warning_without_the_address(
+def test_call_that_fails_is_a_warning_without_the_address(
     mailbox: tuple[type[_Mailbox], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handler, url = mailbox

@@ -54,7 +54,7 @@ def test_the_parts_sum_to_the_whole(events: list[JobEvent], submitted_s: float, 
     assert spent.productive_share is None or 0 <= spent.productive_share <= 1
 
 
-def test_the_productive_share_is_the_time_of_training_by_the_time_of_all() -> None:
+def test_the_productive_share_is_training_time_by_all_time() -> None:
     spent = TimeSpent(waiting_s=1.0, starting_s=2.0, pausing_s=3.0, catching_up_s=4.0, training_s=30.0)
     assert spent.productive_share == 0.75
     assert TimeSpent(training_s=0.2).productive_share == 1.0
@@ -72,7 +72,7 @@ def test_a_job_that_pauses_restarts_and_ends() -> None:
     assert time_spent(events, 0, 1000) == TimeSpent(waiting_s=15, pausing_s=2, training_s=28)
 
 
-def test_a_restart_is_caught_up_with_once_the_job_is_as_far_as_before() -> None:
+def test_restart_is_caught_up_once_as_far_as_before() -> None:
     events = [
         event(EventKind.STARTED, 10, start_s=4),
         event(EventKind.RESTART, 30, steps=100, reached_steps=140),
@@ -90,7 +90,7 @@ def test_a_restart_is_caught_up_with_once_the_job_is_as_far_as_before() -> None:
     assert time_spent([*events, caught_up], 0, 60) == after
 
 
-def test_a_restart_that_loses_nothing_has_nothing_to_catch_up_with() -> None:
+def test_a_restart_that_loses_nothing_has_no_catching_up() -> None:
     events = [
         event(EventKind.STARTED, 10),
         event(EventKind.RESTART, 20, steps=140, reached_steps=139),  # the last report was older than the state
@@ -101,6 +101,7 @@ def test_a_restart_that_loses_nothing_has_nothing_to_catch_up_with() -> None:
 
 
 def test_processes_that_start_now_are_told_apart_from_waiting() -> None:
+    assert time_spent([], 0, 10) == TimeSpent(waiting_s=10)
     assert time_spent([], 0, 10, 4.0) == TimeSpent(waiting_s=6, starting_s=4)
     assert time_spent([], 0, 10, 99.0) == TimeSpent(starting_s=10)
     assert time_spent([event(EventKind.FINISHED, 8, start_s=3)], 0, 10) == TimeSpent(waiting_s=5, starting_s=3)
@@ -111,7 +112,7 @@ def test_a_clock_that_goes_back_takes_no_time() -> None:
     assert time_spent(events, 0, 3) == TimeSpent(waiting_s=12)
 
 
-def test_the_last_pause_is_that_of_a_change_and_knows_its_first_step() -> None:
+def test_last_pause_is_a_changes_with_its_first_step() -> None:
     parts = {"vote_s": 0.25, "group_s": 0.5, "state_s": 0.25}
     resize = dataclasses.replace(event(EventKind.RESIZE, 10, 1.0, **parts), generation=3)
     events = [resize, event(EventKind.CHECKPOINT, 11)]
@@ -153,6 +154,8 @@ def test_the_bounds_widen_with_the_scatter(eta_s: float, rate: float, scatter: f
     low_s, high_s = eta_range(eta_s, scattered, 1.0)
     assert (low_s, high_s) == (pytest.approx(eta_s / (1 + 2 * scatter)), pytest.approx(eta_s / (1 - 2 * scatter)))
     assert eta_range(eta_s, steady, 0.5)[0] == pytest.approx(0.5 * eta_s), "a noise scale that grows"
+    assert eta_range(eta_s, steady, None) == eta_range(eta_s, steady, 1.0), "an unknown one counts in full"
+    assert eta_range(eta_s, steady, 0.01)[0] == pytest.approx(0.1 * eta_s), "not less than a tenth"
 
 
 @pytest.mark.parametrize("eta_s", [None, math.nan, math.inf, -1.0])

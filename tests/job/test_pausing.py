@@ -27,7 +27,7 @@ def paused(handle: JobHandle) -> bool:
 
 
 @pytest.mark.thorough
-def test_a_paused_job_gives_its_slots_back_and_goes_on_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
+def test_paused_job_returns_slots_and_continues_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     (tmp_path / "short").mkdir()
     long = start(tmp_path / "long", workers=2, epochs=24, pause_s=0.05, bundle=SLOT, name="long")
@@ -62,7 +62,7 @@ def test_a_paused_job_gives_its_slots_back_and_goes_on_where_it_was(ray_cluster:
 
 
 @pytest.mark.thorough
-def test_a_paused_job_can_be_stopped_and_one_that_saves_nothing_is_not_paused(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_paused_job_can_stop_unsaved_jobs_cannot_pause(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     unsaved = {"automatic_checkpoints": False}
     other = start(tmp_path / "other", workers=1, epochs=100_000, bundle=SLOT, elastic=unsaved)

@@ -37,7 +37,7 @@ def decide(config: PoolConfig | None = None, **given: object) -> list[Start | En
     return list(plan(config or PoolConfig(), **values))
 
 
-def test_one_process_after_the_other_is_started_until_the_request_is_met() -> None:
+def test_processes_start_one_by_one_until_demand_is_met() -> None:
     [start] = decide(requests=[request(n=2)])
     assert (start.node, start.environment) == ("n", "e") and "0 of 2" in start.reason
     assert decide(requests=[request(n=2)], processes=[process("p", ready=False)]) == []
@@ -45,7 +45,7 @@ def test_one_process_after_the_other_is_started_until_the_request_is_met() -> No
     assert decide(requests=[request(n=2)], processes=[process("p"), process("q")]) == []
 
 
-def test_nothing_starts_on_a_node_where_a_job_is_in_its_first_steps() -> None:
+def test_nothing_starts_beside_a_job_in_its_first_steps() -> None:
     assert decide(requests=[request(n=1)], busy={"n": 5.0}, now_s=4.9) == []
     assert len(decide(requests=[request(n=1)], busy={"n": 5.0}, now_s=5.0)) == 1
 
@@ -57,7 +57,7 @@ def test_processes_of_a_node_that_goes_end(nodes: list[PoolNode], reason: str) -
     assert decide(nodes=nodes, requests=[request(n=1)], processes=[process("p")]) == [End(name="p", reason=reason)]
 
 
-def test_what_jobs_wanted_is_kept_for_the_next_one_and_ends_after_the_idle_time() -> None:
+def test_what_jobs_wanted_stays_until_the_idle_time() -> None:
     config = PoolConfig(idle_s=300.0)
     over = [dataclasses.replace(request(n=1), over=True)]
     assert decide(config, requests=over, processes=[process("p")], now_s=299.0) == []
@@ -65,19 +65,19 @@ def test_what_jobs_wanted_is_kept_for_the_next_one_and_ends_after_the_idle_time(
     assert isinstance(end, End) and end.reason.startswith("0 of its environment are wanted")
 
 
-def test_a_process_that_is_too_much_ends_and_rather_one_that_is_only_starting() -> None:
+def test_a_surplus_process_ends_rather_one_only_starting() -> None:
     [end] = decide(requests=[request(n=1)], processes=[process("a", ready=False), process("b")])
     assert isinstance(end, End) and end.name == "a"
 
 
-def test_the_environments_that_were_used_last_stay_but_those_of_running_jobs_before_them() -> None:
+def test_the_last_used_environments_stay_after_running_jobs_own() -> None:
     config = PoolConfig(environments=2)
     ended = [dataclasses.replace(request(job=f"{n}", environment=f"e{n}", asked_s=n), over=True) for n in (1, 2, 3)]
     running = request(job="old", environment="e0", asked_s=99.0)
     assert [each.environment for each in remember(config, [*ended, running], 100.0)] == ["e0", "e3"]
 
 
-def test_the_whole_pool_has_no_more_processes_than_its_total() -> None:
+def test_whole_pool_has_no_more_processes_than_its_total() -> None:
     nodes = [PoolNode(node=name) for name in ("n", "m", "o")]
     wish = [request(n=1, m=1, o=1)]
     assert len(decide(PoolConfig(total=2), nodes=nodes, requests=wish)) == 2
@@ -88,7 +88,7 @@ def test_the_whole_pool_has_no_more_processes_than_its_total() -> None:
     assert [type(each) for each in one].count(Start) == 1
 
 
-def test_a_demand_counts_for_the_idle_time_after_it_was_asked() -> None:
+def test_demand_counts_for_idle_time_after_it_was_asked() -> None:
     config = PoolConfig(idle_s=300.0)
     for now_s, kept in ((1000.0, True), (1300.0, True), (1300.5, False)):
         asked = dataclasses.replace(request(n=1, asked_s=1000.0), over=True)
@@ -100,6 +100,9 @@ def test_memory_bounds_a_node() -> None:
     processes = [process("p")]
     assert len(decide(nodes=[node], requests=[request(n=4)], processes=processes)) == 1
     assert decide(nodes=[node], requests=[request(n=4)], processes=[*processes, process("q")]) == []
+    [end] = decide(nodes=[node], requests=[request(n=4)], processes=[*processes, process("q"), process("r")])
+    assert isinstance(end, End), "what has no room is not wanted"
+    assert decide(nodes=[node], requests=[request(n=0)]) == []
 
 
 def test_the_pool_is_set_by_one_variable() -> None:
@@ -168,7 +171,7 @@ PROCESSES = st.lists(
 
 
 @given(CONFIGS, CLUSTERS, PROCESSES, DEMANDS, st.randoms(use_true_random=False))
-def test_the_pool_comes_to_rest_within_its_bounds_whatever_there_is(config, nodes, processes, requests, random) -> None:  # type: ignore[no-untyped-def]
+def test_the_pool_comes_to_rest_within_its_bounds(config, nodes, processes, requests, random) -> None:  # type: ignore[no-untyped-def]
     """Carried out again and again, decisions end in a state in which nothing is decided any more."""
     now_s = 500.0
     for round_ in range(40):

@@ -117,7 +117,7 @@ def test_a_file_is_replaced_wholly_or_not_at_all(tmp_path: Path) -> None:
         loss.fail()
 
 
-def test_what_a_crash_has_left_beside_a_file_is_kept_until_the_next_is_whole(tmp_path: Path) -> None:
+def test_what_crash_left_stays_until_the_next_is_whole(tmp_path: Path) -> None:
     """Where a move does not replace, the file is deleted first; the next one's bytes must not go into its only copy."""
     remote = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
     (tmp_path / "note.part").write_bytes(b"first")

@@ -34,7 +34,7 @@ def check_steps_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_job_stopped_for_another_continues_where_it_was(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     (tmp_path / "short").mkdir()
     options: dict[str, Any] = {"workers": 2, "bundle": {"slot": 1.0}}
@@ -54,7 +54,7 @@ def test_a_job_is_stopped_for_another_one_and_goes_on_where_it_was(ray_cluster: 
 
 
 @pytest.mark.slow
-def test_a_job_whose_only_node_drains_is_off_it_and_goes_on_elsewhere(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_job_whose_only_node_drains_continues_elsewhere(ray_cluster: Any, tmp_path: Path) -> None:
     """And it was no failure, of which none is allowed here."""
     get_or_create_allocator("goodput")
     spot = ray_cluster.add_node(num_cpus=0, resources={"spot": 2})

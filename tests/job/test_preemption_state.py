@@ -9,7 +9,7 @@ AWAY = Allocated(nodes={}, reason="others have more use for them")
 BACK = Allocated(nodes={"n": 2}, reason="room again")
 
 
-def test_what_follows_is_the_last_that_was_said_and_the_reason_the_first() -> None:
+def test_last_that_was_said_and_the_first_reason_count() -> None:
     preemption = Preemption(timeout_s=60.0)
     assert not preemption.active and preemption.end() is None
     preemption.begin(AWAY, 10.0)
@@ -26,7 +26,7 @@ def test_workers_are_told_at_once_and_again_every_second() -> None:
     assert [preemption.remind(10.0 + 0.25 * tick) for tick in range(9)] == [tick % 4 == 0 for tick in range(9)]
 
 
-def test_it_fails_when_no_worker_is_left_to_save_or_time_is_over() -> None:
+def test_it_fails_without_a_worker_to_save_or_time() -> None:
     preemption = Preemption(timeout_s=60.0)
     assert preemption.failed(1e9, ()) == "", "there is none"
     preemption.begin(AWAY, 10.0)

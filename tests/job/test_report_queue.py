@@ -29,7 +29,7 @@ async def _take(report_queue: ReportQueue, count: int) -> list[int]:
 
 
 @given(st.permutations(range(4, 9)), st.lists(st.integers(4, 8)))
-def test_reports_are_given_in_order_and_once_however_they_come(order: Sequence[int], again: list[int]) -> None:
+def test_reports_come_in_order_and_once_however_they_arrive(order: Sequence[int], again: list[int]) -> None:
     async def run() -> list[int]:
         report_queue = ReportQueue(taken=3)
         for index in [*order, *again]:
@@ -66,7 +66,7 @@ def test_training_waits_once_it_is_so_many_reports_ahead(ahead: int) -> None:
     assert asyncio.run(run()) == (ahead, ahead + 1)
 
 
-def test_a_waiting_reader_is_told_at_once_that_nothing_comes_any_more() -> None:
+def test_a_waiting_reader_hears_at_once_that_nothing_comes() -> None:
     async def run() -> tuple[Report | None, Report | None]:
         report_queue = ReportQueue()
         report_queue.put(report(1))
@@ -84,7 +84,7 @@ def test_waiting_ends_in_time() -> None:
     assert asyncio.run(ReportQueue().next(None, 0.01)) is None
 
 
-def test_a_report_that_was_lost_with_its_controller_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_lost_with_its_controller_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.record.report_queue._MISSING_S", 0.2)
 
     async def scenario() -> None:
@@ -101,7 +101,7 @@ def test_a_report_that_was_lost_with_its_controller_is_passed_over(monkeypatch: 
     asyncio.run(scenario())
 
 
-def test_a_report_that_is_not_kept_any_more_ends_the_wait_at_once() -> None:
+def test_a_report_no_longer_kept_ends_the_wait() -> None:
     async def scenario() -> None:
         report_queue = ReportQueue(keep=2)
         for index in range(1, 6):
@@ -122,7 +122,7 @@ def test_a_report_that_is_not_kept_any_more_ends_the_wait_at_once() -> None:
     asyncio.run(scenario())
 
 
-def test_a_run_goes_on_after_the_report_that_it_had_come_to() -> None:
+def test_run_continues_after_report_that_it_had_come_to() -> None:
     async def scenario() -> None:
         report_queue = ReportQueue()
         report_queue.begin_after(4)

@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_not_there_raises_at_once(storage: RunStorage, tmp_
 
 
 @pytest.mark.parametrize("what", ["runs/source", "model.pt"])
-def test_a_checkpoint_that_may_not_be_read_raises_at_once(storage: RunStorage, tmp_path: Path, what: str) -> None:
+def test_checkpoint_that_may_not_be_read_raises_at_once(storage: RunStorage, tmp_path: Path, what: str) -> None:
     remote = HangingStorage(tmp_path)
     (remote.root / "runs" / "source").mkdir(parents=True)
     (remote.root / "runs" / "source" / "model.pt").write_text("x")
@@ -104,7 +104,7 @@ def test_links_to_files_and_directories_are_copied(storage: RunStorage, source: 
     assert found == {"model.pt", "latest.pt", "linked/more.pt", "twice/more.pt"}
 
 
-def test_a_run_directory_that_goes_and_comes_back_is_waited_for(storage: RunStorage, source: Path) -> None:
+def test_a_run_directory_that_comes_back_is_waited_for(storage: RunStorage, source: Path) -> None:
     away = Path(storage.path).with_name("away")
     os.rename(storage.path, away)
     back = threading.Timer(1.0, os.rename, (away, storage.path))
@@ -185,7 +185,7 @@ def test_what_another_rank_reports_alone_is_told(
     assert not storage.stored_checkpoints()
 
 
-def test_a_rank_that_waits_for_the_first_ends_with_the_job(storage: RunStorage, source: Path) -> None:
+def test_rank_that_waits_for_first_ends_with_the_job(storage: RunStorage, source: Path) -> None:
     with pytest.raises(WorkerDismissed):
         reported(storage).add(ray.train.Checkpoint.from_directory(source), 1, lambda: True)
 
@@ -234,9 +234,7 @@ def test_a_note_of_a_format_without_files_is_accepted(storage: RunStorage, sourc
     assert indices(storage) == [1]
 
 
-def test_a_checkpoint_made_from_an_earlier_one_has_its_own_notes(
-    storage: RunStorage, source: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_made_from_earlier_one_has_its_own_notes(storage: RunStorage, source: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     (other / "rank-1.pt").write_bytes(b"y")
     first = storage.persist_checkpoint(source, 1)
@@ -256,7 +254,7 @@ def test_half_a_note_of_added_files_says_nothing(storage: RunStorage, source: Pa
     assert indices(storage) == [1]
 
 
-def test_two_ranks_may_add_one_file_at_the_same_time(storage: RunStorage, source: Path, tmp_path: Path) -> None:
+def test_two_ranks_may_add_one_file_at_same_time(storage: RunStorage, source: Path, tmp_path: Path) -> None:
     """The second rank begins while the first copies."""
     (first := tmp_path / "first").mkdir()
     (first / "shared.pt").write_bytes(b"first")
@@ -278,7 +276,7 @@ def test_two_ranks_may_add_one_file_at_the_same_time(storage: RunStorage, source
     assert not list(stored.glob("*.part"))
 
 
-def test_adding_again_tells_of_what_the_try_before_has_left(storage: RunStorage, source: Path, tmp_path: Path) -> None:
+def test_adding_again_tells_of_what_try_before_has_left(storage: RunStorage, source: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     for name in ("a.pt", "b.pt"):
         (other / name).write_bytes(b"y")

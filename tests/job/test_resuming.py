@@ -88,7 +88,7 @@ def test_a_bad_note_is_passed_over_with_a_reason(storage: RunStorage, bad: str) 
 
 @pytest.mark.parametrize("name", ["model.pt", "rank_1.pt"])
 @pytest.mark.parametrize("change", ["shorter", "longer", "gone", "other"])
-def test_files_that_are_not_those_that_were_written_are_no_checkpoint(
+def test_files_other_than_those_written_are_no_checkpoint(
     storage: RunStorage, tmp_path: Path, name: str, change: str
 ) -> None:
     (other := tmp_path / "other").mkdir()
@@ -139,7 +139,7 @@ def make_state_note_without_steps(run: Path) -> None:
         make_state_note_without_steps,
     ],
 )
-def test_what_is_no_note_is_passed_over_and_can_be_replaced(
+def test_what_is_no_note_is_passed_over_and_replaced(
     storage: RunStorage, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
     make(Path(storage.path))
@@ -154,7 +154,7 @@ def test_what_is_no_note_is_passed_over_and_can_be_replaced(
     assert [state.steps for state in state_files(storage)] == [20, 5]
 
 
-def test_a_file_in_the_place_of_automatic_checkpoints_is_passed_over(tmp_path: Path) -> None:
+def test_file_in_place_of_automatic_checkpoints_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "automatic").write_text("")
     found = look(RunStorage(str(tmp_path)))
     assert found.states == () and "it is a file" in found.passed_over[0]
@@ -178,7 +178,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_path: Path) -> None:
+def test_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_path: Path) -> None:
     hanging = HangingStorage(tmp_path)
     Path(storage.path).rename(hanging.root / "run")
     told = spec(storage_path="run", storage_filesystem=hanging.filesystem)
@@ -200,9 +200,7 @@ def test_a_bad_moment_of_storage_is_not_an_empty_one(storage: RunStorage, tmp_pa
 
 
 @pytest.mark.parametrize("how", ["hang", "fail"])
-def test_a_job_whose_storage_stays_away_fails_and_does_not_start_anew(
-    tmp_path: Path, journal: Journal, how: str
-) -> None:
+def test_a_job_whose_storage_stays_away_fails_not_restarts(tmp_path: Path, journal: Journal, how: str) -> None:
     hanging, job = away(tmp_path, journal, timeout_s=0.5)
     getattr(hanging, how)()
     try:
@@ -216,7 +214,7 @@ def test_a_job_whose_storage_stays_away_fails_and_does_not_start_anew(
 
 
 @pytest.mark.thorough
-def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: Path, journal: Journal) -> None:
+def test_job_waiting_for_storage_says_so_and_can_stop(tmp_path: Path, journal: Journal) -> None:
     hanging, job = away(tmp_path, journal, timeout_s=60)
 
     async def run() -> None:
@@ -242,7 +240,7 @@ def test_a_job_that_waits_for_its_storage_says_so_and_can_be_stopped(tmp_path: P
 # --- events -------------------------------------------------------------------------------------------------
 
 
-def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Path, journal: Journal) -> None:
+def test_events_are_written_once_storage_is_back_in_order(tmp_path: Path, journal: Journal) -> None:
     hanging, job = away(tmp_path, journal, timeout_s=60)
     storage = RunStorage("run", hanging.filesystem)
 
@@ -267,7 +265,7 @@ def test_events_are_written_when_storage_is_back_in_order_and_once(tmp_path: Pat
     assert [event.kind for event in job.record.events] == [EventKind.STORAGE] * 6
 
 
-def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path: Path, journal: Journal) -> None:
+def test_new_controller_continues_where_files_of_one_before_end(tmp_path: Path, journal: Journal) -> None:
     """Two events and a report were written; of a third event only the ledger knows."""
     hanging, first = away(tmp_path, journal, timeout_s=60)
     storage = RunStorage("run", hanging.filesystem)
@@ -304,7 +302,7 @@ def test_a_new_controller_goes_on_where_the_files_of_the_one_before_end(tmp_path
 # --- the newest of what anybody has -------------------------------------------------------------------------
 
 
-def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_heard_of_it() -> None:
+def test_a_restart_uses_what_storage_has_unheard_or_not() -> None:
     """The controller has heard of a state at 20; at 40 there is another one, and a checkpoint at 30."""
 
     def state(steps: int) -> StateFile:
@@ -329,7 +327,7 @@ def test_a_restart_goes_on_from_what_storage_has_even_if_the_controller_has_not_
     assert record.restart_point == (None, None)
 
 
-def test_a_controller_that_dies_at_the_end_leaves_the_last_state_to_the_next_one() -> None:
+def test_dying_controller_leaves_the_last_state_to_the_next() -> None:
     """The job had finished, and what tells its last state from others was not written yet."""
 
     def state(steps: int) -> StateFile:
@@ -345,7 +343,7 @@ def test_a_controller_that_dies_at_the_end_leaves_the_last_state_to_the_next_one
 
 
 @pytest.mark.parametrize("how", ["answers", "hang", "fail"])
-def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, journal: Journal, how: str) -> None:
+def test_after_loss_of_all_job_looks_what_storage_has(tmp_path: Path, journal: Journal, how: str) -> None:
     """Rank 0 has written a state at 40 and was lost before its controller heard of it."""
     hanging, job = away(tmp_path, journal, timeout_s=0.3)
     storage = RunStorage("run", hanging.filesystem)
@@ -366,7 +364,7 @@ def test_after_the_loss_of_all_a_job_looks_what_storage_has(tmp_path: Path, jour
     assert job.record.states[0].steps == (40 if how == "answers" else 20)
 
 
-def test_a_job_that_does_not_know_what_is_stored_does_not_start_anew(tmp_path: Path, journal: Journal) -> None:
+def test_job_that_does_not_know_its_storage_never_restarts(tmp_path: Path, journal: Journal) -> None:
     """As of a controller that was restarted while storage hung, and then lost its workers."""
     hanging, job = away(tmp_path, journal, timeout_s=0.3)
 

@@ -22,7 +22,7 @@ def nodes(handle: er.JobHandle) -> list[str]:
 
 
 @pytest.mark.slow
-def test_half_gpus_and_a_whole_one_share_the_node_that_the_labels_name(ray_cluster: Any, tmp_path: Path) -> None:
+def test_half_and_whole_gpus_share_the_labelled_node(ray_cluster: Any, tmp_path: Path) -> None:
     """The GPUs are logical ones: the workers train on the CPU."""
     ray_cluster.add_node(num_cpus=4, num_gpus=2, labels={"zone": "c"})
     node = ray_cluster.add_node(num_cpus=4, num_gpus=2, labels={"zone": "b"}).node_id
@@ -77,7 +77,7 @@ def test_a_job_has_allowed_sizes_only(ray_cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_only_fits_on_four_workers_starts_on_four(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_that_fits_from_four_workers_starts_on_four(ray_cluster: Any, tmp_path: Path) -> None:
     ray_cluster.add_node(num_cpus=4, labels={"zone": "divided"})
     for name in ("other", "divided"):
         (tmp_path / name).mkdir()
@@ -106,7 +106,7 @@ def test_a_job_that_only_fits_on_four_workers_starts_on_four(ray_cluster: Any, t
 
 
 @pytest.mark.slow
-def test_what_a_user_asks_for_reaches_the_allocator_and_is_kept(ray_cluster: Any, tmp_path: Path) -> None:
+def test_what_user_asks_for_reaches_allocator_and_is_kept(ray_cluster: Any, tmp_path: Path) -> None:
     for name in ("low", "high"):
         (tmp_path / name).mkdir()
     low = start(tmp_path / "low", workers=(1, 8), name="low", pause_s=0.2, epochs=60)

@@ -69,7 +69,7 @@ def undisturbed(folder: Path, **config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_all_members_lost_go_on_from_the_parts_of_all(ray_cluster: Any, tmp_path: Path) -> None:
+def test_all_members_lost_continue_from_the_parts_of_all(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults()
     for rank in range(3):
         faults = faults.kill(rank=rank, step=25, moment="forward")
@@ -84,7 +84,7 @@ def test_all_members_lost_go_on_from_the_parts_of_all(ray_cluster: Any, tmp_path
 
 
 @pytest.mark.slow
-def test_all_members_lost_each_of_the_next_reads_its_rows(ray_cluster: Any, tmp_path: Path) -> None:
+def test_all_members_lost_each_of_next_reads_its_rows(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults()
     for rank in range(3):
         faults = faults.kill(rank=rank, step=25, moment="forward")
@@ -97,7 +97,7 @@ def test_all_members_lost_each_of_the_next_reads_its_rows(ray_cluster: Any, tmp_
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_in_a_save_costs_that_checkpoint_only(ray_cluster: Any, tmp_path: Path) -> None:
+def test_worker_killed_in_a_save_costs_that_checkpoint_only(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().kill(rank=1, moment="save")
     handle = start(tmp_path, workers=4, epochs=400, faults=faults, pause_s=0.05)
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
@@ -112,7 +112,7 @@ def test_a_worker_that_is_killed_in_a_save_costs_that_checkpoint_only(ray_cluste
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_at_another_size_from_the_last_good_one(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_continues_at_another_size_from_last_good_one(ray_cluster: Any, tmp_path: Path) -> None:
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))
     handle = start(tmp_path, epochs=10, pause_s=0.1)
     wait_until(lambda: len([state for state in state_files(storage) if state.parts > 1]) > 1, handle, 600)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000), py
 
 
 @pytest.mark.parametrize("copies", [1, 2])
-def test_a_loss_costs_steps_only_where_rows_have_one_owner(ray_cluster: Any, tmp_path: Path, copies: int) -> None:
+def test_loss_costs_steps_only_where_rows_have_one_owner(ray_cluster: Any, tmp_path: Path, copies: int) -> None:
     handle = er.ElasticTrainer(
         tabled.train,
         train_loop_config={"copies": copies},

@@ -47,9 +47,7 @@ def watch(handle: JobHandle, views: list[JobView]) -> bool:
 
 
 @pytest.mark.slow
-def test_what_one_job_measures_the_next_one_starts_with_though_the_allocator_died(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_the_next_job_starts_with_what_one_has_measured(ray_cluster: Any, tmp_path: Path) -> None:
     first = start(tmp_path, name="first", epochs=20, **NET)
     views: list[JobView] = []
     first.resize(3)

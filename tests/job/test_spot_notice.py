@@ -29,7 +29,7 @@ def metadata() -> Iterator[MetadataServer]:
 
 
 @pytest.mark.slow
-def test_a_job_is_off_a_spot_node_before_it_goes(ray_cluster: Any, tmp_path: Path, metadata: MetadataServer) -> None:
+def test_job_is_off_a_spot_node_before_it_goes(ray_cluster: Any, tmp_path: Path, metadata: MetadataServer) -> None:
     get_or_create_allocator(config=AllocatorConfig(notices=NoticeConfig(address=metadata.address, poll_s=0.2)))
     spot = ray_cluster.add_node(num_cpus=0, resources={"slot": 2}, labels={"ray.io/market-type": "spot"})
     handle = start(tmp_path, workers=2, epochs=10_000, pause_s=0.03, bundle={"slot": 1.0})

@@ -36,7 +36,7 @@ def starting(folder: Path, slots: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_no_more_start_at_once_than_there_are_slots_and_who_dies_gives_its_own_back(tmp_path: Path) -> None:
+def test_starts_keep_to_slots_and_the_dead_return_theirs(tmp_path: Path) -> None:
     with starting(tmp_path, 2) as process, starting(tmp_path, 2):
         with start_slot(tmp_path, slots=2, timeout_s=0.1) as held:
             assert not held, "it starts beside the others"
@@ -52,7 +52,7 @@ def test_an_error_within_gives_the_slot_back(tmp_path: Path) -> None:
         assert held
 
 
-def test_where_no_file_can_be_made_processes_start_without_turns(tmp_path: Path) -> None:
+def test_without_a_file_processes_start_without_turns(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with start_slot(tmp_path / "file" / "slots", slots=1) as held:
         assert not held

@@ -71,7 +71,7 @@ def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
     assert [state.steps for state in state_files(RunStorage(str(tmp_path)))] == [7]
 
 
-def test_a_copy_does_without_pinned_memory_where_there_is_none() -> None:
+def test_copy_does_without_pinned_memory_where_there_is_none() -> None:
     state = torch.ones(3)
     buffers = CopyBuffers()
     buffers.make([(state.shape, state.dtype, True)])  # as of a GPU's; without CUDA no memory can be pinned

@@ -36,7 +36,7 @@ def check_sums(handle: er.JobHandle, began_s: float, called_s: float) -> JobStat
 
 
 @pytest.mark.slow
-def test_a_resize_and_a_killed_worker_are_pauses_of_known_parts(ray_cluster: Any, tmp_path: Path) -> None:
+def test_resize_and_killed_worker_are_pauses_of_known_parts(ray_cluster: Any, tmp_path: Path) -> None:
     called_s = time.time()
     handle = start(tmp_path, workers=(1, 2), epochs=400, pause_s=0.02)
     began_s = time.time()
@@ -72,7 +72,7 @@ def test_a_resize_and_a_killed_worker_are_pauses_of_known_parts(ray_cluster: Any
 
 
 @pytest.mark.slow
-def test_a_job_waits_for_slots_and_then_catches_up_with_what_a_restart_lost(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_waits_for_slots_and_catches_up_after_restarts(ray_cluster: Any, tmp_path: Path) -> None:
     ray_cluster.add_node(num_cpus=0, resources={"slot": 2})
     for name in ("first", "second"):
         (tmp_path / name).mkdir()

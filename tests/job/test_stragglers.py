@@ -54,7 +54,7 @@ def slow_down(handle: er.JobHandle, folder: Path, rank: int) -> er.WorkerInfo:
 
 
 @pytest.mark.slow
-def test_a_slow_worker_is_told_of_and_takes_fewer_samples(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_slow_worker_is_told_and_takes_fewer_samples(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, stragglers="share")
     worker = slow_down(handle, tmp_path, rank=1)
     wait_until(lambda: bool(told(handle, "shares")), handle)
@@ -80,7 +80,7 @@ def test_a_slow_worker_is_told_of_and_takes_fewer_samples(ray_cluster: Any, tmp_
 
 
 @pytest.mark.slow
-def test_shares_that_do_not_fit_into_memory_are_withdrawn_for_good(ray_cluster: Any, tmp_path: Path) -> None:
+def test_shares_that_do_not_fit_into_memory_are_withdrawn(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, most=13, stragglers="share")
     worker = slow_down(handle, tmp_path, rank=1)
 

@@ -109,7 +109,7 @@ def test_the_stranger_knows_a_store_when_it_meets_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-def test_another_user_can_neither_read_nor_end_nor_change_a_job(ray_cluster: Any, tmp_path: Path) -> None:
+def test_another_user_can_neither_read_end_nor_change_job(ray_cluster: Any, tmp_path: Path) -> None:
     plain: Any = ray.remote(Plain)
     plain = plain.options(num_cpus=0).remote()
     pid = ray.get(plain.pid.remote(), timeout=180)

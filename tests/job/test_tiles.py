@@ -44,7 +44,7 @@ def run(
         pytest.param("zero2", "adamw", marks=pytest.mark.slow),
     ],
 )
-def test_killed_processes_lose_no_state_and_the_run_is_that_of_replicated_training(
+def test_killed_processes_lose_no_state_and_change_no_training(
     ray_cluster: Any, tmp_path: Path, strategy: str, optimizer: str
 ) -> None:
     """Two are killed, one after the other, in steps that are drawn again."""
@@ -60,9 +60,7 @@ def test_killed_processes_lose_no_state_and_the_run_is_that_of_replicated_traini
 
 
 @pytest.mark.slow
-def test_with_one_owner_a_killed_process_ends_the_group_for_a_reason_that_names_it(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_with_one_owner_kill_ends_the_group_by_name(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().kill(rank=1, step=14, moment="backward")
     found, handle = run(tmp_path, Owner(unit="tile", copies=1), "sgd", faults, (2, 4), max_failures=1)
     (reason,) = [event.reason for event in handle.events() if event.kind is EventKind.RESTART]

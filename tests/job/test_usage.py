@@ -37,7 +37,7 @@ def test_weeks() -> None:
     assert [week_of(SUNDAY_S), week_of(SUNDAY_S + HOUR_S)] == ["2026-W48", "2026-W49"]
 
 
-def test_hours_and_cost_are_those_of_the_weeks_in_which_there_were_workers() -> None:
+def test_hours_and_cost_belong_to_the_weeks_with_workers() -> None:
     first, second = usage("bert", RUN, 0.0)
     assert (first.user, first.tenant, first.job, first.week) == ("ann", "vision", "bert", "2026-W48")
     assert (first.worker_hours, second.worker_hours) == (0.5 + 1.5, 3.0 + 1.0)  # a pause costs none
@@ -45,14 +45,14 @@ def test_hours_and_cost_are_those_of_the_weeks_in_which_there_were_workers() -> 
     assert first.cost_usd == pytest.approx(4.0) and second.cost_usd == pytest.approx(8.0)
 
 
-def test_a_run_that_goes_on_is_counted_until_it_was_seen_last() -> None:
+def test_a_running_run_is_counted_until_last_seen() -> None:
     (row,) = usage("bert", RUN[:1], SUNDAY_S + HOUR_S)
     assert row.worker_hours == 1.0 and row.cost_usd is None
     (row,) = usage("bert", (*RUN[:1], event(EventKind.FINISHED, 0.5, 1, 0)), SUNDAY_S + 9 * HOUR_S)
     assert row.worker_hours == 0.5
 
 
-def test_a_second_run_under_the_same_name_has_its_own_cost_and_owner() -> None:
+def test_second_run_of_a_name_has_its_own_cost() -> None:
     again = event(EventKind.STARTED, 7.0, 0, 1, owner={**OWNER, "user": "bob"})
     rows = usage("bert", (*RUN, again, event(EventKind.FINISHED, 8.0, 1, 0, cost_usd=3.0)), 0.0)
     assert {row.user: row.cost_usd for row in total(rows, ("user",))} == pytest.approx({"ann": 12.0, "bob": 3.0})

@@ -199,7 +199,7 @@ def test_a_job_and_its_controller_run_in_processes_that_were_warm_before_and_see
 
 
 @pytest.mark.thorough
-def test_a_pool_that_is_made_anew_finds_its_processes_and_closing_it_ends_those_that_no_job_has(
+def test_new_pool_finds_its_processes_closing_ends_idle_ones(
     pool_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, "quiet_s=1")

@@ -63,7 +63,7 @@ def of_text(error: BaseException) -> Callable[[], None]:
     return fail
 
 
-def test_an_origin_is_the_type_and_the_innermost_line_of_the_users_code() -> None:
+def test_origin_is_type_and_innermost_line_of_users_code() -> None:
     found = origin(call_library)
     assert found.kind == "json.decoder.JSONDecodeError" and not found.of_node and not found.refusal
     name, _, line = found.place.rpartition(":")
@@ -80,7 +80,7 @@ def test_an_origin_is_the_type_and_the_innermost_line_of_the_users_code() -> Non
         RuntimeError("DataLoader worker (pid(s) 4711) exited unexpectedly"),
     ],
 )
-def test_errors_of_devices_and_killed_processes_are_of_the_node(error: BaseException) -> None:
+def test_errors_of_devices_and_killed_processes_are_of_node(error: BaseException) -> None:
     assert origin(of_text(error)).of_node
     assert origin(read_wrapped).of_node
 
@@ -102,7 +102,7 @@ class Broken(torch.utils.data.Dataset[int]):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["kill", "read"])
-def test_a_real_dataloader_tells_of_a_killed_process_and_of_a_disk(how: str) -> None:
+def test_real_dataloader_tells_of_killed_process_and_of_disk(how: str) -> None:
     def read() -> None:
         for _ in torch.utils.data.DataLoader(Broken(how), num_workers=1):
             pass
@@ -111,7 +111,7 @@ def test_a_real_dataloader_tells_of_a_killed_process_and_of_a_disk(how: str) -> 
     assert found.of_node and found.place.startswith(__file__)
 
 
-def test_what_torch_raises_within_our_frames_is_no_refusal_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_raises_in_our_frames_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(error_origin, "_OURS", (__file__,))
     assert not origin(lambda: torch.ones(2).copy_(torch.ones(3))).refusal
     assert origin(of_text(RuntimeError("call loader.weigh(n) once"))).refusal
@@ -155,7 +155,7 @@ class Job:
         return self.errors.of_start(self.error(worker, origin), beside=there, nodes=nodes, wanted=wanted).ends
 
 
-def test_one_workers_error_costs_the_worker_and_the_same_on_another_ends_the_job() -> None:
+def test_one_workers_error_costs_it_same_twice_the_job() -> None:
     job = Job()
     assert job.member("a1") is None and job.losses.raised == 1
     assert job.member("b1", dataclasses.replace(HERE, place="train.py:8")) is None, "another place"
@@ -170,13 +170,13 @@ def test_the_same_error_long_after_is_another_one() -> None:
     assert job.member("a2") is None
 
 
-def test_what_elastic_ray_raises_and_what_no_other_worker_survives_ends_the_job() -> None:
+def test_own_errors_and_those_nobody_survives_end_the_job() -> None:
     for found, others in ((None, True), (dataclasses.replace(HERE, refusal=True), True), (HERE, False)):
         assert (job := Job(max_failures=-1)).member("a1", found, others=others) is job.raised[0]
     assert Job().member("a1", DISK, others=False) is None, "the job restarts from its last checkpoint"
 
 
-def test_a_device_is_the_nodes_until_three_nodes_have_met_its_error() -> None:
+def test_device_error_is_the_nodes_until_three_met_it() -> None:
     job = Job()
     assert [job.member(worker, DISK) for worker in ("a1", "a2", "b1")] == [None] * 3
     assert job.member("c1", DISK) is job.raised[0]
@@ -185,7 +185,7 @@ def test_a_device_is_the_nodes_until_three_nodes_have_met_its_error() -> None:
     assert few.member("a3", DISK) is few.raised[0], "two nodes are all there are: five times within an hour"
 
 
-def test_an_error_of_each_epochs_end_ends_the_job_the_third_time() -> None:
+def test_error_of_each_epochs_end_ends_job_third_time() -> None:
     job = Job()
     for worker in ("a1", "b1"):
         assert job.member(worker) is None
@@ -193,7 +193,7 @@ def test_an_error_of_each_epochs_end_ends_the_job_the_third_time() -> None:
     assert job.member("c1") is job.raised[0]
 
 
-def test_an_exception_that_costs_the_last_worker_is_one_failure() -> None:
+def test_exception_that_costs_the_last_worker_is_one_failure() -> None:
     job = Job(max_failures=1)
     assert job.member("a1", DISK, others=False) is None
     assert job.losses.all_lost(0) and (job.losses.failures, job.losses.raised) == (1, 0)
@@ -209,7 +209,7 @@ def test_newcomers_that_fail_alike_on_several_nodes_blame_none() -> None:
     assert job.errors.failures(job.now_s) == ()
 
 
-def test_max_failures_counts_them_and_several_workers_of_a_node_in_a_step_once() -> None:
+def test_max_failures_counts_failures_nodes_in_one_step_once() -> None:
     job = Job(max_failures=2)
     assert job.member("a1", DISK, 5) is None and job.member("a2", DISK, 5) is None
     assert job.member("a1", DISK, 6) is None and job.losses.raised == 2
@@ -217,7 +217,7 @@ def test_max_failures_counts_them_and_several_workers_of_a_node_in_a_step_once()
     assert not job.losses.all_lost(0), "a restart would be one more"
 
 
-def test_a_newcomer_ends_a_job_only_with_the_error_of_the_member_that_it_replaces() -> None:
+def test_newcomer_ends_a_job_with_its_predecessors_error_only() -> None:
     job = Job()
     judge = job.errors.of_newcomer
     assert judge(job.error("a1", HERE), joined=True, now_s=job.now_s).ends is None
@@ -227,7 +227,7 @@ def test_a_newcomer_ends_a_job_only_with_the_error_of_the_member_that_it_replace
     assert judge(job.error("a4", HERE), joined=True, now_s=job.now_s).ends is job.raised[2]
 
 
-def test_starts_end_a_job_where_nodes_fail_alike_or_three_fail_or_all() -> None:
+def test_starts_end_a_job_where_nodes_fail_alike() -> None:
     other = dataclasses.replace(HERE, place="train.py:1")
     assert (job := Job()).start("a1", nodes=1) is job.raised[0], "there is no other node"
     job = Job()
@@ -245,7 +245,7 @@ def test_starts_end_a_job_where_nodes_fail_alike_or_three_fail_or_all() -> None:
     assert job.start("b1", nodes=9) is None, "a group has trained since"
 
 
-def test_the_same_error_of_the_next_start_is_the_programs_and_of_a_device_it_is_not() -> None:
+def test_next_starts_same_error_is_the_programs_unless_device() -> None:
     other = dataclasses.replace(HERE, place="train.py:1")
     job = Job()
     assert job.start("a1", nodes=9, beside="a2") is None and job.start("a2", other, nodes=9) is None
@@ -257,7 +257,7 @@ def test_the_same_error_of_the_next_start_is_the_programs_and_of_a_device_it_is_
     assert job.start("a1", nodes=9) is None and job.start("a2", other, nodes=9) is None, "another place"
 
 
-def test_what_survivors_did_not_train_on_after_is_no_finished_job() -> None:
+def test_steps_without_survivors_finish_no_job() -> None:
     job = Job()
     assert job.errors.at_end(9) is None
     assert job.member("a1", steps=9) is None
@@ -268,7 +268,7 @@ def test_what_survivors_did_not_train_on_after_is_no_finished_job() -> None:
     assert job.errors.at_end(5) is None, "with larger batches, after a restart"
 
 
-def test_what_has_cost_the_last_worker_is_known_until_a_group_trains_again() -> None:
+def test_what_cost_the_last_worker_is_known_until_training() -> None:
     job = Job()
     assert job.member("a1", DISK) is None and job.errors.all_lost() is job.raised[0]
     job.errors.settled()
@@ -278,7 +278,7 @@ def test_what_has_cost_the_last_worker_is_known_until_a_group_trains_again() -> 
 @pytest.mark.thorough
 @pytest.mark.ray_cluster(num_cpus=4)
 @pytest.mark.timeout(600)
-def test_a_disk_that_fails_under_one_worker_costs_the_job_that_worker(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_disk_failing_under_one_worker_costs_that_worker(ray_cluster: Any, tmp_path: Path) -> None:
     handle, account = run(tmp_path, workers=2, disk_fails_at=6, epochs=8, pause_s=0.05)
     (event,) = [each for each in handle.events() if each.kind is EventKind.WARNING]
     assert event.reason.startswith("worker w2 on node ") and "/data/shard-17" in event.reason
@@ -291,9 +291,7 @@ def test_a_disk_that_fails_under_one_worker_costs_the_job_that_worker(ray_cluste
 @pytest.mark.thorough
 @pytest.mark.ray_cluster(num_cpus=4)
 @pytest.mark.timeout(600)
-def test_who_raises_after_the_last_step_ends_the_job_though_others_have_returned(
-    ray_cluster: Any, tmp_path: Path
-) -> None:
+def test_who_raises_after_the_last_step_ends_the_job(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=2, epochs=2, raise_at_end=True)
     with pytest.raises(KeyError, match="in the last evaluation"):
         handle.result(timeout=180)

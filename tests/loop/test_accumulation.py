@@ -100,7 +100,7 @@ def broken_off_in_a_micro_step(_: int) -> tuple[float, int]:
 
 
 @pytest.mark.thorough
-def test_a_scheduler_steps_after_a_pass_that_was_left_within_an_accumulation(ranks: Ranks) -> None:
+def test_scheduler_steps_after_pass_that_was_left_within_accumulation(ranks: Ranks) -> None:
     assert ranks.run(broken_off_in_a_micro_step, 0) == (0.25, 2)
 
 
@@ -198,7 +198,7 @@ def gan(micro: int | None, order: str) -> Tensor:
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("order", ["d first", "g first"])
 @pytest.mark.parametrize(("world", "micro"), [(None, None), (None, 2), (2, None), (2, 2)])
-def test_a_gan_trains_as_with_gradients_added_up_by_hand(
+def test_gan_trains_as_with_gradients_added_up_by_hand(
     ranks: Ranks, order: str, world: int | None, micro: int | None
 ) -> None:
     wanted = gan_by_hand(world or 1, micro, order)

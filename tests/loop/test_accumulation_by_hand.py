@@ -172,7 +172,7 @@ def test_a_failure_after_they_were_applied_loses_nothing(moment: str, votes: boo
 
 
 @pytest.mark.parametrize("script", [Kill(6, 2, "forward"), Change(5, (1,)), Change(5, (1, 2, 3, 4))])
-def test_what_was_reduced_before_the_optimizer_s_step_is_kept(script: Change | Kill) -> None:
+def test_what_was_reduced_before_the_optimizers_step_is_kept(script: Change | Kill) -> None:
     worlds = {}
 
     def note(step: int) -> None:
@@ -200,9 +200,7 @@ def test_a_checkpoint_that_lacks_them_says_so(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_what_is_left_behind_the_optimizer_s_step_and_thrown_away_costs_nothing(
-    set_to_none: bool, no_sync: bool
-) -> None:
+def test_what_is_left_behind_the_step_costs_nothing(set_to_none: bool, no_sync: bool) -> None:
     carried: list[int] = []
     worlds: dict[int, int] = {}
 
@@ -234,7 +232,7 @@ def test_what_is_left_behind_the_optimizer_s_step_and_thrown_away_costs_nothing(
 
 
 @pytest.mark.parametrize("at", [4, 5, 6, 7])
-def test_a_job_that_is_preempted_in_the_middle_goes_on_with_them(at: int, tmp_path: Path) -> None:
+def test_job_that_is_preempted_in_middle_continues_with_them(at: int, tmp_path: Path) -> None:
     wanted = trained_by_torch()
     session = session_of()
     saver = StateSaver(session, RunStorage(str(tmp_path)), lambda saved: 1e5, keep=2, interval_s=None)
@@ -252,7 +250,7 @@ def test_a_job_that_is_preempted_in_the_middle_goes_on_with_them(at: int, tmp_pa
 
 
 @pytest.mark.parametrize("at", [4, 6])
-def test_a_worker_that_ran_out_of_memory_goes_on_with_them(at: int) -> None:
+def test_worker_that_ran_out_of_memory_continues_with_them(at: int) -> None:
     wanted = trained_by_torch()
     session = session_of()
 

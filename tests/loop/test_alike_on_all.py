@@ -45,14 +45,14 @@ class Program:
         return er.get_context().get_global_step()
 
 
-def test_datasets_of_other_lengths_are_an_error_before_the_first_step() -> None:
+def test_datasets_of_other_lengths_are_error_before_first_step() -> None:
     program = Program(samples=(24, 30))
     with pytest.raises(ReplicasDifferError, match="has 24 samples on rank 0 and 30 on rank 1"):
         run_job(program, first=(1, 2))
     assert program.steps == 0
 
 
-def test_a_joiner_whose_dataset_has_another_length_is_an_error() -> None:
+def test_joiner_whose_dataset_has_another_length_is_an_error() -> None:
     with pytest.raises(ReplicasDifferError, match="has 24 samples on rank 0 and 23 on rank 1"):
         run_job(Program(samples=(24, 23)), [Change(2, (1, 2))], first=(1,))
 
@@ -88,7 +88,7 @@ def test_lengths_that_are_known_are_compared(samples: list[int], says: str) -> N
     return None
 
 
-def test_a_joiner_that_lacks_a_registered_state_is_told_which() -> None:
+def test_joiner_that_lacks_a_registered_state_is_told_which() -> None:
     program = Program(states=(("curriculum", "average"), ("average",)))
     with pytest.raises(RuntimeError, match=r"but the others have user/curriculum, and this worker.* the same code"):
         run_job(program, [Change(2, (1, 2))], first=(1,))

@@ -60,7 +60,7 @@ def _nth(loader: er.AdaptiveDataLoader) -> int:
 
 
 @pytest.mark.parametrize("joins", [(), (4,)])
-def test_a_step_that_break_left_and_that_was_lost_is_told_and_nothing_else_is_wrong(joins: tuple[int, ...]) -> None:
+def test_step_left_by_break_and_lost_is_told_alone(joins: tuple[int, ...]) -> None:
     outcome = run_job(loop, [Kill(1, 2, "backward", last=True, joins=joins)], first=(1, 2, 3))
     results = set(outcome.results.values())
     assert len(results) == 1 and {(steps, samples) for _, steps, samples in results} == {(5, 30.0)}
@@ -70,7 +70,7 @@ def test_a_step_that_break_left_and_that_was_lost_is_told_and_nothing_else_is_wr
 
 @pytest.mark.parametrize("joins", [(), (4,)])
 @pytest.mark.parametrize("behind", [1, 3])
-def test_a_worker_that_is_a_step_behind_follows_those_who_left(behind: int, joins: tuple[int, ...]) -> None:
+def test_worker_that_is_step_behind_follows_those_who_left(behind: int, joins: tuple[int, ...]) -> None:
     script = [Kill(1, 2, "backward", after=(4 - behind,), joins=joins)]
     outcome = run_job(lambda: loop(f"w{behind}"), script, first=(1, 2, 3))
     assert set(outcome.groups) == {(1, 2, 3), (1, 3, *joins)}
@@ -111,7 +111,7 @@ def ended_loop() -> tuple[float, int]:
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("moment", ["backward", "optimizer_step", "after_step", "edge"])
 @pytest.mark.parametrize("joins", [(), (4,)])
-def test_a_pass_that_was_to_end_with_a_lost_step_draws_it_again(moment: str, joins: tuple[int, ...]) -> None:
+def test_pass_to_end_with_a_lost_step_draws_again(moment: str, joins: tuple[int, ...]) -> None:
     (undisturbed,) = set(run_job(ended_loop, [], first=(1, 2, 3)).results.values())
     outcome = run_job(ended_loop, [Kill(1, 2, moment, joins=joins)], first=(1, 2, 3))
     (result,) = set(outcome.results.values())

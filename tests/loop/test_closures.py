@@ -42,7 +42,7 @@ def train(*, by_closure: bool = True, micro: int | None = None) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("micro", [None, 2])
-def test_it_is_called_once_for_each_micro_batch_and_its_value_is_given(micro: int | None) -> None:
+def test_it_is_called_once_per_micro_batch_valued(micro: int | None) -> None:
     set_session(None)
     plain = train(by_closure=False, micro=micro)
     set_session(None)

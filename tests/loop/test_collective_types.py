@@ -70,7 +70,7 @@ def test_a_conjugate_view_is_what_it_shows() -> None:
     ("dtype", "op"),
     [(torch.complex64, "max"), (torch.complex128, "min"), (torch.uint64, "sum"), (torch.float8_e8m0fnu, "sum")],
 )
-def test_what_has_no_such_reduction_is_refused_by_name_before_anybody_waits(dtype: torch.dtype, op: Any) -> None:
+def test_what_has_no_such_reduction_is_refused_by_name(dtype: torch.dtype, op: Any) -> None:
     set_session(None)
     says = rf"all_reduce\(op='{op}'\) cannot take a tensor of {dtype}; it takes bfloat16, bool, complex"
     with pytest.raises(TypeError, match=says):
@@ -100,7 +100,7 @@ def caught(value: int, op: Any) -> Any:
         ((2**70, 2**70), "mean", 2.0**70),
     ],
 )
-def test_whole_numbers_are_exact_or_an_error_on_every_rank_alike(values: Any, op: Any, expected: Any) -> None:
+def test_whole_numbers_are_exact_or_an_error_everywhere(values: Any, op: Any, expected: Any) -> None:
     for found in after_joining(lambda rank: caught(values[rank], op)).values():
         if isinstance(expected, str):
             assert isinstance(found, str) and expected in found
@@ -108,7 +108,7 @@ def test_whole_numbers_are_exact_or_an_error_on_every_rank_alike(values: Any, op
             assert found == expected and type(found) is type(expected)
 
 
-def test_a_number_that_is_too_large_is_one_for_who_stands_alone_and_for_who_joins_later() -> None:
+def test_a_too_large_number_is_one_for_joiners_too() -> None:
     set_session(None)
     with pytest.raises(OverflowError, match="that of rank 0 is larger"):
         er.all_reduce(2**64)

@@ -98,7 +98,7 @@ def run(script: Sequence[Any], first: Sequence[int], program: Program | None = N
     return program, outcome
 
 
-def test_every_rank_has_the_same_results_and_a_joiner_those_of_the_others() -> None:
+def test_every_rank_has_the_same_results_joiners_too() -> None:
     program, _ = run([Change(2, (1, 2)), Change(PER_EPOCH - 1, (1, 2, 3)), Change(9, (2, 3))], first=(1,))
     for place, found in program.noted.items():
         if place[2:] == ("forward",):
@@ -197,7 +197,7 @@ def test_what_a_newcomer_repeats_counts_once(when: int, passes: int) -> None:
             torch.testing.assert_close(found, alone[2])
 
 
-def test_a_rank_that_missed_the_end_of_one_is_given_its_result() -> None:
+def test_a_rank_that_missed_one_is_given_its_result() -> None:
     """Rank 1's collective breaks when the others have its result; they are in the next one meanwhile."""
     performed: dict[str, list[int]] = collections.defaultdict(list)
     broken, known = threading.Event(), threading.Event()
@@ -337,7 +337,7 @@ def test_bytes_of_a_stranger_are_no_value(content: bytes) -> None:
         from_bytes(content)
 
 
-def test_who_has_left_is_alone_in_what_its_code_does_on_the_way_out() -> None:
+def test_who_has_left_is_alone_on_the_way_out() -> None:
     found: dict[str, Any] = {}
 
     def train() -> None:

@@ -93,7 +93,7 @@ def test_an_averaged_model_follows_the_wrapped_one(strategy: str | None) -> None
 
 
 @pytest.mark.parametrize("kind", ["shards", "table"])
-def test_a_model_that_lies_with_several_workers_is_refused_by_name(kind: str) -> None:
+def test_a_model_spread_over_workers_is_refused_by_name(kind: str) -> None:
     def train() -> None:
         if kind == "shards":
             model: Any = er.fully_shard(nn.Linear(2, 1))
@@ -115,7 +115,7 @@ def test_a_model_that_lies_with_several_workers_is_refused_by_name(kind: str) ->
     run_job(train)
 
 
-def test_torchs_checkpoint_functions_know_the_names_of_the_model_inside() -> None:
+def test_torchs_checkpoint_functions_know_names_of_the_model_inside() -> None:
     def train() -> None:
         wrapped, optimizer = _made()
         _train(wrapped, optimizer, lambda: None)

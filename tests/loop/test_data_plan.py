@@ -187,12 +187,12 @@ def later(change: Callable[[int, int, Listed], None]) -> tuple[int, str]:
     return -1, ""
 
 
-def test_a_length_that_comes_to_differ_is_an_error_of_its_pass(ranks: Ranks) -> None:
+def test_length_that_changes_is_an_error_of_its_pass(ranks: Ranks) -> None:
     for epoch, told in ranks.run(later, thinned, world=2):
         assert epoch == 2 and "len(dataset) is 48 on rank 0 and 47 on rank 1" in told
 
 
-def test_numbers_that_a_rank_notes_for_itself_are_its_own(ranks: Ranks) -> None:
+def test_numbers_that_rank_notes_for_itself_are_its_own(ranks: Ranks) -> None:
     assert ranks.run(later, mixed, world=2) == [(-1, "")] * 2
 
 
@@ -211,7 +211,7 @@ def nested() -> str:
     return ""
 
 
-def test_a_pass_within_a_step_is_compared_at_its_end(ranks: Ranks) -> None:
+def test_pass_within_a_step_is_compared_at_its_end(ranks: Ranks) -> None:
     for told in ranks.run(nested, world=2):
         assert "dataset[0] is 0 on rank 0 and 1 on rank 1" in told
 
@@ -280,7 +280,7 @@ STEPS = SAMPLES // 12
     ],
     ids=str,
 )
-def test_wherever_the_group_changes_its_passes_are_compared_by_all_of_it(script: Any) -> None:
+def test_wherever_the_group_changes_passes_are_compared_by_all(script: Any) -> None:
     """Also where a pass begins with it, and where ranks have no sample in it."""
     found = run_job(passes_of_all_sizes, script, first=(1, 2))
     assert len(found.groups) >= 2 and set(found.results.values()) == {2 * STEPS}
@@ -426,14 +426,14 @@ def test_row_groups_stand_for_rows(tmp_path: Path) -> None:
     assert differing(ones, others) == ["dataset files[0]"]
 
 
-def test_what_a_rank_has_noted_in_numbers_is_no_fact_later() -> None:
+def test_what_rank_noted_in_numbers_is_no_fact_later() -> None:
     first = {"dataset.losses[0]": [0.0, 0.0], "dataset.names[0]": ["a"], "len(dataset)": 1}
     now = {"dataset.losses[0]": [0.5, 0.0], "dataset.names[0]": ["b"], "len(dataset)": 2, "dataset.texts[0]": "new"}
     assert still_facts(now, first) == {**now, "dataset.losses[0]": None, "dataset.texts[0]": None}
     assert not differing({"losses": None}, {"losses": [1.0, 2.0]})
 
 
-def test_the_common_rank_is_one_of_the_most_that_have_not_just_joined() -> None:
+def test_common_rank_is_of_the_most_not_just_joined() -> None:
     assert common_rank([5, 6, 6], [False] * 3) == 1
     assert common_rank([5, 6, 6], [False, True, True]) == 0
     assert common_rank([0, 6, 7], [False] * 3) == 1

@@ -68,7 +68,7 @@ def leave_with_work_pending(how: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", ["waits", "calls_back"])
-def test_a_process_ends_in_order_though_a_collective_is_under_way(how: str) -> None:
+def test_process_ends_in_order_though_collective_is_under_way(how: str) -> None:
     """Gloo's threads, and one that waits for it, may not come back to an interpreter that is gone."""
     status, errors = run_two(how)
     assert status[0] == 0, errors[0]

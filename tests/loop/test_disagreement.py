@@ -191,7 +191,7 @@ def test_with_three_ranks_those_that_agree_are_named_together(ranks: Ranks, mode
         assert "ranks 0, 2 reduce" in told.replace("reduces", "reduce")
 
 
-def test_an_error_caught_in_the_middle_of_backward_is_told_at_the_next_step(ranks: Ranks, tmp_path: Path) -> None:
+def test_an_error_caught_within_backward_is_told_next_step(ranks: Ranks, tmp_path: Path) -> None:
     told = tmp_path / "told"
     with pytest.raises(RankFailedError):  # the others wait for the rest of its gradients, until its process ends
         ranks.run(run, catches, False, told, world=2)
@@ -277,9 +277,7 @@ def early(naps: Sequence[tuple[int, int]]) -> tuple[str, float]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("naps", [[], [(1, 2), (2, 2)]], ids=["none", "some"])
-def test_an_early_return_is_told_also_where_an_announcement_of_another_rank_is_outdated(
-    ranks: Ranks, naps: list[tuple[int, int]]
-) -> None:
+def test_an_early_return_is_told_despite_an_outdated_announcement(ranks: Ranks, naps: list[tuple[int, int]]) -> None:
     for told, took_s in ranks.run(early, naps, world=3):
         assert "has returned" in told and took_s < 7
 
@@ -296,7 +294,7 @@ def ends(folder: Path) -> None:
         os._exit(1)
 
 
-def test_whose_peer_ends_of_a_disagreement_is_told_of_that_and_not_of_the_end(ranks: Ranks, tmp_path: Path) -> None:
+def test_who_ends_of_a_disagreement_is_told_of_that(ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError):
         ranks.run(ends, tmp_path, world=2)
     deadline = time.monotonic() + 20
@@ -348,7 +346,7 @@ def late(pause_s: float) -> tuple[float, int]:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_takes_its_time_at_the_end_is_no_disagreement(ranks: Ranks) -> None:
+def test_a_rank_slow_at_the_end_is_no_disagreement(ranks: Ranks) -> None:
     (first_s, first), (second_s, second) = ranks.run(late, 1.5, world=2)
     assert (first, second) == (0, 1)
     assert first_s < 1.0 and second_s < 1.0

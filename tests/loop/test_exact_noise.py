@@ -118,9 +118,7 @@ def test_estimates_are_right_on_average(
         ),
     ],
 )
-def test_and_so_they_are_in_a_group_that_shrinks_to_one_worker_and_grows_again(
-    batch: int, rate: float, allowed: float
-) -> None:
+def test_so_they_are_in_groups_that_shrink_and_grow(batch: int, rate: float, allowed: float) -> None:
     script = [Change(150, (1,)), Change(1000, (1, 3))]  # one worker halves few of its steps
     found = run_job(lambda: followed(batch, None, rate, last=1200), script, first=(1, 2)).results[1]
     assert set(found) == {1, 2}

@@ -56,7 +56,7 @@ class WithTable(Net):
 
 
 @pytest.mark.parametrize("nested", ["", "before"])
-def test_those_without_a_sample_fetch_no_rows_with_the_others(nested: str) -> None:
+def test_those_without_sample_fetch_no_rows_with_the_others(nested: str) -> None:
     found = run(GROWS, (1, 2), WithTable, nested=nested)
     assert sorted(own.seen[-1] for own in found.results.values()) == [0, 1, 1, 1]
     check(found, model=WithTable, nested=nested)
@@ -76,7 +76,7 @@ def test_a_worker_is_lost_in_it(kill: Kill) -> None:
     check(found)
 
 
-def test_a_worker_is_lost_in_it_within_a_step_of_training() -> None:
+def test_worker_is_lost_in_it_within_step_of_training() -> None:
     found = run([Kill(5, 4, "edge")], FOUR, nested="before")
     assert [len(group) for group in found.groups] == [4, 3, 3], "the step of training is drawn again"
     check(found, nested="before")
@@ -124,7 +124,7 @@ def adds_up() -> None:
 
 
 @pytest.mark.parametrize("function", [trains_on_few, trains_each_for_itself, nests, adds_up])
-def test_what_takes_a_sample_on_each_rank_is_refused_on_all(function: Any) -> None:
+def test_what_needs_a_sample_on_each_rank_is_refused(function: Any) -> None:
     errors: list[Any] = []
 
     def run_it() -> None:

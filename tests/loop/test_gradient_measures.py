@@ -164,7 +164,7 @@ def test_update_norms_are_how_far_parameters_have_moved(ranks: Ranks, maker: str
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_two_halves_stand_for_two_samples_where_there_is_one_gradient_a_step(ranks: Ranks, every: int) -> None:
+def test_two_halves_stand_for_two_samples_with_one_gradient(ranks: Ranks, every: int) -> None:
     [result] = each(ranks, None, measured, "sgd", 9, None, Monitor(variance_every=every))
     hand, known = ByHand("sgd"), None
     for number, (indices, (_, sizes, measures)) in enumerate(zip(batches(9, 1), result, strict=True)):
@@ -184,7 +184,7 @@ def test_two_halves_stand_for_two_samples_where_there_is_one_gradient_a_step(ran
         assert measures.variance.groups == pytest.approx(known[2], rel=1e-5)
 
 
-def test_what_is_asked_for_now_and_then_is_measured_then_only(ranks: Ranks) -> None:
+def test_what_is_asked_for_occasionally_is_measured_occasionally(ranks: Ranks) -> None:
     results = each(ranks, 2, measured, "sgd", 8, None, Monitor(variance_every=4, norms_every=3))
     for number, (_, _, measures) in enumerate(results[1]):
         variance, norms = measures.variance, measures.norms
@@ -204,7 +204,7 @@ def test_nothing_is_measured_unasked(ranks: Ranks, world: int | None) -> None:
             assert last.noise is not None and last.noise_batch is not None
 
 
-def test_the_sum_of_two_losses_has_the_norm_of_both(ranks: Ranks) -> None:
+def test_sum_of_two_losses_has_the_norm_of_both(ranks: Ranks) -> None:
     """Two equal halves of one loss: their noises count as independent, so half the variance is found."""
     once = each(ranks, 2, measured, "sgd", 8, None, EVERY_STEP)
     twice = each(ranks, 2, measured, "sgd", 8, None, EVERY_STEP, 2)

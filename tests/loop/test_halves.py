@@ -104,7 +104,7 @@ def check_epochs(epochs: list[list[Batch]]) -> None:
 
 @pytest.mark.parametrize("batch", [4, 5, 6, 7, 16, 45])
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_epoch_uses_each_sample_once_though_steps_are_halved(batch: int, stream: bool) -> None:
+def test_epoch_uses_each_sample_once_though_steps_are_halved(batch: int, stream: bool) -> None:
     epochs = job(lambda: walked(batch, stream=stream))
     check_epochs(epochs)
     steps = [(each.step, each.micro_steps) for seen in epochs for each in seen]
@@ -138,13 +138,13 @@ def halves_in_workers(workers: int, persistent: bool, wish: tuple[int, int] | No
     return walked(6, workers=workers, persistent=persistent, wish=wish, epochs=3)
 
 
-def test_a_job_that_keeps_its_batch_halves_none_though_the_loader_may_adapt() -> None:
+def test_a_job_that_keeps_its_batch_halves_none() -> None:
     for fixed in (True, False):
         epochs = run_job(lambda: walked(6), first=(1,), fixed_batch=fixed).results[1]
         assert any(each.micro_steps > 1 for seen in epochs for each in seen) != fixed
 
 
-def test_a_second_update_on_a_halved_batch_is_as_large_as_on_a_whole_one(ranks: Ranks) -> None:
+def test_a_second_update_on_halves_is_as_large(ranks: Ranks) -> None:
     """Critics, PPO: several updates on one batch. The first half of a batch updates nothing."""
     halved, whole = ranks.run(updates_on_a_batch, True), ranks.run(updates_on_a_batch, False)
     assert halved == pytest.approx(whole, rel=0.35), "not half as large"
@@ -409,7 +409,7 @@ def test_frozen_parameters_are_no_part_of_it() -> None:
     assert found.updates[-1] == found.micro_steps.count(2)
 
 
-def test_a_model_with_batch_norm_runs_and_no_half_has_one_sample() -> None:
+def test_model_with_batch_norm_has_no_one_sample_half() -> None:
     found = trained(norm=True)
     ratio(found.noise[-1])
     found = trained(norm=True, batch=3)
@@ -418,7 +418,7 @@ def test_a_model_with_batch_norm_runs_and_no_half_has_one_sample() -> None:
     assert 2 in found.micro_steps and found.micro_steps[3::4] == [1, 1]
 
 
-def test_a_loss_that_is_a_sum_has_the_same_noise_to_signal() -> None:
+def test_loss_that_is_sum_has_same_noise_to_signal() -> None:
     """At equal weights: its gradient is that of the mean times the samples of a half."""
     quiet = 0, UNHALVED_STEPS
     mean, total = (trained(epochs=1, batch=24, quiet=quiet, sums=sums).noise[UNHALVED_STEPS] for sums in (False, True))
@@ -448,7 +448,7 @@ def test_a_gradient_of_zero_for_a_while_says_nothing(quiet: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize("every", [1, 5])
-def test_a_monitor_has_halves_made_of_a_batch_that_is_fixed(every: int) -> None:
+def test_monitor_has_halves_made_of_batch_that_is_fixed(every: int) -> None:
     found = trained(adapts=False, monitor=Monitor(noise_every=every))
     assert found.micro_steps == [
         2 if number >= UNHALVED_STEPS and number % every == 0 else 1 for number in range(len(found.micro_steps))

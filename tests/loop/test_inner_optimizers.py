@@ -74,7 +74,7 @@ def _train(optimizer_of: Any, *, steps_inner: bool) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("steps_inner", [True, False])
 @pytest.mark.parametrize("optimizer_of", [Sam, lambda params: Lookahead(torch.optim.Adam(list(params), lr=0.1))])
-def test_an_inner_optimizer_s_state_reaches_a_joiner_and_nobody_is_warned(optimizer_of: Any, steps_inner: bool) -> None:
+def test_inner_optimizers_state_reaches_joiner_and_nobody_is_warned(optimizer_of: Any, steps_inner: bool) -> None:
     if steps_inner and optimizer_of is not Sam:
         pytest.skip("only SAM's loops step the inner one")
     model = _model()
@@ -91,7 +91,7 @@ def test_an_inner_optimizer_s_state_reaches_a_joiner_and_nobody_is_warned(optimi
         torch.testing.assert_close(own, moment, rtol=0, atol=1e-5)
 
 
-def test_a_second_optimizer_of_the_same_parameters_is_told_of() -> None:
+def test_a_second_optimizer_of_the_same_parameters_is_told() -> None:
     def train() -> None:
         model = _model()
         optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for _ in range(2))
@@ -121,7 +121,7 @@ def _tied(net: nn.Sequential) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("change", [_replaced, _tied])
-def test_a_layer_that_is_replaced_after_the_wrap_is_named(change: Any, workers: int) -> None:
+def test_layer_that_is_replaced_after_the_wrap_is_named(change: Any, workers: int) -> None:
     def train() -> None:
         net = _net()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -137,7 +137,7 @@ def test_a_layer_that_is_replaced_after_the_wrap_is_named(change: Any, workers: 
         run_job(train, first=tuple(range(1, workers + 1)))
 
 
-def test_a_replaced_head_with_its_own_group_is_told_to_come_before_the_optimizer() -> None:
+def test_a_replaced_head_belongs_before_the_optimizer() -> None:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net[1] = nn.Linear(4, 2)

@@ -56,7 +56,7 @@ def test_where_it_cannot_be_helped_the_error_says_why() -> None:
         run_job(lambda: train(12, 2), (), first=(1, 2))
 
 
-def test_a_batch_norm_that_is_frozen_leaves_the_split_as_it_is() -> None:
+def test_frozen_batch_norm_leaves_the_split_as_it_is() -> None:
     outcome = run_job(lambda: train(8, 4, frozen=True), (), first=(1, 2, 3, 4))
     assert all(len(share) == 1 for shares in outcome.results.values() for share in shares)
 

@@ -132,7 +132,7 @@ def in_thread(function: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def test_another_thread_of_a_worker_is_no_run_of_its_own() -> None:
+def test_another_thread_of_a_worker_is_no_own_run() -> None:
     """What it reports would be lost, and what it reduces be its own value only."""
     session = session_of()
     set_worker_session(session)
@@ -148,7 +148,7 @@ def test_another_thread_of_a_worker_is_no_run_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("in_worker", [True, False])
-def test_a_thread_of_torchs_backward_pass_belongs_to_the_run(in_worker: bool) -> None:
+def test_thread_of_torchs_backward_pass_belongs_to_the_run(in_worker: bool) -> None:
     """As those are in which it works on a GPU, that know nothing of the thread that has called ``backward()``.
 
     One that user code has started is none of these.

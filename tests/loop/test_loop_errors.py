@@ -191,7 +191,7 @@ def test_models_are_wrapped_before_training() -> None:
             wraps()
 
 
-def test_a_job_that_wraps_a_model_per_fold_is_told_of_the_way() -> None:
+def test_job_that_wraps_model_per_fold_is_told_way() -> None:
     elastic_session()
     current_session().run.mark_synced()
     with pytest.raises(RuntimeError, match=r"fold, epoch = divmod\(count, epochs\)"):
@@ -210,7 +210,7 @@ def test_models_that_are_spread_over_devices_already_are_refused() -> None:
         er.AdaptiveDataParallel(torch.nn.DataParallel(model), optimizer)
 
 
-def test_a_scheduler_that_is_made_after_the_model_was_wrapped_is_told_of_the_way() -> None:
+def test_a_scheduler_made_after_wrapping_is_told_the_way() -> None:
     model, optimizer = parts()
     er.AdaptiveDataParallel(model, optimizer)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)

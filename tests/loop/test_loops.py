@@ -87,7 +87,7 @@ def broken_off(where: str) -> dict[str, Any]:
     [("train", 3, 54, 108), ("evaluation", 5, 90, 90), ("both", 3, 54, 54)],
 )
 @pytest.mark.parametrize("world", WORLDS)
-def test_a_pass_left_by_break_counts_what_it_has_done(
+def test_pass_left_by_break_counts_what_it_has_done(
     ranks: Ranks, world: int | None, where: str, count: int, samples: int, evaluated_samples: int
 ) -> None:
     for result in each(ranks, world, broken_off, where):

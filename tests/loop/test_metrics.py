@@ -73,7 +73,7 @@ def names_of_classes(value: Any) -> set[str]:
     return {op.name for op, _, _ in pickletools.genops(pickle.dumps(value)) if op.name in wanted}
 
 
-def test_what_is_not_a_number_passes_and_names_of_a_class_of_the_users_become_strings() -> None:
+def test_names_of_a_users_class_become_strings_nan_passes() -> None:
     found = plain_metrics({Phase.WARM: float("nan"), "x": {Phase.WARM: np.float32("inf")}})
     assert math.isnan(found["warm"]) and found["x"] == {"warm": math.inf}
     assert {type(name) for name in (*found, *found["x"])} == {str} and names_of_classes(found) == set()
@@ -130,7 +130,7 @@ def wide() -> Any:
     ],
     ids=["itself", "wide", "text", "escapes", "array", "tensor", "integer"],
 )
-def test_what_is_too_much_is_refused_by_name_and_at_once(bad: Any, text: str) -> None:
+def test_what_is_too_much_is_refused_by_name(bad: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         plain_metrics({"a": bad})
 
@@ -141,7 +141,7 @@ nested = st.recursive(leaves, lambda of: st.lists(of, max_size=5) | st.dictionar
 
 @pytest.mark.thorough
 @given(st.dictionaries(st.text(), nested, max_size=20))
-def test_what_is_plain_stays_as_it_is_and_within_its_size(metrics: dict[str, Any]) -> None:
+def test_what_is_plain_stays_as_it_is(metrics: dict[str, Any]) -> None:
     try:
         found = plain_metrics(metrics)
     except ValueError:

@@ -123,7 +123,7 @@ def test_another_model_does_not_take_them() -> None:
         ModuleExtras(nn.Linear(1, 1)).restore(tree)
 
 
-def test_parts_that_are_on_one_side_alone_keep_their_mode() -> None:
+def test_parts_on_one_side_alone_keep_their_mode() -> None:
     """A model may make parts of it with its first call, and drop others."""
     theirs, mine = Model(), Model()
     theirs.made, mine.own = nn.ReLU().eval(), nn.ReLU()
@@ -146,7 +146,7 @@ class Keeps(nn.Module):
         self.state = state
 
 
-def test_bytes_in_memory_travel_as_scales_do_and_an_object_stays_with_a_warning() -> None:
+def test_bytes_in_memory_travel_objects_stay_with_a_warning() -> None:
     told: list[str] = []
     theirs = nn.Sequential(Keeps(io.BytesIO(b"scales")), Keeps(object()), Keeps(None))
     mine = nn.Sequential(Keeps(None), Keeps("mine"), Keeps(None))
@@ -174,12 +174,12 @@ def asked_alone() -> list[str]:
     return kept
 
 
-def test_a_rank_alone_is_not_asked_for_what_all_hold_together(ranks: Ranks) -> None:
+def test_a_rank_alone_is_not_asked_for_common_holdings(ranks: Ranks) -> None:
     """As one rank is that sends its state to a joiner, or writes a checkpoint: the others would not answer."""
     assert ranks.run(asked_alone, world=2) == [[], []]
 
 
-def test_sums_of_registered_metrics_travel_and_a_lost_step_takes_them_back() -> None:
+def test_sums_of_registered_metrics_travel_and_are_rolled_back() -> None:
     metrics = pytest.importorskip("torchmetrics")
     set_session(None)
     mine = metrics.MeanMetric()
@@ -209,7 +209,7 @@ def test_sums_of_registered_metrics_travel_and_a_lost_step_takes_them_back() -> 
         lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
     ],
 )
-def test_a_scheduler_that_is_made_anew_in_the_training_is_refused(kind: Any) -> None:
+def test_scheduler_that_is_made_anew_in_training_is_refused(kind: Any) -> None:
     watch_optimizers()
     with pytest.raises(RuntimeError, match=r"was made for the optimizer of a wrapped model after the first epoch"):
         run_job(lambda: train(lambda model, step: None, kind))

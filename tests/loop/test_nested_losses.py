@@ -76,7 +76,7 @@ class Nested:
     ],
 )
 @pytest.mark.parametrize("lost", [1, 3])
-def test_a_worker_is_lost_in_an_evaluation_within_a_step(
+def test_worker_is_lost_in_an_evaluation_within_a_step(
     model: Callable[[], Net], strategy: str | None, place: str, lost: int
 ) -> None:
     (alone,) = run_job(lambda: Nested(Net, place), first=(1,)).results.values()
@@ -93,6 +93,6 @@ def test_a_worker_is_lost_in_an_evaluation_within_a_step(
         torch.testing.assert_close(first.parameters[name], value, rtol=0, atol=2e-5)
 
 
-def test_a_call_of_a_sharded_model_does_not_outlive_its_group() -> None:
+def test_call_of_sharded_model_does_not_outlive_its_group() -> None:
     with pytest.raises(RuntimeError, match="Evaluate before the model is called"):
         run_job(lambda: Nested(sharded_net, "forward"), [Kill(5, 3, "validation")], first=(1, 2, 3, 4))

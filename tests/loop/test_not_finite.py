@@ -77,7 +77,7 @@ def test_updates_that_are_not_finite_can_be_left_out(
 
 
 @pytest.mark.parametrize("world", [None, 2])
-def test_by_default_they_are_told_and_such_a_job_is_no_success(ranks: Ranks, world: int | None) -> None:
+def test_by_default_they_are_told_and_fail_the_job(ranks: Ranks, world: int | None) -> None:
     results = ranks.run(train, "warn", 0, float("nan"), world=world)
     first = results if world is None else results[0]
     assert len(first["told"]) == 1 and first["told"][0][1].endswith("in step 3; they were applied")
@@ -182,7 +182,7 @@ def test_nor_do_they_stay_in_another_model(ranks: Ranks, world: int | None) -> N
 
 
 @pytest.mark.parametrize("moment", ["backward", "edge"])
-def test_nor_do_those_of_a_lost_step_reach_the_other_ranks(moment: str) -> None:
+def test_nor_do_those_of_lost_step_reach_other_ranks(moment: str) -> None:
     outcome = run_job(lambda: normalised("plain", "skip", 0, finishes=False), [Kill(4, 2, moment)], first=(1, 2, 3))
     for result in outcome.results.values():
         assert result["error"] == "" and all(buffer.isfinite().all() for buffer in result["buffers"])

@@ -49,7 +49,7 @@ def train(port: int) -> Any:
     return [p.tolist() for p in model.parameters()], seen, listens
 
 
-def test_rank_0_holds_the_store_at_the_master_s_address_alone(ranks: Ranks) -> None:
+def test_rank_0_holds_store_at_the_masters_address_alone(ranks: Ranks) -> None:
     (first, seen, listens), (second, seen_there, none) = ranks.run(train, free_port(), world=2)
     assert first == second and sorted(seen + seen_there) == list(range(24)), "each sample once"
     assert listens == ["127.0.0.1"] and none == []
@@ -78,7 +78,7 @@ def twice(port: int) -> Any:
     return [*results, train(port)[0]]
 
 
-def test_a_second_run_in_the_same_processes_forms_a_group_of_its_own(ranks: Ranks) -> None:
+def test_second_run_in_the_processes_forms_its_own_group(ranks: Ranks) -> None:
     first, second = ranks.run(twice, free_port(), world=2)
     assert first == second and len(first) == 2
 
@@ -101,7 +101,7 @@ def without(absent: int, port: int) -> Any:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("absent", [0, 1])
-def test_a_rank_that_never_comes_is_an_error_within_the_deadline(ranks: Ranks, absent: int) -> None:
+def test_rank_that_never_comes_is_error_within_the_deadline(ranks: Ranks, absent: int) -> None:
     outcome = ranks.run(without, absent, free_port(), world=2)[1 - absent]
     name, message, took_s = outcome
     assert name == "LostGroupError" and took_s < 20.0, outcome
@@ -109,7 +109,7 @@ def test_a_rank_that_never_comes_is_an_error_within_the_deadline(ranks: Ranks, a
     assert "the same MASTER_ADDR and MASTER_PORT" in message
 
 
-def test_ranks_meet_at_a_new_port_though_one_of_them_had_waited_in_vain_at_another(ranks: Ranks) -> None:
+def test_ranks_meet_at_new_port_after_waiting_in_vain(ranks: Ranks) -> None:
     ranks.run(without, 1, free_port(), world=2)
     parameters = [rank[0] for rank in ranks.run(train, free_port(), world=2, timeout_s=30.0)]
     assert parameters[0] == parameters[1]
@@ -163,7 +163,7 @@ def test_a_difference_names_the_first_few() -> None:
     )
 
 
-def test_what_a_loop_tracks_alone_lies_where_no_package_is_looked_for(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_a_loop_tracks_alone_lies_outside_packages(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ELASTIC_RAY_TRACKER_DIR", raising=False)
     assert Path(er.get_tracker_dir()) == tmp_path / "runs" / "user"
@@ -174,7 +174,5 @@ def test_what_a_loop_tracks_alone_lies_where_no_package_is_looked_for(tmp_path: 
 @pytest.mark.parametrize(
     ("local_rank", "chosen", "count", "gpu"), [(0, 0, 1, 0), (2, 0, 4, 2), (5, 0, 4, 1), (0, 3, 4, 3), (1, 2, 4, 2)]
 )
-def test_a_gpu_that_user_code_has_chosen_stays_the_present_one(
-    local_rank: int, chosen: int, count: int, gpu: int
-) -> None:
+def test_gpu_that_user_code_has_chosen_stays_present_one(local_rank: int, chosen: int, count: int, gpu: int) -> None:
     assert own_gpu(local_rank, chosen, count) == gpu

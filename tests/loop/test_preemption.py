@@ -104,7 +104,7 @@ def test_nothing_is_lost_and_nothing_done_twice(at: int, tmp_path: Path) -> None
     assert sums == {epoch: values for kind, epoch, values in whole if kind == "sums"}
 
 
-def test_one_rank_that_was_told_suffices_and_a_stop_for_good_counts_more() -> None:
+def test_one_told_rank_suffices_and_final_stop_counts_more() -> None:
     agreement = AgreedChanges(session_of().membership)
     agreement.conclude([0, 0, 0, 0, 0, 1, 0, 0], world_size=3)
     assert agreement.preempted and not agreement.stop
@@ -112,7 +112,7 @@ def test_one_rank_that_was_told_suffices_and_a_stop_for_good_counts_more() -> No
     assert agreement.preempted and agreement.stop and agreement.reports == 4
 
 
-def test_who_waits_for_a_cure_of_its_group_is_not_woken_by_a_preemption() -> None:
+def test_who_waits_for_cure_is_not_woken_by_preemption() -> None:
     membership = session_of().membership
     membership.post(StopJob(save=True))
     begin_s = time.monotonic()
@@ -139,7 +139,7 @@ def test_of_as_many_steps_the_later_save_is_further(tmp_path: Path) -> None:
     assert record.resume_point == state.resume_point
 
 
-def test_the_record_forgets_the_states_of_a_course_that_was_left(tmp_path: Path) -> None:
+def test_record_forgets_states_of_a_course_that_was_left(tmp_path: Path) -> None:
     """The one at 100 was corrupt: the job went on from 90, and its file is deleted with the next save."""
     spec = er.ElasticTrainer(loop, scaling_config=ScalingConfig(num_workers=1)).spec()
     record = JobRecord(spec)

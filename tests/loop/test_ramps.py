@@ -37,7 +37,7 @@ def train() -> tuple[list[int], list[int]]:
     return batches, samples
 
 
-def test_the_batch_is_the_declared_one_and_each_sample_counts_once() -> None:
+def test_batch_is_declared_one_and_each_sample_counts_once() -> None:
     set_session(None)
     assert train() == ([4, 8, 16, 16], [SAMPLES] * EPOCHS)
     set_session(None)
@@ -49,7 +49,7 @@ def test_so_it_is_on_every_worker_whatever_happens(script: list[Any]) -> None:
     assert outcome.results[1] == ([4, 8, 16, 16], [SAMPLES] * EPOCHS)
 
 
-def test_a_ramp_beyond_the_samples_of_an_epoch_is_refused() -> None:
+def test_ramp_beyond_the_samples_of_an_epoch_is_refused() -> None:
     set_session(None)
     with pytest.raises(ValueError, match="max_batch_size must be at most an epoch's 64 samples"):
         er.AdaptiveDataLoader(

@@ -47,7 +47,7 @@ def test_ranks_may_draw_alike(ranks: Ranks) -> None:
     assert first == second
 
 
-def test_a_joiner_and_a_run_that_goes_on_draw_none_of_the_numbers_of_before() -> None:
+def test_joiners_and_continued_runs_draw_no_earlier_numbers() -> None:
     cases = [
         {"rank": 0, "generation": 1, "steps": 0, "joined": False},
         {"rank": 1, "generation": 1, "steps": 0, "joined": False},
@@ -90,7 +90,7 @@ def own_numbers(seeds: bool) -> list[float]:
     return [*found, float(np.random.rand())]  # noqa: NPY002
 
 
-def test_numpy_s_generator_becomes_each_rank_s_own_unless_the_program_has_seeded_it(ranks: Ranks) -> None:
+def test_numpys_generator_becomes_each_ranks_own_unless_seeded(ranks: Ranks) -> None:
     (a, b), (c, d) = ranks.run(own_numbers, False, world=2)
     assert a == c and b != d
     (a, b), (c, d) = ranks.run(own_numbers, True, world=2)

@@ -68,7 +68,7 @@ def check(script: Sequence[Change | Kill], first: Sequence[int], epochs: str = "
 
 
 @pytest.mark.parametrize("epochs", sorted(COUNTS))
-def test_a_joiner_has_them_and_a_leaver_takes_nothing_along(epochs: str) -> None:
+def test_joiner_has_them_and_a_leaver_takes_nothing_along(epochs: str) -> None:
     check([Change(2, (1, 2)), Change(5, (1, 2, 3)), Change(9, (2, 3))], first=(1,), epochs=epochs)
 
 
@@ -117,7 +117,7 @@ def test_what_makes_no_sense_is_refused(name: Any, target: Any, error: type[Exce
         er.register_state(name, target)
 
 
-def test_a_name_is_taken_once_and_not_after_the_first_epoch() -> None:
+def test_name_is_taken_once_and_not_after_first_epoch() -> None:
     set_session(None)
     er.register_state("a", Counter())
     with pytest.raises(ValueError, match="'user/a' is registered already"):
@@ -128,7 +128,7 @@ def test_a_name_is_taken_once_and_not_after_the_first_epoch() -> None:
     set_session(None)
 
 
-def test_a_state_that_could_only_be_pickled_is_named_before_training() -> None:
+def test_a_state_that_could_only_be_pickled_is_named() -> None:
     class Pickled(Counter):
         def state_dict(self) -> dict[str, Any]:
             return {"rule": object()}
@@ -204,7 +204,7 @@ def with_registered(target: Any) -> Any:
         ("state_dict", [], "cannot tell what it is at the beginning of a step"),
     ],
 )
-def test_an_error_of_a_states_own_code_names_the_state(method: str, script: Any, says: str) -> None:
+def test_error_of_a_states_own_code_names_the_state(method: str, script: Any, says: str) -> None:
     first = (1, 2) if isinstance(next(iter(script), None), Kill) else (1,)
     with pytest.raises(RuntimeError, match=f"state 'user/mine' {says}.*: KeyError: 'mine'"):
         run_job(lambda: with_registered(Fails(method)), script, first=first)

@@ -32,7 +32,7 @@ def net() -> Any:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_the_sum_of_bits_does_not_depend_on_where_a_tensor_lies(count: int) -> None:
+def test_sum_of_bits_is_independent_of_a_tensors_place(count: int) -> None:
     larger = torch.randn(8)
     sums = {
         int(sum_of_bits(larger[at : at + count].clone())) == int(sum_of_bits(larger[at : at + count])) for at in (0, 1)
@@ -82,7 +82,7 @@ def diverging(how: Callable[..., None] | None, epochs: int) -> int:
         (noise, r"after 10 steps: 2\.weight\. Everything"),
     ],
 )
-def test_replicas_that_differ_are_an_error_that_names_what_differs(ranks: Ranks, how: Any, words: str) -> None:
+def test_replicas_that_differ_are_error_that_names_what_differs(ranks: Ranks, how: Any, words: str) -> None:
     with pytest.raises(RankFailedError, match=words):
         ranks.run(diverging, how, 1, world=2)
 
@@ -233,7 +233,7 @@ def test_what_was_unfrozen_reaches_a_joiner() -> None:
     assert joiner.capture() == holder.capture()
 
 
-def test_passes_of_a_few_steps_are_not_all_followed_by_a_check() -> None:
+def test_not_all_short_passes_are_followed_by_a_check() -> None:
     replicas = Replicas()
     layer = nn.Linear(2, 1)
     replicas.add(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
@@ -302,14 +302,12 @@ def trained_otherwise(how: Callable[..., None], models: int = 1) -> str:
         (another_group, "optimizer.param_groups[0]['weight_decay'] is 0 on rank 0 and 0.1 on rank 1"),
     ],
 )
-def test_replicas_that_are_trained_otherwise_are_an_error_that_names_the_option(
-    ranks: Ranks, how: Any, words: str
-) -> None:
+def test_replicas_trained_otherwise_are_an_error_naming_the_option(ranks: Ranks, how: Any, words: str) -> None:
     for told in ranks.run(trained_otherwise, how, world=2):
         assert words in told and "after 24 steps" in told
 
 
-def test_a_rank_may_evaluate_alone_and_keep_its_best_model(ranks: Ranks) -> None:
+def test_rank_may_evaluate_alone_and_keep_its_best_model(ranks: Ranks) -> None:
     """As programs for one process do with ``if rank == 0``; each epoch begins with ``train()``."""
     assert ranks.run(evaluates_alone, world=2) == [16] * 2
 
@@ -401,7 +399,7 @@ def by_tokens() -> list[tuple[float, float]]:
     return found
 
 
-def test_ranks_add_up_over_as_many_passes_as_each_likes(ranks: Ranks) -> None:
+def test_ranks_add_up_over_any_number_of_passes(ranks: Ranks) -> None:
     """As under DDP, which averages what each rank has added up."""
     first, second = ranks.run(by_tokens, world=2)
     assert len(first) > 3
@@ -444,7 +442,7 @@ def apart(epochs: int, at: int, leaves: int, saves: int = 0) -> tuple[str, int]:
     return "", session.progress.steps
 
 
-def test_ranks_that_come_apart_in_the_last_epoch_are_found(ranks: Ranks) -> None:
+def test_ranks_that_come_apart_in_last_epoch_are_found(ranks: Ranks) -> None:
     for told, steps in ranks.run(apart, 10, 115, -1, world=2):
         assert "after 120 steps: 2.weight" in told and steps == 120
 
@@ -506,9 +504,7 @@ def test_reports_of_other_ranks_alone_are_warned_of(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(("checked", "first"), [(40, 50), (8, 10), (1000, 1100)])
-def test_a_pass_ends_with_a_check_after_a_quarter_of_all_steps_before_and_a_hundred_at_most(
-    checked: int, first: int
-) -> None:
+def test_a_pass_ends_with_a_check_after_enough_steps(checked: int, first: int) -> None:
     model = net()
     replicas = Replicas()
     replicas.add(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -78,7 +78,7 @@ def test_a_train_function_may_run_again(ranks: Ranks, world: int | None, way: st
         assert result[0] == result[1] == result[2]
 
 
-def test_a_run_that_was_broken_off_does_not_stand_in_the_way() -> None:
+def test_broken_off_run_does_not_stand_in_the_way() -> None:
     set_session(None)
     loader = er.AdaptiveDataLoader(numbers(18), batch_size=6)
     try:
@@ -139,7 +139,7 @@ def test_an_opening_that_failed_leaves_nothing_behind(ranks: Ranks, world: int |
     assert all(6 <= each <= most for each in ([steps] if world is None else steps))
 
 
-def test_what_failed_for_its_loader_is_opened_again_with_another() -> None:
+def test_what_failed_for_its_loader_reopens_with_another() -> None:
     set_session(None)
     model, optimizer = pair_of_its_own()
     wrapped = er.AdaptiveDataParallel(model, optimizer, strategy="diloco")
@@ -160,7 +160,7 @@ def test_what_failed_for_its_loader_is_opened_again_with_another() -> None:
     assert steps == 3
 
 
-def test_an_adaptive_loader_that_is_made_anew_adapts_before_the_first_epoch() -> None:
+def test_adaptive_loader_made_anew_adapts_before_the_first_epoch() -> None:
     set_session(None)
     model, optimizer = pair_of_its_own()
     er.AdaptiveDataParallel(model, optimizer)
@@ -311,7 +311,7 @@ def models_left(strategy: str | None) -> list[str]:
     return [type(each()).__name__ for each in left if each() is not None]
 
 
-def test_a_model_that_is_wrapped_again_leaves_its_run_before() -> None:
+def test_model_that_is_wrapped_again_leaves_its_run_before() -> None:
     """What was unfrozen since belongs to no parameter of that run, which would take its gradient away."""
     set_session(None)
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))

@@ -96,7 +96,7 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("order", ["ab", "ba"])
-def test_gradients_of_several_threads_are_reduced_one_after_the_other(ranks: Ranks, order: str) -> None:
+def test_gradients_of_several_threads_are_reduced_one_after_other(ranks: Ranks, order: str) -> None:
     for found in ranks.run(two_threads, *order, world=2):
         assert found["failed"] == [] and found["steps"][0] == ["agreed", "launched", "launched"]
         assert torch.allclose(torch.tensor(found["state"]), torch.full((2, 300), 1.0 - 2 * 0.1 * 1.5))
@@ -115,7 +115,7 @@ class _Measured:
 
 
 @pytest.mark.parametrize("gpus", [(0, 1), (0, 0)])
-def test_norms_of_buckets_on_two_gpus_are_added_up_and_a_frozen_group_has_none(gpus: tuple[int, ...]) -> None:
+def test_norms_of_buckets_on_two_gpus_add_up(gpus: tuple[int, ...]) -> None:
     """Fakes of torch's own say where tensors of two devices meet."""
     statistics = GradientStatistics(NoiseTracker(torch.optim.SGD([torch.zeros(1)], 0.1), 3), GradientMeter(Monitor))
     statistics.rebuilt(3)

@@ -40,7 +40,7 @@ def test_seeds_and_learning_rates_are_no_other_model() -> None:
     ],
     ids=["shape", "parameters", "type", "optimizer", "AMP", "class"],
 )
-def test_what_changes_the_time_of_a_step_is_another_model(other: Any) -> None:
+def test_what_changes_time_of_a_step_is_another_model(other: Any) -> None:
     assert other() != told(torch.nn.Linear(3, 2))
 
 
@@ -55,7 +55,7 @@ def layout(shard_size: int | None) -> tuple[Any, str | None]:
     return session.registry.models.infos, session.registry.strategy_key
 
 
-def test_layouts_of_a_sharded_model_are_other_models_and_that_of_before_is_what_it_was() -> None:
+def test_layouts_of_a_sharded_model_are_other_models() -> None:
     of = {size: run_job(lambda: layout(size), first=(1,)).results[1] for size in (None, 2, 4)}  # noqa: B023
     assert len({infos for infos, _ in of.values()}) == len({key for _, key in of.values()}) == 3
     model = er.fully_shard(torch.nn.Linear(3, 2))

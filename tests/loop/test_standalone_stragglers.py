@@ -61,7 +61,7 @@ def measures(response: str | None) -> bool:
 
 
 @pytest.mark.thorough
-def test_shares_follow_a_slow_rank_and_rank_0_logs_it(ranks: Ranks) -> None:
+def test_shares_follow_slow_rank_and_rank_0_logs_it(ranks: Ranks) -> None:
     results: list[Seen] = ranks.run(trained, "share", world=3)
     for epoch in range(EPOCHS):
         assert sorted(index for _, drawn, _ in results for index in drawn[epoch]) == list(range(SAMPLES))
@@ -82,7 +82,7 @@ def test_told_of_only_and_not_looked_for_unless_asked(ranks: Ranks) -> None:
     assert ranks.run(measures, None, world=2) == [False, False]
 
 
-def test_responses_that_a_run_without_a_trainer_cannot_give_are_refused_by_name() -> None:
+def test_responses_impossible_without_a_trainer_are_refused_by_name() -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"stragglers must be .* got 'replace': the group .* is fixed"):

@@ -254,7 +254,7 @@ def outcome_of(sender: Callable[[Communicator], None]) -> Any:
     return between_ranks(sender, receive)[1]
 
 
-def test_a_pickle_in_place_of_a_state_is_refused_and_not_executed(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_state_is_refused(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     pickled = pickle.dumps(({"run": Evil(mark)}, []))
     refused = outcome_of(lambda communicator: send_header(communicator, pickled))
@@ -324,7 +324,7 @@ class Round(torch.optim.lr_scheduler.StepLR):
         (Round, r"'lr_scheduler/0/0'.*\['all'\]\['all'\].* nested deeper than 100 levels, or holds itself"),
     ],
 )
-def test_a_state_that_cannot_be_sent_is_named_before_the_first_generation(scheduler: Any, text: str) -> None:
+def test_a_state_that_cannot_be_sent_is_named_first(scheduler: Any, text: str) -> None:
     session = session_of()
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -365,7 +365,7 @@ def entered_after(steps: int, passes: int) -> Callable[[Communicator], tuple[int
     return enter
 
 
-def test_ended_passes_are_those_of_the_furthest_and_not_of_one_that_is_behind() -> None:
+def test_ended_passes_are_those_of_the_furthest_rank() -> None:
     """It has left its pass in a step that another rank has committed, and goes on where that one is."""
     assert between_ranks(entered_after(3, 1), entered_after(4, 0)) == [(0, 4, 0)] * 2
     assert between_ranks(entered_after(4, 1), entered_after(4, 0)) == [(1, 4, 1), (1, 4, 0)]

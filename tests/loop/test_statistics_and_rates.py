@@ -79,7 +79,7 @@ def test_replicas_and_micro_steps_measure_the_same_noise(ranks: Ranks, maker: st
 
 
 @pytest.mark.parametrize("maker", list(MAKERS))
-def test_the_noise_scale_is_the_one_that_gradients_by_hand_give(ranks: Ranks, maker: str) -> None:
+def test_noise_scale_is_one_that_gradients_by_hand_give(ranks: Ranks, maker: str) -> None:
     found = ranks.run(measured, maker, 2, STEPS)
     wanted = noise_by_hand(maker)
     for (noise, _), expected in zip(found, wanted, strict=True):
@@ -222,6 +222,6 @@ def grown_alone(_: int) -> tuple[list[int], float]:
     return seen, wrapped.scale_invariant_steps
 
 
-def test_the_batch_changes_within_an_epoch_without_losing_a_sample(ranks: Ranks) -> None:
+def test_batch_changes_within_an_epoch_without_losing_a_sample(ranks: Ranks) -> None:
     seen, _ = ranks.run(grown_alone, 0)
     assert sorted(seen) == list(range(SAMPLES))

@@ -49,7 +49,7 @@ def ledger(state: State) -> StepLedger:
     return ledger
 
 
-def test_a_committed_step_counts_its_samples_its_gain_and_its_generation(ledger: StepLedger, state: State) -> None:
+def test_a_committed_step_counts_samples_gain_and_generation(ledger: StepLedger, state: State) -> None:
     step = begun(ledger, state)
     assert ledger.may_apply()
     ledger.applied()
@@ -104,7 +104,7 @@ def test_an_update_that_fails_half_way_ends_the_run(ledger: StepLedger, state: S
             call()
 
 
-def test_a_nested_pass_counts_no_step_and_is_forgotten_with_its_step(ledger: StepLedger, state: State) -> None:
+def test_a_nested_pass_counts_no_step_and_is_forgotten(ledger: StepLedger, state: State) -> None:
     outer = begun(ledger, state)
     begun(ledger, state)
     assert (ledger.depth, ledger.outermost, ledger.needs_vote) == (2, outer, True)
@@ -118,7 +118,7 @@ def test_a_nested_pass_counts_no_step_and_is_forgotten_with_its_step(ledger: Ste
 
 
 @pytest.mark.parametrize("reduced", [True, False])
-def test_a_surrounding_step_is_lost_too_unless_its_gradients_are_there(
+def test_surrounding_step_is_lost_unless_its_gradients_are_there(
     ledger: StepLedger, state: State, reduced: bool
 ) -> None:
     begun(ledger, state)
@@ -131,7 +131,7 @@ def test_a_surrounding_step_is_lost_too_unless_its_gradients_are_there(
     assert ledger.failure == (None if reduced else "gone")
 
 
-def test_a_pass_within_a_lost_step_goes_on_before_the_step_is_lost(ledger: StepLedger, state: State) -> None:
+def test_pass_within_lost_step_continues_before_step_is_lost(ledger: StepLedger, state: State) -> None:
     begun(ledger, state)
     inner = begun(ledger, state)
     lost = ledger.undo(ledger.end())
@@ -152,7 +152,7 @@ def test_a_pass_within_a_lost_step_goes_on_before_the_step_is_lost(ledger: StepL
     assert ledger.failure == "gone, too" and not ledger.may_apply()
 
 
-def test_a_surrounding_step_that_another_rank_has_made_is_not_lost(ledger: StepLedger, state: State) -> None:
+def test_a_surrounding_step_made_by_another_rank_is_kept(ledger: StepLedger, state: State) -> None:
     outer = begun(ledger, state)
     begun(ledger, state)
     lost = ledger.undo(ledger.end())
@@ -163,7 +163,7 @@ def test_a_surrounding_step_that_another_rank_has_made_is_not_lost(ledger: StepL
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_reduced_gradients_that_wait_for_an_update_are_lost_with_their_group(
+def test_reduced_gradients_waiting_for_update_go_with_their_group(
     ledger: StepLedger, state: State, waits: bool
 ) -> None:
     begun(ledger, state)
@@ -190,7 +190,7 @@ def test_who_joins_within_an_epoch_replays_it_without_effects(ledger: StepLedger
     assert state.asked == ["snapshot", "roll back"]
 
 
-def test_steps_that_were_left_are_given_back_once_innermost_first(ledger: StepLedger, state: State) -> None:
+def test_left_steps_are_given_back_once_innermost_first(ledger: StepLedger, state: State) -> None:
     outer, inner = begun(ledger, state), begun(ledger, state)
     ledger.abandon(PassProgress())
     assert ledger.take_abandoned() is None, "none of these"
@@ -202,7 +202,7 @@ def test_steps_that_were_left_are_given_back_once_innermost_first(ledger: StepLe
     assert ledger.take_abandoned() is None
 
 
-def test_a_checkpoint_counts_a_step_whose_update_is_in_the_model(ledger: StepLedger, state: State) -> None:
+def test_checkpoint_counts_step_whose_update_is_in_the_model(ledger: StepLedger, state: State) -> None:
     begun(ledger, state)
     assert (ledger.resume_point(gain).steps, ledger.resume_point(gain).samples_left) == (0, 64)
     assert ledger.may_apply()
@@ -212,7 +212,7 @@ def test_a_checkpoint_counts_a_step_whose_update_is_in_the_model(ledger: StepLed
     assert state.progress.steps == 0, "the run itself has not gone on"
 
 
-def test_passes_that_are_no_loops_in_each_other_are_refused(ledger: StepLedger, state: State) -> None:
+def test_passes_that_are_no_nested_loops_are_refused(ledger: StepLedger, state: State) -> None:
     outer = begun(ledger, state)
     begun(ledger, state)
     with pytest.raises(RuntimeError, match="nested but not interleaved"):

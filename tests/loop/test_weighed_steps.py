@@ -82,7 +82,7 @@ def trained(
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("world", [None, 2, 3])
 @pytest.mark.parametrize("bounds", [None, (1, 2)])
-def test_the_step_is_that_of_the_mean_over_all_tokens(
+def test_step_is_that_of_the_mean_over_all_tokens(
     ranks: Ranks, world: int | None, bounds: tuple[int, int] | None
 ) -> None:
     found = ranks.run(trained, bounds, world=world)
@@ -134,7 +134,7 @@ def some(loader: Any, mask: torch.Tensor) -> None:
         loader.weigh(mask.sum().item())
 
 
-def test_ranks_that_do_and_ranks_that_do_not_are_told(ranks: Ranks) -> None:
+def test_ranks_that_weigh_and_that_do_not_are_told(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match=r"weighed by loader\.weigh"):
         ranks.run(trained, None, None, some, world=2)
 
@@ -195,7 +195,7 @@ def weighed_once(*, within_no_sync: bool = False) -> None:
         set_session(None)
 
 
-def test_all_micro_batches_of_a_step_are_weighed_or_none() -> None:
+def test_all_micro_batches_of_step_are_weighed_or_none() -> None:
     with pytest.raises(RuntimeError, match=r"must be called before backward\(\) in each micro-batch"):
         weighed_once()
 
@@ -245,7 +245,7 @@ def nothing_weighs(*, sparse: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_step_of_no_weight_at_all_changes_nothing_on_one_worker_as_on_two(sparse: bool) -> None:
+def test_step_of_no_weight_changes_nothing_at_any_size(sparse: bool) -> None:
     (alone,) = run_job(lambda: nothing_weighs(sparse=sparse)).results.values()
     assert all(p.isfinite().all() for p in alone)
     for found in run_job(lambda: nothing_weighs(sparse=sparse), first=(1, 2)).results.values():

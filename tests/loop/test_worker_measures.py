@@ -110,7 +110,7 @@ def test_every_rank_knows_what_each_worker_has_measured(ranks: Ranks, loop: Loop
 
 
 @pytest.mark.thorough
-def test_times_of_a_slow_worker_are_told_as_its_own(ranks: Ranks) -> None:
+def test_times_of_slow_worker_are_told_as_its_own(ranks: Ranks) -> None:
     for measures in check(ranks.run(slow_last, world=2))[3:]:
         first, last = measures.workers
         assert last.compute_s > first.compute_s + 0.03 and first.sync_s > last.sync_s + 0.02

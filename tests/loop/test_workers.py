@@ -116,7 +116,7 @@ def augmented(workers: int, whole: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_is_drawn_for_a_sample_does_not_depend_on_who_loads_it(ranks: Ranks, whole: bool) -> None:
+def test_what_a_sample_draws_is_independent_of_its_loader(ranks: Ranks, whole: bool) -> None:
     """Nor on the number of workers: it follows from the seed, the epoch and the sample's position."""
     alone = ranks.run(augmented, 1, whole)
     shared = ranks.run(augmented, 2, whole, world=2)

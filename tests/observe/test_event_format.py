@@ -45,7 +45,7 @@ def test_tensorboardx_frames_records_alike() -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.data())
-def test_a_file_that_was_cut_short_gives_its_whole_records(written: list[bytes], data: st.DataObject) -> None:
+def test_file_that_was_cut_short_gives_its_whole_records(written: list[bytes], data: st.DataObject) -> None:
     framed = [format_.frame(each) for each in written]
     whole = b"".join(framed)
     cut = data.draw(st.integers(0, len(whole)))

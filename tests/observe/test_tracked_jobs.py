@@ -46,7 +46,7 @@ def check_reports(shown: dict[str, Points], stored: Path, reports: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_with_a_lost_rank_0_and_a_lost_controller_is_one_run(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_losing_rank_0_and_controller_is_one_run(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(tmp_path, workers=(1, 3), epochs=60)
     handle.resize(2)
     wait_until(lambda: handle.status().workers == 2 and handle.status().step > 10, handle)

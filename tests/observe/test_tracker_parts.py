@@ -33,7 +33,7 @@ def report(index: int, **fields: Any) -> Report:
 
 
 @given(st.lists(st.integers(1, 30)), st.integers(0, 30))
-def test_each_report_is_seen_once_and_again_after_going_back(numbers: list[int], back: int) -> None:
+def test_each_report_is_seen_once_and_after_going_back(numbers: list[int], back: int) -> None:
     seen, known = SeenReports(), set[int]()
     for number in numbers:
         assert seen.add(number) == (number not in known)
@@ -95,7 +95,7 @@ def wait_until_done(thread: TrackerThread) -> None:
         time.sleep(0.01)
 
 
-def test_calls_come_in_order_and_an_error_is_told_once() -> None:
+def test_calls_come_in_order_and_error_is_told_once() -> None:
     recorder = Recorder()
     recorder.fails = True
     thread = TrackerThread("it", recorder)
@@ -118,7 +118,7 @@ class Unspeakable(Exception):
         raise RuntimeError("nor this")
 
 
-def test_what_an_error_cannot_say_ends_no_thread_and_what_it_says_has_an_end() -> None:
+def test_what_an_error_cannot_say_ends_no_thread() -> None:
     recorder = Recorder()
     thread = TrackerThread("it", recorder)
     errors = [Unspeakable(), ValueError("x" * 5_000_000)]
@@ -136,7 +136,7 @@ def test_what_an_error_cannot_say_ends_no_thread_and_what_it_says_has_an_end() -
     assert len(long) < 700 and silent.endswith("Unspeakable: it cannot say why")
 
 
-def test_a_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_begin_that_fails_is_tried_again_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.observe.trackers.tracker_thread._AGAIN_S", 0.05)
     recorder, tries = Recorder(), [0]
     begin = recorder.begin
@@ -171,7 +171,7 @@ def test_reports_that_wait_are_bounded_by_their_size() -> None:
     recorder.block.set()
 
 
-def test_a_tracker_that_hangs_is_told_of_and_its_queue_is_bounded() -> None:
+def test_a_hanging_tracker_is_told_and_its_queue_bounded() -> None:
     recorder = Recorder()
     recorder.block.clear()
     thread = TrackerThread("it", recorder, most=5)
@@ -242,7 +242,7 @@ def begin(writer: TensorBoardWriter, step: int = 0, reports: int = 0, *, again: 
     writer.begin(step, reports, again=again, events=tuple(events))
 
 
-def test_a_run_in_files_with_a_restart_from_a_checkpoint(tmp_path: Path) -> None:
+def test_run_in_files_with_a_restart_from_a_checkpoint(tmp_path: Path) -> None:
     writer = TensorBoardWriter(pyarrow.fs.LocalFileSystem(), str(tmp_path), private=True)
     begin(writer)
     for index in (1, 2, 3):
@@ -283,7 +283,7 @@ def test_another_controller_goes_on_where_the_files_end(tmp_path: Path) -> None:
     assert {tag: len(marks) for tag, marks in texts(folder).items()} == {"elastic/resize": 1, "elastic/failure": 1}
 
 
-def test_the_same_name_submitted_again_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_the_same_name_submitted_again_continues_from_its_checkpoint(tmp_path: Path) -> None:
     first = TensorBoardWriter(pyarrow.fs.LocalFileSystem(), str(tmp_path), private=True)
     begin(first)
     for index in (1, 2, 3):
@@ -324,7 +324,7 @@ def test_reports_without_steps_are_drawn_by_their_number(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("taken", ["no", "a link", "another's"])
-def test_loggers_write_into_no_folder_that_another_account_has_made(
+def test_loggers_write_into_no_other_accounts_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, taken: str
 ) -> None:
     if taken == "another's" and os.geteuid() != 0:

@@ -177,7 +177,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120.
 
 
 @pytest.mark.thorough
-def test_a_policy_loads_its_solver_when_the_allocator_starts_and_the_usual_one_needs_none() -> None:
+def test_a_policy_loads_its_solver_when_the_allocator_starts() -> None:
     """Importing it would hold the event loop, and with it all jobs; with SciPy and pandas it has twice the memory."""
     modules = ("scipy", "pandas", "torch")
 
@@ -227,7 +227,7 @@ def test_a_killed_allocator_comes_back_and_shuffles_nobody(jobs: Jobs) -> None:
     assert snapshot().log == ()
 
 
-def test_an_allocator_that_is_gone_for_good_is_made_again(jobs: Jobs) -> None:
+def test_allocator_that_is_gone_for_good_is_made_again(jobs: Jobs) -> None:
     jobs.start("a")
     wait_until(lambda: jobs.held() == {"a": 8}, "the job has everything")
     ray.kill(get_or_create_allocator(), no_restart=True)
@@ -236,7 +236,7 @@ def test_an_allocator_that_is_gone_for_good_is_made_again(jobs: Jobs) -> None:
 
 
 @pytest.mark.thorough
-def test_an_allocator_of_another_release_takes_over_beside_running_jobs(jobs: Jobs) -> None:
+def test_allocator_of_another_release_takes_over_beside_running_jobs(jobs: Jobs) -> None:
     """An upgrade: the old one is ended, the first who misses it makes the new one, which knows all from heartbeats."""
     for job in "ab":
         jobs.start(job)
@@ -291,7 +291,7 @@ def test_impossible_jobs_are_told(jobs: Jobs) -> None:
 
 
 @pytest.mark.thorough
-def test_a_lost_node_leaves_the_survivors_and_a_new_one_is_used(jobs: Jobs, ray_nodes: Any) -> None:
+def test_lost_node_leaves_survivors_and_new_one_is_used(jobs: Jobs, ray_nodes: Any) -> None:
     third = ray_nodes.add_node(num_cpus=2)
     jobs.start("a", max_workers=16)
     wait_until(lambda: jobs.held() == {"a": 10}, "the new node is used")
@@ -314,7 +314,7 @@ def ruled_by_one_each() -> Iterator[None]:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("ruled_by_one_each")
-def test_a_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) -> None:
+def test_users_policy_rules_and_its_mistake_costs_nobody_anything(jobs: Jobs) -> None:
     for job in "ab":
         jobs.start(job)
     wait_until(lambda: jobs.held() == {"a": 1, "b": 1}, "the function decides")
@@ -367,7 +367,7 @@ def test_one_configuration_at_a_time(jobs: Jobs, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.thorough
-def test_what_it_was_told_is_recorded_and_decided_anew_to_the_letter(jobs: Jobs, tmp_path: Path) -> None:
+def test_what_it_was_told_is_recorded_and_replayed_exactly(jobs: Jobs, tmp_path: Path) -> None:
     """Over two lives: the second is made beside jobs that it has yet to hear of."""
     path = tmp_path / "events.jsonl"
     get_or_create_allocator("goodput", config=AllocatorConfig(record=str(path)))
@@ -393,7 +393,7 @@ def test_what_it_was_told_is_recorded_and_decided_anew_to_the_letter(jobs: Jobs,
 
 
 @pytest.mark.slow
-def test_a_restart_beside_running_jobs_gives_up_no_node_of_theirs(jobs: Jobs) -> None:
+def test_a_restart_gives_up_no_node_of_running_jobs(jobs: Jobs) -> None:
     """Jobs that it has yet to hear of hold nodes that would look empty to its autoscaling."""
 
     def decided() -> Any:
@@ -439,7 +439,7 @@ def count_views(allocator: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_what_autoscaling_decides_by_is_made_when_it_is_due_only(jobs: Jobs) -> None:
+def test_what_autoscaling_decides_by_is_made_when_due(jobs: Jobs) -> None:
     """The allocator's rounds come twice a second, and all views of a large cluster are work."""
     kind = NodeType(name="four", resources={"CPU": 4.0}, usd_per_h=1.0, max_nodes=2)
     scaling = Autoscaling(node_types=(kind,), objective="throughput_efficiency", interval_s=4.0)

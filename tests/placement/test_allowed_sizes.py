@@ -99,7 +99,7 @@ def test_every_size_is_allowed_and_equal_input_changes_nothing(
 @every
 @settings(max_examples=10, deadline=None)
 @given(jobs=sized(wishes=True), nodes=clusters)
-def test_so_are_those_that_a_jobs_own_policy_asked_for(name: str, jobs: list[JobView], nodes: Cluster) -> None:
+def test_so_are_those_that_jobs_own_policy_asked_for(name: str, jobs: list[JobView], nodes: Cluster) -> None:
     found = make_plan(policy(name), jobs, nodes, 0.0, Constraints())
     check(found.allocation, {v.job: v.bundle for v in jobs}, nodes)
     for v in jobs:
@@ -113,7 +113,7 @@ def test_a_job_alone_has_the_largest_size_that_fits(name: str) -> None:
     assert found["a"] in ((2, 4) if name in FRUGAL else (4,)), found
 
 
-def test_the_goodput_policy_looks_beyond_a_size_that_is_not_allowed() -> None:
+def test_goodput_policy_looks_beyond_size_that_is_not_allowed() -> None:
     job = view("a", min_workers=4, max_workers=16, sizes=AllowedSizes(multiple_of=4), goodput=model(sync_s=1e-4))
     assert sizes(plan("goodput", [job], cluster(8, 8))) == {"a": 16}
     beside = view("b", max_workers=16, goodput=model(sync_s=1e-4))
@@ -121,7 +121,7 @@ def test_the_goodput_policy_looks_beyond_a_size_that_is_not_allowed() -> None:
     assert found["a"] in (4, 8, 12) and sum(found.values()) == 15
 
 
-def test_a_job_that_nothing_is_known_of_explores_the_next_allowed_size() -> None:
+def test_an_unknown_job_explores_the_next_allowed_size() -> None:
     only = AllowedSizes(sizes=(1, 5, 8))
     job = view("a", goodput=None, sizes=only, most_workers=1, allocation={"n0": 1})
     assert job.useful_workers == 5
@@ -129,7 +129,7 @@ def test_a_job_that_nothing_is_known_of_explores_the_next_allowed_size() -> None
     assert sizes(plan("goodput", [job], cluster(8))) == {"a": 5}
 
 
-def test_a_size_between_two_leads_from_one_to_the_other_and_brings_nothing_by_itself() -> None:
+def test_a_size_between_two_leads_from_one_to_another() -> None:
     free, only = view("a"), view("a", min_workers=2, sizes=AllowedSizes(sizes=(2, 4, 8)))
     every_speed, speed = speeds(free, [8]), speeds(only, [8])
     assert [speed[n] for n in (0, 1, 2, 4, 8)] == [0, 0, *(every_speed[n] for n in (2, 4, 8))]
@@ -139,7 +139,7 @@ def test_a_size_between_two_leads_from_one_to_the_other_and_brings_nothing_by_it
 
 
 @given(need=needs())
-def test_the_need_falls_and_fits_from_the_least_size_on(need: MemoryNeed) -> None:
+def test_need_falls_and_fits_from_the_least_size_on(need: MemoryNeed) -> None:
     each = [need.need_bytes(n) for n in range(1, 400)]
     assert all(later <= sooner for sooner, later in itertools.pairwise(each))
     assert each[: need.copies] == [need.replicated_bytes + need.sharded_bytes] * need.copies
@@ -167,7 +167,7 @@ def test_memory_that_makes_no_sense_is_refused(wrong: dict[str, Any], says: str)
         MemoryNeed(**{"available_bytes": 100, "sharded_bytes": 1, **wrong})
 
 
-def test_a_job_that_only_fits_on_four_starts_on_four_or_not_at_all() -> None:
+def test_a_job_that_fits_on_four_starts_on_four() -> None:
     only = AllowedSizes(memory=MemoryNeed(available_bytes=50, sharded_bytes=100))
     job = view("a", max_workers=8, min_workers=1, goodput=None, sizes=only)
     assert job.useful_workers == job.explored_workers == 4
@@ -176,7 +176,7 @@ def test_a_job_that_only_fits_on_four_starts_on_four_or_not_at_all() -> None:
     assert sizes(found) == {} and str(only) == "memory=<from 4 on>"
 
 
-def test_an_error_says_what_a_worker_lacks_and_the_smallest_size_that_fits() -> None:
+def test_an_error_says_what_lacks_and_the_smallest_size() -> None:
     need = MemoryNeed(available_bytes=4 << 30, sharded_bytes=8 << 30)
     words = r"no size from 1 to 3 .*memory=<from 4 on>: a worker needs 5.33 GiB in a group of 3 and has 4.00 GiB; "
     with pytest.raises(ValueError, match=words + "the smallest allowed size that fits is 4"):

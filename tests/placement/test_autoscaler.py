@@ -112,7 +112,7 @@ TIGHT = [
 @example(views=MANY, firm=0, spot=0)  # without the nodes that are not used, another one is not either
 @example(views=TIGHT, firm=1, spot=1)  # without the empty spot node, the mixed job would start in another's place
 @given(views=jobs(), firm=st.integers(0, 4), spot=st.integers(0, 4))
-def test_no_objective_asks_for_an_unused_node_or_strands_a_job(
+def test_no_objective_asks_for_unused_node_or_strands_job(
     name: str, views: list[JobView], firm: int, spot: int
 ) -> None:
     policy, there = make_policy("goodput"), here(firm, spot)
@@ -164,7 +164,7 @@ def test_without_jobs_nothing_is_kept_but_the_minimum(name: str) -> None:
 
 
 @every
-def test_a_job_that_avoids_spot_gets_on_demand_nodes_and_a_mixed_one_both(name: str) -> None:
+def test_spot_averse_jobs_get_on_demand_nodes_mixed_both(name: str) -> None:
     avoiding = autoscaler(objective=name).decide([job(spot="avoid")], here(), NOW)
     assert set(avoiding.add) == {"firm"}
     mixed = autoscaler(objective="utility_band").decide([job(spot="mixed", min_workers=4, max_workers=8)], here(), NOW)
@@ -173,7 +173,7 @@ def test_a_job_that_avoids_spot_gets_on_demand_nodes_and_a_mixed_one_both(name: 
 
 
 @every
-def test_a_job_that_fits_from_six_workers_on_gets_nodes_for_six(name: str) -> None:
+def test_job_fitting_from_six_workers_gets_nodes_for_six(name: str) -> None:
     need = MemoryNeed(available_bytes=20, sharded_bytes=60)
     wants = job(min_workers=6, max_workers=8, goodput=None, sizes=AllowedSizes(memory=need))
     decision = autoscaler([FIRM], name).decide([wants], here(), NOW)
@@ -196,20 +196,20 @@ class Careless:
         return {each.job: WantedSize(job=each.job, workers=0, gpu="T4", reason="careless") for each in demand.jobs}
 
 
-def test_a_node_that_the_allocator_would_not_use_is_not_asked_for() -> None:
+def test_node_the_allocator_would_not_use_is_not_requested() -> None:
     scaler = Autoscaler([FIRM], Stingy(), CostPerProgress(value_usd_per_h=1e6), CONFIG)
     decision = scaler.decide([job()], here(), NOW)
     assert decision.wants["a"].workers > 4 and decision.add == {"firm": 1}
 
 
-def test_no_node_is_given_up_that_a_running_job_cannot_do_without() -> None:
+def test_no_node_that_running_job_needs_is_given_up() -> None:
     scaler = autoscaler([FIRM], Careless())
     for now_s in (NOW, NOW + 101.0):
         decision = scaler.decide([job().placed({"f0": 4})], here(2), now_s)
     assert decision.release == ("f1",)
 
 
-def test_what_is_to_be_replaced_stays_until_all_that_replaces_it_is_there() -> None:
+def test_what_is_to_be_replaced_stays_until_its_replacement() -> None:
     scaler = autoscaler()
     running = [job(max_workers=8, min_workers=1).placed({"f0": 4, "f1": 4})]
     decision = scaler.decide(running, here(2, 1), NOW)
@@ -222,7 +222,7 @@ def test_what_is_to_be_replaced_stays_until_all_that_replaces_it_is_there() -> N
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_spot_that_does_not_come_is_replaced_by_on_demand_and_asked_for_again() -> None:
+def test_spot_that_never_comes_is_replaced_by_on_demand() -> None:
     scaler, views = autoscaler(), [job(max_workers=4)]
     assert scaler.decide(views, here(), NOW).add == {"spot": 1}
     assert scaler.decide(views, here(), NOW + 99.0).add == {"spot": 1}
@@ -259,7 +259,7 @@ def test_nodes_linger_before_they_are_given_up() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_band_takes_the_size_whose_utility_is_nearest_to_its_middle() -> None:
+def test_the_band_takes_the_size_nearest_its_middle() -> None:
     alone = job(max_workers=16)
     per_node = [4] * 4
     speed = speeds(alone, per_node)
@@ -270,7 +270,7 @@ def test_the_band_takes_the_size_whose_utility_is_nearest_to_its_middle() -> Non
     assert decision.wants["a"].workers == wanted
 
 
-def test_the_least_money_is_the_smallest_size_and_dear_time_the_fastest() -> None:
+def test_least_money_is_smallest_size_and_dear_time_fastest() -> None:
     sizes = [
         autoscaler([FIRM], CostPerProgress(value_usd_per_h=value)).decide([job()], here(), NOW).wants["a"].workers
         for value in (0.0, 5.0, 50.0, 1e6)
@@ -278,13 +278,13 @@ def test_the_least_money_is_the_smallest_size_and_dear_time_the_fastest() -> Non
     assert sizes[0] <= 4 and sizes == sorted(sizes) and sizes[-1] > sizes[0]
 
 
-def test_worthless_time_does_not_want_fewer_workers_than_a_job_can_run_with() -> None:
+def test_worthless_time_keeps_the_fewest_workers_a_job_needs() -> None:
     decision = autoscaler([FIRM], CostPerProgress(value_usd_per_h=0.0)).decide([job(min_workers=3)], here(), NOW)
     assert decision.wants["a"].workers >= 3 and "inf" not in decision.wants["a"].reason
 
 
 @pytest.mark.parametrize("limits", [{}, {"budget_usd": 5.0}, {"deadline_s": NOW + 10.0}])
-def test_a_job_that_gets_on_at_no_size_has_the_fewest_workers_that_it_can_run_with(limits: dict[str, float]) -> None:
+def test_job_progressing_at_no_size_has_its_fewest_workers(limits: dict[str, float]) -> None:
     waiting = job(min_workers=3, **limits)
     demand = autoscaler([FIRM])._demand([waiting], here(), [FIRM], {"firm": np.inf})
     still = dataclasses.replace(demand.offers["a"][0], rate=np.zeros(16))
@@ -293,7 +293,7 @@ def test_a_job_that_gets_on_at_no_size_has_the_fewest_workers_that_it_can_run_wi
     assert "inf" not in want.reason + want.note and bool(want.note) == bool(limits)
 
 
-def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:
+def test_cost_per_progress_is_price_and_value_by_goodput() -> None:
     scaler = CostPerProgress(value_usd_per_h=20.0, hysteresis=0.0)
     running = job().placed({"f0": 4})
     demand = autoscaler([FIRM])._demand(
@@ -305,14 +305,14 @@ def test_cost_per_progress_is_the_least_price_and_value_by_goodput() -> None:
 
 
 @pytest.mark.parametrize("field", ["deadline_s", "budget_usd"])
-def test_what_cannot_be_met_is_said_at_once_with_the_best_that_can_be_had(field: str) -> None:
+def test_what_cannot_be_met_is_said_with_best_available(field: str) -> None:
     limit = {"deadline_s": NOW + 1.0} if field == "deadline_s" else {"budget_usd": 1e-6}
     decision = autoscaler([FIRM], "cost_per_progress").decide([job(**limit)], here(), NOW)
     assert "cannot be met; the best that can be had is" in decision.notes["a"]
     assert "USD more in" in decision.notes["a"]
 
 
-def test_a_deadline_is_met_at_the_least_cost_and_a_budget_used_for_speed() -> None:
+def test_deadline_is_met_cheaply_a_budget_used_for_speed() -> None:
     scaler = CostPerProgress()
 
     def want(**limits: Any) -> WantedSize:
@@ -325,7 +325,7 @@ def test_a_deadline_is_met_at_the_least_cost_and_a_budget_used_for_speed() -> No
     assert free.workers <= tight.workers <= rich.workers and rich.workers > free.workers
 
 
-def test_a_job_of_unknown_length_says_that_its_deadline_cannot_be_planned_for() -> None:
+def test_a_job_of_unknown_length_cannot_plan_its_deadline() -> None:
     decision = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, deadline_s=NOW + 9.0)], here(), NOW)
     assert decision.notes["a"].startswith("not known yet how long the job takes")
     without = autoscaler([FIRM], "cost_per_progress").decide([job(progress=None, goodput=None)], here(), NOW)
@@ -383,7 +383,7 @@ def test_bad_input_is_refused() -> None:
         UtilityBand(low=0.7, high=0.6)
 
 
-def test_the_account_has_what_the_nodes_of_known_types_have_cost_by_the_hour() -> None:
+def test_account_has_what_known_nodes_cost_by_the_hour() -> None:
     scaler, stranger = autoscaler([FIRM, SPOT]), node("stranger", 64.0)
     nodes = Cluster(nodes=(*here(2, 1).nodes, stranger))
     scaler.decide([job()], nodes, NOW)
@@ -393,7 +393,7 @@ def test_the_account_has_what_the_nodes_of_known_types_have_cost_by_the_hour() -
     assert account.spent_usd == pytest.approx(0.1 * (2 * FIRM.usd_per_h + SPOT.usd_per_h), rel=0.01)
 
 
-def test_a_job_stays_on_a_size_that_is_hardly_worse_and_leaves_one_that_is() -> None:
+def test_a_job_stays_where_hardly_worse_and_leaves_otherwise() -> None:
     """Four sizes on one node cost the same an hour: the fastest is best."""
     running = job(max_workers=4, resize_cost_s=0.0).placed({"f0": 3})
     demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
@@ -410,7 +410,7 @@ def test_a_job_stays_on_a_size_that_is_hardly_worse_and_leaves_one_that_is() -> 
     assert (wanted(3.15, 0.1), wanted(3.15, 0.0), wanted(3.45, 0.1), wanted(3.0, 0.1)) == (3, 4, 4, 3)
 
 
-def test_a_job_moves_to_another_type_only_where_that_is_more_than_hardly_better() -> None:
+def test_job_changes_types_only_where_more_than_hardly_better() -> None:
     fast = candidate("fast", gpu_label="A100")
     running = job(max_workers=2, resize_cost_s=0.0).placed({"f0": 2})
     demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
@@ -426,7 +426,7 @@ def test_a_job_moves_to_another_type_only_where_that_is_more_than_hardly_better(
     assert [wanted(2.1, 0.1), wanted(2.3, 0.1), wanted(2.1, 0.0), wanted(1.9, 0.1)] == ["T4", "A100", "A100", "T4"]
 
 
-def test_a_job_of_unknown_length_counts_an_hour_at_its_present_speed() -> None:
+def test_job_of_unknown_length_counts_hour_at_present_speed() -> None:
     """While new nodes start, it goes on as it is, so that this hour is work that its present size does."""
     running = job(max_workers=4, progress=None, resize_cost_s=0.0).placed({"f0": 1})
     demand = autoscaler([FIRM])._demand([running], here(1), [FIRM], {"firm": np.inf})
@@ -446,7 +446,7 @@ def test_running_jobs_are_given_nodes_before_those_that_wait() -> None:
     assert fleet.short == {"b": 4}, "a priority comes before that"
 
 
-def test_sizes_that_were_not_tried_are_offered_as_if_synchronisation_took_no_longer_than_on_the_largest_tried() -> None:
+def test_untried_sizes_are_offered_at_the_largest_tried_synchronisation() -> None:
     """The model was fitted to 1 and 2 workers, between which the time grows as if each more cost as much."""
     steep = GoodputModel(ThroughputModel(0.02, 1e-3, 0.02, 0.5, 0.02, 0.5, 1.5), NoiseScale(sqr=1.0, var=1e6), 64)
     seen = tuple(Observation(1, k, 64, 0, float(steep.step_time(1, k, 64, 0))) for k in (1, 2))

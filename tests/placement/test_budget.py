@@ -33,7 +33,7 @@ def test_an_account_never_counts_more_than_its_memory(several: list[tuple[float,
     assert account.job_hours <= account.hours * max((each[2] for each in several), default=0) * (1 + 1e-9)
 
 
-def test_an_account_is_the_same_however_often_it_is_kept() -> None:
+def test_account_is_the_same_however_often_it_is_kept() -> None:
     once, often = Account().after(3.0, 12.0, 5, 24.0), Account()
     for _ in range(300):
         often = often.after(0.01, 12.0, 5, 24.0)
@@ -41,7 +41,7 @@ def test_an_account_is_the_same_however_often_it_is_kept() -> None:
         assert getattr(often, field) == pytest.approx(getattr(once, field))
 
 
-def test_an_hour_is_worth_more_while_money_is_left_and_less_when_it_is_overspent() -> None:
+def test_an_hour_is_worth_more_while_money_is_left() -> None:
     budget = Budget(usd_per_h=10.0)
     even = budget.value_usd_per_h(Account(hours=4.0, spent_usd=40.0, job_hours=20.0), 5)
     assert even == pytest.approx(2.0)
@@ -51,7 +51,7 @@ def test_an_hour_is_worth_more_while_money_is_left_and_less_when_it_is_overspent
     assert spent == pytest.approx(2.0 / math.e)
 
 
-def test_the_present_number_of_jobs_hardly_changes_what_an_hour_is_worth() -> None:
+def test_the_number_of_jobs_hardly_changes_an_hours_worth() -> None:
     """Or else a burst of jobs would run on the nodes of one, and a lone job on those of all."""
     budget, account = Budget(usd_per_h=10.0), Account(hours=15.0, spent_usd=150.0, job_hours=75.0)
     few, many = (budget.value_usd_per_h(account, jobs) for jobs in (1, 20))

@@ -44,9 +44,7 @@ def test_the_ray_cluster_passes_rays_own_converter() -> None:
 
 
 @pytest.mark.parametrize("path", [*RAY_UP, RAY_CLUSTER], ids=lambda path: path.name)
-def test_every_file_offers_spot_beside_on_demand_and_frees_idle_nodes(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_file_offers_spot_and_frees_idle_nodes(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = read_cluster_file(path)
     markets = {each.spot: each for each in found.types}
     assert set(markets) == {True, False}

@@ -122,7 +122,7 @@ def test_nothing_is_idle_that_a_job_could_use(
 @every
 @settings(max_examples=15, deadline=None)
 @given(jobs=constrained_views(priority=1, tenant="x", preemptible=True, whole_nodes=False), nodes=clusters)
-def test_one_priority_of_one_tenant_is_decided_as_without_them(name: str, jobs: list[JobView], nodes: Cluster) -> None:
+def test_one_priority_of_one_tenant_changes_nothing(name: str, jobs: list[JobView], nodes: Cluster) -> None:
     plain = [dataclasses.replace(v, priority=0, tenant="") for v in jobs]
     assert plan(name, jobs, nodes) == plan(name, plain, nodes)
     assert plan(name, jobs, nodes, Constraints(tenants=(Tenant(name="x", weight=2.0),))) == plan(name, plain, nodes)
@@ -133,7 +133,7 @@ def test_one_priority_of_one_tenant_is_decided_as_without_them(name: str, jobs: 
 
 
 @every
-def test_a_higher_priority_has_its_minimum_and_its_growth_first(name: str) -> None:
+def test_higher_priority_has_its_minimum_and_its_growth_first(name: str) -> None:
     low = view("low", min_workers=2, max_workers=8, allocation={"n0": 4, "n1": 4})
     high = view("high", submitted_s=1.0, min_workers=3, max_workers=5, priority=1)
     found = plan(name, [low, high], cluster(4, 4))
@@ -143,7 +143,7 @@ def test_a_higher_priority_has_its_minimum_and_its_growth_first(name: str) -> No
 
 
 @every
-def test_a_lower_priority_is_stopped_for_a_higher_ones_minimum_but_not_for_its_growth(name: str) -> None:
+def test_lower_priorities_stop_for_higher_minimums_not_for_growth(name: str) -> None:
     low = view("low", min_workers=2, max_workers=2, allocation={"n0": 2})
     assert "low" not in plan(name, [low, view("high", priority=1, min_workers=3)], cluster(4)).allocation
     assert sizes(plan(name, [low, view("high", priority=1, min_workers=2)], cluster(4))) == {"low": 2, "high": 2}
@@ -171,7 +171,7 @@ def test_minimums_are_admitted_strictly_by_priority(name: str, jobs: list[JobVie
 
 
 @every
-def test_a_job_that_is_not_preemptible_is_stopped_for_nobody(name: str) -> None:
+def test_job_that_is_not_preemptible_is_stopped_for_nobody(name: str) -> None:
     firm = view("firm", min_workers=2, max_workers=4, preemptible=False, allocation={"n0": 4})
     found = plan(name, [firm, view("high", priority=9, min_workers=3, submitted_s=1.0)], cluster(4))
     assert sizes(found)["firm"] >= 2
@@ -180,7 +180,7 @@ def test_a_job_that_is_not_preemptible_is_stopped_for_nobody(name: str) -> None:
     assert sizes(more) == {"firm": 2, "high": 2}
 
 
-def test_jobs_that_a_policy_forgets_again_and_again_keep_their_minimum() -> None:
+def test_jobs_that_a_policy_keeps_forgetting_keep_their_minimum() -> None:
     """Whoever came last takes all it can: of four firm jobs it forgets first one, then another."""
     firm = [
         view(f"f{i}", max_workers=2, preemptible=False, allocation={"n0": 1}, submitted_s=float(i)) for i in range(4)
@@ -190,7 +190,7 @@ def test_jobs_that_a_policy_forgets_again_and_again_keep_their_minimum() -> None
 
 
 @every
-def test_a_lost_node_may_stop_it_and_while_it_waits_it_has_no_right(name: str) -> None:
+def test_a_lost_node_may_stop_it_without_a_right(name: str) -> None:
     firm = view("firm", min_workers=3, preemptible=False, allocation={"n0": 3})
     assert plan(name, [firm], cluster(2)).allocation == {}
     waiting = view("firm", min_workers=3, preemptible=False)
@@ -217,7 +217,7 @@ def heavy(job: str, **fields: Any) -> JobView:
     return view(job, **{"goodput": slow, "observations": {"": (seen,)}, **fields})
 
 
-def test_where_links_hold_two_jobs_up_they_are_kept_apart_unless_one_would_have_to_wait() -> None:
+def test_jobs_that_links_hold_up_are_kept_apart() -> None:
     measured = Constraints(one_multi_node_job_per_node=None)
     fields: dict[str, Any] = {"min_workers": 5, "max_workers": 6}
     several = [heavy("a", **fields), heavy("b", submitted_s=1.0, **fields)]
@@ -233,7 +233,7 @@ def test_where_links_hold_two_jobs_up_they_are_kept_apart_unless_one_would_have_
     assert plan("goodput", kept, cluster(4, 4, 4, 4), measured) == plan("goodput", kept, cluster(4, 4, 4, 4))
 
 
-def test_kept_apart_by_what_was_measured_jobs_do_not_swing_between_two_sizes() -> None:
+def test_jobs_kept_apart_by_measurement_do_not_swing() -> None:
     measured = Constraints(one_multi_node_job_per_node=None)
     times = dataclasses.replace(model().throughput_model, beta_n=0.2)
     growing = GoodputModel(times, NoiseScale(sqr=1.0, var=100.0), 64)
@@ -300,7 +300,7 @@ def test_half_gpus_and_whole_ones_share_a_node(name: str) -> None:
     ("condition", "accepted"),
     [("T4", {"n0"}), ("!T4", {"n1", "n2", "n3"}), ("in(T4,A100)", {"n0", "n1"}), ("!in(T4, A100)", {"n2", "n3"})],
 )
-def test_a_job_runs_on_the_gpu_types_that_it_accepts(name: str, condition: str, accepted: set[str]) -> None:
+def test_job_runs_on_the_gpu_types_that_it_accepts(name: str, condition: str, accepted: set[str]) -> None:
     types: list[dict[str, str]] = [{"ray.io/accelerator-type": gpu} for gpu in ("T4", "A100", "H100")]
     nodes = Cluster(nodes=tuple(node(f"n{i}", 2, labels=labels) for i, labels in enumerate([*types, {}])))
     job = view("a", label_selector={"ray.io/accelerator-type": condition})
@@ -313,7 +313,7 @@ def test_a_job_runs_on_the_gpu_types_that_it_accepts(name: str, condition: str, 
 
 
 @every
-def test_sizes_above_a_node_are_whole_nodes_if_another_job_takes_the_rest(name: str) -> None:
+def test_sizes_above_a_node_are_whole_nodes_if_contested(name: str) -> None:
     whole = view("whole", whole_nodes=True, min_workers=4, max_workers=7)
     other = view("other", max_workers=8, submitted_s=1.0)
     found = sizes(plan(name, [whole, other], cluster(4, 4)))
@@ -323,7 +323,7 @@ def test_sizes_above_a_node_are_whole_nodes_if_another_job_takes_the_rest(name: 
 
 
 @pytest.mark.parametrize("name", ["fifo", "fixed"])
-def test_no_worker_is_idle_for_the_sake_of_whole_nodes(name: str) -> None:
+def test_no_worker_is_idle_for_sake_of_whole_nodes(name: str) -> None:
     whole = view("whole", whole_nodes=True, min_workers=4, max_workers=7)
     assert sizes(plan(name, [whole], cluster(4, 4))) == {"whole": 7}
     small = view("other", max_workers=2, submitted_s=1.0)
@@ -334,7 +334,7 @@ def test_no_worker_is_idle_for_the_sake_of_whole_nodes(name: str) -> None:
     }
 
 
-def test_a_whole_node_is_the_largest_that_the_job_may_use() -> None:
+def test_whole_node_is_largest_that_the_job_may_use() -> None:
     nodes = Cluster(
         nodes=(*cluster(2, 4).nodes, node("going", 16, draining=True), node("other", 8, labels={"gpu": "T4"}))
     )
@@ -344,7 +344,7 @@ def test_a_whole_node_is_the_largest_that_the_job_may_use() -> None:
 
 
 @every
-def test_nobody_else_is_on_its_nodes_where_there_is_room_elsewhere(name: str) -> None:
+def test_nobody_else_is_on_its_nodes_where_avoidable(name: str) -> None:
     whole = view("whole", whole_nodes=True, max_workers=2, allocation={"n0": 2})
     other = view("other", max_workers=2, submitted_s=1.0, allocation={"n0": 2})
     found = plan(name, [whole, other], cluster(4, 4))

@@ -56,7 +56,7 @@ class World:
         return {job: sum(state.target.values()) for job, state in self.core.snapshot().jobs.items()}
 
 
-def test_a_paused_job_gets_nothing_and_waits_for_nothing_until_it_is_resumed() -> None:
+def test_a_paused_job_gets_nothing_until_it_is_resumed() -> None:
     world = World(4)
     world.arrive(view("a", max_workers=4))
     world.arrive(view("b", max_workers=4))
@@ -97,7 +97,7 @@ def test_heartbeats_without_news_decide_nothing() -> None:
     assert len(world.core.log) == length
 
 
-def test_a_job_that_is_not_where_it_should_be_is_told_again() -> None:
+def test_job_not_where_it_should_be_is_told_again() -> None:
     world = World(4)
     (first,) = world.arrive(view("a"))
     world.views["a"] = dataclasses.replace(world.views["a"], allocation={"n0": 1})
@@ -106,7 +106,7 @@ def test_a_job_that_is_not_where_it_should_be_is_told_again() -> None:
     assert again == first
 
 
-def test_nobody_is_told_again_to_be_on_a_node_that_is_gone() -> None:
+def test_nobody_is_told_again_of_a_node_gone() -> None:
     """Without any node nothing is decided, and the old place is no place."""
     world = World(4)
     world.arrive(view("a"))
@@ -115,7 +115,7 @@ def test_nobody_is_told_again_to_be_on_a_node_that_is_gone() -> None:
     assert not [each for each in world.beat("a") if isinstance(each, Allocate)]
 
 
-def test_a_changed_model_waits_for_the_interval_and_is_then_decided() -> None:
+def test_changed_model_waits_for_interval_and_is_then_decided() -> None:
     world = World(8)
     world.arrive(view("a"))
     world.arrive(view("b", submitted_s=1.0))
@@ -126,7 +126,7 @@ def test_a_changed_model_waits_for_the_interval_and_is_then_decided() -> None:
     assert world.core.log[-1].trigger == "model"
 
 
-def test_a_snapshot_has_the_records_after_the_one_that_was_read_last() -> None:
+def test_snapshot_has_records_after_one_that_was_read_last() -> None:
     world = World(8)
     world.arrive(view("a"))
     world.arrive(view("b", submitted_s=1.0))
@@ -146,7 +146,7 @@ def test_exploration_doubles() -> None:
     assert seen == [2, 4, 8, 8, 8]
 
 
-def test_a_lost_node_is_decided_at_once_and_survivors_stay() -> None:
+def test_lost_node_is_decided_at_once_and_survivors_stay() -> None:
     world = World(4, 4)
     world.arrive(view("a"))
     (told,) = world.send(NodesChanged(cluster=cluster(4)))
@@ -236,14 +236,14 @@ def test_impossible_jobs_are_told_what_is_missing() -> None:
     assert "holds 4 even when it is empty" in told.reason
 
 
-def test_a_job_that_is_impossible_is_told_so_also_if_it_came_while_the_allocator_settled() -> None:
+def test_an_impossible_job_is_told_so_also_after_settling() -> None:
     world = World(4, settling=True)
     world.arrive(view("a", bundle={"CPU": 9.0}))
     told = [i for _ in range(5) for i in world.send(TimePassed(), AT_ONCE.unsatisfiable_s / 2)]
     assert [(type(each), each.job) for each in told] == [(Unsatisfiable, "a")]
 
 
-def test_room_that_appears_while_all_jobs_wait_is_used_at_once() -> None:
+def test_room_that_appears_while_all_wait_is_used() -> None:
     world = World(8)
     world.send(NodesChanged(cluster=Cluster(nodes=(node("n0", 8, free=0),))))
     world.arrive(view("a"))
@@ -252,7 +252,7 @@ def test_room_that_appears_while_all_jobs_wait_is_used_at_once() -> None:
     assert world.sizes() == {"a": 8}
 
 
-def test_news_that_force_nothing_wait_for_the_interval_after_the_last_decision_that_changed_nothing() -> None:
+def test_news_that_force_nothing_wait_for_the_interval() -> None:
     world = World(8)
     world.arrive(view("a", max_workers=8, preemptible=False, min_workers=8))
     world.arrive(view("b", submitted_s=1.0), 10.0)  # a decision, which changes nothing: b waits
@@ -265,7 +265,7 @@ def test_news_that_force_nothing_wait_for_the_interval_after_the_last_decision_t
     assert world.core.decided_s == world.now_s
 
 
-def test_what_no_node_on_offer_could_hold_need_not_wait() -> None:
+def test_what_no_offered_node_could_hold_need_not_wait() -> None:
     world, types = World(4), (node("large", 8),)
     world.send(NodesChanged(cluster=cluster(4), obtainable=types))
     world.arrive(view("fits", bundle={"CPU": 8.0}))
@@ -301,7 +301,7 @@ class Broken:
         return {job.job: Target(workers=self.workers, reason="because") for job in jobs}
 
 
-def test_a_policy_that_breaks_a_rule_changes_nothing_and_is_named() -> None:
+def test_policy_that_breaks_rule_changes_nothing_and_is_named() -> None:
     policy = Broken()
     world = World(4, policy=policy)
     world.arrive(view("a"))
@@ -314,7 +314,7 @@ def test_a_policy_that_breaks_a_rule_changes_nothing_and_is_named() -> None:
         assert f"policy 'broken' broke rule '{rule}'" in record.reason
 
 
-def test_bundles_that_find_no_node_leave_their_share_to_others() -> None:
+def test_bundles_without_a_node_leave_their_share_to_others() -> None:
     world = World(3, 3, policy=FixedPolicy())
     world.arrive(view("large", bundle={"CPU": 2.0}, max_workers=3))
     world.arrive(view("small", submitted_s=1.0))
@@ -339,7 +339,7 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(script=steps)
-def test_whatever_happens_targets_fit_and_the_same_events_give_the_same_log(
+def test_whatever_happens_targets_fit_and_replays_are_equal(
     script: list[tuple[str, int, int]],
 ) -> None:
     def play() -> World:
@@ -378,7 +378,7 @@ class Places:
         return {first.job: self.target, **{v.job: Target(workers=1, reason="places: packed") for v in others}}
 
 
-def test_a_policy_may_name_the_nodes_and_others_are_packed_beside() -> None:
+def test_policy_may_name_nodes_and_others_are_packed_beside() -> None:
     world = World(4, 4, policy=Places(3, {"n1": 3}))
     world.arrive(view("a"))
     world.arrive(view("b", submitted_s=1.0))
@@ -407,7 +407,7 @@ def test_in_rounds_only_ticks_decide() -> None:
     assert len(core.log) == calls
 
 
-def test_a_job_is_told_which_of_its_nodes_are_about_to_go() -> None:
+def test_a_job_is_told_which_of_its_nodes_go() -> None:
     world = World(4, 4)
     world.arrive(view("a"))
     before = world.views["a"].allocation
@@ -419,7 +419,7 @@ def test_a_job_is_told_which_of_its_nodes_are_about_to_go() -> None:
     assert isinstance(again, Allocate) and again.draining == told.draining
 
 
-def test_what_the_workers_of_a_job_without_a_controller_hold_is_given_to_nobody_before_they_have_left() -> None:
+def test_what_orphaned_workers_hold_is_given_to_nobody() -> None:
     world = World(4, 4)
     world.arrive(view("a"))
     world.arrive(view("b", submitted_s=1.0))
@@ -434,7 +434,7 @@ def test_what_the_workers_of_a_job_without_a_controller_hold_is_given_to_nobody_
 # --- bursts ---
 
 
-def test_one_decision_serves_all_that_comes_in_a_burst_and_no_job_that_runs_is_dropped() -> None:
+def test_one_decision_serves_burst_and_drops_no_running_job() -> None:
     """400 jobs come while 60 run and an allocator is too busy to hear anybody: for 12 s, then for 3 s in each 3.5."""
     core = AllocatorCore(FixedPolicy())
     gather_s = AllocatorConfig().gather_s
@@ -497,7 +497,7 @@ class SetClock:
         return self.clock.read()
 
 
-def test_both_clocks_are_one_until_the_time_of_day_is_set() -> None:
+def test_both_clocks_are_one_until_time_is_set() -> None:
     set_clock = SetClock()
     for seconds in (0.0, 0.3, 7.0, 3600.0):
         wall_s, steady_s = set_clock.passes(seconds)
@@ -510,7 +510,7 @@ def test_both_clocks_are_one_until_the_time_of_day_is_set() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.sampled_from((0.0, 0.0, -600.0, -3600.0, 5.0, 3600.0, 1e6)), min_size=5, max_size=40))
-def test_however_the_clock_is_set_news_are_decided_at_once_and_nobody_counts_as_silent(steps: list[float]) -> None:
+def test_however_clock_is_set_news_are_decided_at_once(steps: list[float]) -> None:
     """Each second the clock may be set; then a job says that it lives, and another one arrives or ends."""
     set_clock, core = SetClock(), AllocatorCore(GoodputPolicy(), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(64)), *set_clock.passes(0.0))

@@ -67,7 +67,7 @@ def test_a_change_takes_time_and_staying_takes_none() -> None:
         (dated("a", 1050.0, held_at=1), "its user holds it at a size"),
     ],
 )
-def test_what_cannot_be_promised_runs_as_well_as_it_can_and_is_told_why(job: JobView, why: str) -> None:
+def test_what_cannot_be_promised_runs_best_and_is_told(job: JobView, why: str) -> None:
     found = plan("goodput", job)
     assert found.guaranteed == frozenset()
     assert found.allocation
@@ -87,7 +87,7 @@ def test_the_share_is_kept_beside_any_number_of_others(name: str) -> None:
 
 
 @every
-def test_a_newcomer_is_promised_only_what_is_left_and_the_first_keep_theirs(name: str) -> None:
+def test_a_newcomer_is_promised_only_what_is_left(name: str) -> None:
     first = dated("first", 1020.0, submitted_s=5.0, allocation={"n0": 5})
     newcomer = dated("new", 1026.0, submitted_s=1.0)
     found = plan(name, first, newcomer, guaranteed={"first"})

@@ -26,7 +26,7 @@ def scaling() -> GoodputModel:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 0.7])
-def test_a_job_grows_while_an_added_worker_does_its_part(threshold: float) -> None:
+def test_job_grows_while_an_added_worker_does_its_part(threshold: float) -> None:
     job = view("a", goodput=scaling(), max_workers=16)
     nodes = cluster(16)
     got = ThroughputEfficiencyPolicy(threshold=threshold).decide([job], nodes, 0.0)["a"].workers
@@ -37,7 +37,7 @@ def test_a_job_grows_while_an_added_worker_does_its_part(threshold: float) -> No
 
 
 @pytest.mark.parametrize("value", [0.5, 2.0, 8.0])
-def test_a_job_grows_while_an_hour_saved_is_worth_more_than_it_costs(value: float) -> None:
+def test_a_job_grows_while_hours_saved_outweigh_their_cost(value: float) -> None:
     job = view("a", goodput=scaling(), max_workers=16)
     got = UtilityCostPolicy(value=value, price=1.0).decide([job], cluster(16), 0.0)["a"].workers
     hours = 1.0 / speeds(job, [16])[1:]
@@ -90,7 +90,7 @@ def carried_out(policy: Policy, views: list[JobView], nodes: Cluster) -> list[Jo
 
 
 @BOTH
-def test_a_slow_node_is_left_and_the_others_keep_their_places(policy: Policy) -> None:
+def test_slow_node_is_left_and_others_keep_their_places(policy: Policy) -> None:
     nodes = cluster(4, 4, 4)
     views = carried_out(policy, [view(job, max_workers=4, goodput=model(1e4), slow_nodes={}) for job in "abc"], nodes)
     assert sorted(node for v in views for node in v.allocation) == ["n0", "n1", "n2"]

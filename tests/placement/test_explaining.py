@@ -20,7 +20,7 @@ def running(*views: JobView, cpus: int = 4, policy: str = "goodput") -> Allocato
     return core
 
 
-def test_a_job_that_could_use_more_says_what_it_would_gain() -> None:
+def test_a_job_that_could_use_more_says_its_gain() -> None:
     answer = running(view("a")).explain("a")
     assert answer.nodes == {"n0": 4}
     assert "4 workers" in answer.reason
@@ -56,7 +56,7 @@ def test_asking_changes_nothing_under_any_policy(name: str) -> None:
     assert core.snapshot() == before
 
 
-def test_the_imagined_node_is_of_the_kind_that_the_job_can_use() -> None:
+def test_imagined_node_is_of_kind_that_job_can_use() -> None:
     """With labels of another node the job could not take the room, and nobody would be said to."""
     nodes = (node("n0", 2, labels={"zone": "b"}), node("n1", 2, labels={"zone": "a"}))
     for wanted in ({"zone": "a"}, {"zone": "b"}):
@@ -70,7 +70,7 @@ def test_the_imagined_node_is_of_the_kind_that_the_job_can_use() -> None:
     assert waits.explain("a").taker is None, "no node like it is there: it takes no part in decisions"
 
 
-def test_a_snapshot_says_by_the_clock_of_the_day_when_a_job_was_heard_of() -> None:
+def test_snapshot_says_by_day_clock_when_jobs_were_heard() -> None:
     core = AllocatorCore(make_policy("goodput"), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(4)), 1000.0, 10.0)
     core.handle(JobHeartbeat(view=view("a")), 1001.0, 11.0)

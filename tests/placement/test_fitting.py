@@ -72,7 +72,7 @@ def test_one_batch_size_is_half_constant() -> None:
     assert model.beta_c * 50 == pytest.approx(0.2, rel=1e-3)
 
 
-def test_with_a_fixed_batch_what_was_never_tried_scales_perfectly() -> None:
+def test_with_fixed_batch_what_was_never_tried_scales_perfectly() -> None:
     """Half of the compute as a constant would say 1.33 of two replicas, and a job would never try them."""
     one = [Observation(nodes=1, replicas=1, atomic_bsz=64, accum_steps=0, step_time=0.25)]
     model = fit(one, fixed_batch=True)
@@ -106,7 +106,7 @@ def test_two_replicas_do_not_tell_of_a_third() -> None:
     assert seen_within.beta_n == seen_within.beta_r == pytest.approx(0.3, rel=0.05)
 
 
-def test_one_size_on_several_nodes_is_slow_but_does_not_forbid_a_larger_one() -> None:
+def test_one_slow_size_on_several_nodes_forbids_no_larger() -> None:
     within = [c for c in GRID if c[0] == 1 and c[1] <= 4]
     true = ThroughputModel(0.05, 0.002, 0.4, 0.01, 0.1, 0.01, 1.0)
     model = fit([*observe(true, within), *observe(true, [(2, 8, 64, 0)])])
@@ -134,9 +134,7 @@ def test_time_of_the_gradient_separates_compute_from_synchronisation() -> None:
 @pytest.mark.parametrize(
     ("grad", "configs"), [(True, [(1, 1, 32, 1)]), (False, [(1, 1, 32, 0), (1, 1, 32, 3)]), (True, GRID)]
 )
-def test_what_a_step_takes_once_is_told_from_its_micro_steps(
-    grad: bool, configs: list[tuple[int, int, int, int]]
-) -> None:
+def test_steps_fixed_time_is_told_from_its_micro_steps(grad: bool, configs: list[tuple[int, int, int, int]]) -> None:
     true = ThroughputModel(0.05, 0.002, 0.4, 0.03, 0.2, 0.03, 1.0, 0.3)
     model = fit(observe(true, configs, grad=grad))
     assert model.alpha_s == pytest.approx(0.3, rel=0.05)

@@ -13,7 +13,7 @@ BUNDLES = ({"GPU": 1.0}, {"GPU": 0.5, "CPU": 1.0}, {"CPU": 3.0})
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slots_are_those_of_what_is_left_after_few_and_many_changes(seed: int) -> None:
+def test_slots_are_those_of_what_is_left_after_changes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     amounts = [{"GPU": float(rng.integers(1, 9)), "CPU": float(rng.integers(4, 64))} for _ in range(6)]
     zones = [("a", "b")[i % 2] for i in range(6)]

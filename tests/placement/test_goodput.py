@@ -59,7 +59,7 @@ def test_step_time_by_hand(config: tuple[int, int, int, int], seconds: float) ->
     assert MODEL.goodput(*config) == pytest.approx(samples / seconds * efficiency, rel=1e-12)
 
 
-def test_what_a_step_takes_once_is_shared_by_its_micro_steps() -> None:
+def test_steps_fixed_time_is_shared_by_its_micro_steps() -> None:
     model = dataclasses.replace(THROUGHPUT, alpha_s=3.0)
     assert model.step_time(1, 1, 10, 0) == pytest.approx(0.2 + 3.0)
     assert model.step_time(1, 4, 10, 2) == pytest.approx(0.4 + 0.2 + (0.4 + 2 * 0.1) + 3.0)

@@ -37,7 +37,7 @@ def sizes(views: list[JobView], nodes: Cluster, policy: GoodputPolicy | None = N
     return {job: target.workers for job, target in targets.items()}
 
 
-def test_the_first_decision_on_an_empty_cluster_uses_all_of_it_within_one_per_cent_of_the_optimum() -> None:
+def test_the_first_decision_uses_all_within_one_per_cent() -> None:
     nodes = parse_cluster("aws:16x4")
     views = [gpu_view(f"j{i:02d}", goodput=model(noise=10.0 + 40 * i, sync_s=0.002 * (i % 7))) for i in range(32)]
     chosen = sizes(views, nodes, GoodputPolicy(fair_power=1.0))
@@ -65,7 +65,7 @@ def test_the_job_with_less_left_gets_more() -> None:
     assert blind["short"] == blind["long"]
 
 
-def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
+def test_one_job_without_length_is_neither_favoured_nor_delayed() -> None:
     views = [gpu_view(job, progress=length(epochs)) for job, epochs in (("a", 3), ("b", 30))]
     views.append(gpu_view("c", progress=Progress(done=10.0, epoch_ends=(10.0,))))
     chosen = sizes(views, parse_cluster("aws:6x4"))
@@ -73,7 +73,7 @@ def test_one_job_without_length_is_neither_favoured_nor_put_off() -> None:
     assert chosen["a"] > chosen["b"]
 
 
-def test_one_job_of_a_new_model_does_not_make_all_share_evenly() -> None:
+def test_one_job_of_new_model_does_not_even_shares() -> None:
     """With each known length p rises from ``fair_power`` to ``power``; what cannot be known counts as the mean."""
     short, long = (gpu_view(job, progress=length(epochs)) for job, epochs in (("short", 3), ("long", 300)))
     new = gpu_view("new", progress=Progress(done=10.0, epoch_ends=(10.0,)))
@@ -88,7 +88,7 @@ def test_one_job_of_a_new_model_does_not_make_all_share_evenly() -> None:
     assert chosen["short"] > chosen["new"] >= chosen["long"]
 
 
-def test_a_job_of_a_new_model_that_has_waited_for_long_comes_first() -> None:
+def test_a_new_models_job_that_waited_long_comes_first() -> None:
     """It is late by what it is taken to have left, as others are by their own lengths."""
     views = [gpu_view(f"j{i}", progress=length(3), submitted_s=1e6) for i in range(8)]
     views.append(gpu_view("new", progress=Progress(done=1.0, epoch_ends=(1.0,)), submitted_s=0.0))
@@ -96,7 +96,7 @@ def test_a_job_of_a_new_model_that_has_waited_for_long_comes_first() -> None:
     assert targets["new"].workers > 0
 
 
-def test_a_job_that_has_yet_to_tell_its_length_makes_no_waiting_job_start_only_to_stop_again() -> None:
+def test_job_yet_to_tell_its_length_starts_no_waiter() -> None:
     """Live jobs tell it when they train. Until then all lengths counted for nothing, and everybody got a minimum."""
     nodes = parse_cluster("aws:1x4")
     epochs = {"longest": 300, "long": 200, "c": 6, "b": 4, "a": 3}  # in the order of their arrival
@@ -127,7 +127,7 @@ def test_the_last_long_jobs_share_the_best_type() -> None:
     assert targets["sooner"].workers == targets["later"].workers == 8
 
 
-def test_what_a_pause_takes_counts_more_than_the_rank_of_a_long_job() -> None:
+def test_what_a_pause_takes_counts_more_than_rank() -> None:
     """Its GPUs stand still meanwhile, whosever they are; a job that weighs more is charged its own weight."""
     value = SpeedValue(
         weight=np.array([0.1, 0.8]),
@@ -145,9 +145,7 @@ def test_what_a_pause_takes_counts_more_than_the_rank_of_a_long_job() -> None:
 
 
 @pytest.mark.parametrize(("pause_s", "workers"), [(150.0, 2), (250.0, 1)])
-def test_a_long_job_grows_onto_gpus_that_no_other_job_can_use_where_that_pays_for_itself(
-    pause_s: float, workers: int
-) -> None:
+def test_a_long_job_grows_onto_otherwise_useless_gpus(pause_s: float, workers: int) -> None:
     """Its pause, charged as if others wanted its GPUs, would outweigh what it gains for as long as short jobs run."""
     nodes = parse_cluster("aws:2x4")
     full = [
@@ -162,7 +160,7 @@ def test_a_long_job_grows_onto_gpus_that_no_other_job_can_use_where_that_pays_fo
     assert sizes([long, *full, wanted], nodes) | {"long": 1, "new": 3} == sizes([long, *full, wanted], nodes)
 
 
-def test_where_types_differ_a_pause_is_charged_for_idle_gpus_as_well() -> None:
+def test_where_types_differ_a_pause_also_charges_idle_gpus() -> None:
     """With several types jobs took longer otherwise: see docs/measurements.md."""
     full = [
         gpu_view(f"short{i}", allocation={"aws-001": 1}, max_workers=1, progress=length(3), submitted_s=1.0)
@@ -176,7 +174,7 @@ def test_where_types_differ_a_pause_is_charged_for_idle_gpus_as_well() -> None:
     assert (one["long"], several["long"]) == (2, 1)
 
 
-def test_a_job_takes_scattered_idle_gpus_where_whole_nodes_would_move_others() -> None:
+def test_a_job_takes_scattered_idle_gpus_over_moving_others() -> None:
     nodes = parse_cluster("aws:3x4")
     long = gpu_view("long", allocation={"aws-000": 2, "aws-001": 4}, growth_limit=8, progress=length(3000))
     small = [
@@ -236,7 +234,7 @@ def test_measured_faster_than_modelled_never_shrinks_a_job(others: list[float], 
     assert sizes([faster, *rest], nodes)["a"] >= job.workers
 
 
-def test_a_shape_next_to_one_that_was_measured_faster_does_not_look_slower() -> None:
+def test_shape_next_to_a_faster_one_looks_no_slower() -> None:
     """Corrected at four workers alone, a job of three times the modelled speed would lose by growing to eight."""
     nodes = parse_cluster("aws:2x4")
     base = gpu_view("a", max_workers=8, allocation={"aws-000": 4})
@@ -246,7 +244,7 @@ def test_a_shape_next_to_one_that_was_measured_faster_does_not_look_slower() -> 
     assert sizes([measured], nodes) == sizes([base], nodes) == {"a": 8}
 
 
-def test_a_job_is_on_one_gpu_type_and_the_faster_one_if_there_is_one_job() -> None:
+def test_job_is_on_one_gpu_type_alone_the_fastest() -> None:
     nodes = parse_cluster("aws:1x4,rtx:1x4")
     fast, slow = model(), model(beta_c=1e-2)
     job = gpu_view("a", goodput=slow, models={"aws": slow, "rtx": fast}, max_workers=8)
@@ -259,7 +257,7 @@ def test_growth_stops_where_exploration_does() -> None:
     assert sizes([gpu_view("a", growth_limit=2)], parse_cluster("aws:2x4")) == {"a": 2}
 
 
-def test_a_resize_that_costs_more_than_it_gains_until_the_end_is_not_made() -> None:
+def test_a_resize_that_never_pays_off_is_not_made() -> None:
     nodes = parse_cluster("aws:2x4")
     job = gpu_view("a", allocation={"aws-000": 4}, progress=Progress(done=100.0, epoch_ends=(100.0,), epochs=1.5))
     almost = dataclasses.replace(job, progress=Progress(done=149.9, epoch_ends=(100.0,), epochs=1.5))
@@ -310,7 +308,7 @@ def test_equal_inputs_change_nothing_with_lengths_and_types(
 
 @settings(max_examples=40, deadline=None)
 @given(views=mixed(), seed=st.randoms(use_true_random=False))
-def test_the_order_of_jobs_does_not_matter_with_lengths_and_types(views: list[JobView], seed) -> None:  # type: ignore[no-untyped-def]
+def test_the_order_of_jobs_does_not_matter(views: list[JobView], seed) -> None:  # type: ignore[no-untyped-def]
     nodes = parse_cluster("aws:2x4,rtx:1x8")
     shuffled = list(views)
     seed.shuffle(shuffled)
@@ -323,7 +321,7 @@ def test_wrong_settings_are_named(field: str, value: float) -> None:
         GoodputPolicy(**{field: value})
 
 
-def test_on_a_crowded_cluster_the_longest_jobs_wait_and_only_those_that_can_be_stopped_are() -> None:
+def test_on_a_crowded_cluster_the_longest_stoppable_jobs_wait() -> None:
     long = gpu_view("long", progress=length(3000), allocation={"aws-000": 1})
     short = [gpu_view(f"short{i}", progress=length(3), submitted_s=float(i)) for i in range(4)]
     nodes = parse_cluster("aws:1x4")
@@ -345,7 +343,7 @@ def test_on_a_crowded_cluster_without_any_room_all_wait() -> None:
     assert make_plan(GoodputPolicy(), views, one, 100.0).allocation.keys() == {"j1"}
 
 
-def test_a_policy_that_has_decided_before_decides_as_a_new_one() -> None:
+def test_policy_that_has_decided_before_decides_as_new_one() -> None:
     """What it remembers of models and measurements only saves time, also when it has to forget."""
     nodes, used = parse_cluster("aws:4x4,rtx:2x8"), GoodputPolicy()
     used._cache.most = 8
@@ -356,7 +354,7 @@ def test_a_policy_that_has_decided_before_decides_as_a_new_one() -> None:
         assert len(used._cache.rows) <= 8
 
 
-def test_the_length_of_an_epoch_is_known_from_other_jobs_of_the_model() -> None:
+def test_an_epochs_length_is_known_from_the_models_jobs() -> None:
     fresh = Progress(done=5.0, epochs=10.0, usual_epoch=100.0)
     assert remaining(fresh) == 995.0
     assert remaining(dataclasses.replace(fresh, done=150.0)) == 1350.0, "it has outgrown the usual"

@@ -63,7 +63,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 256])
-def test_without_bounds_a_worker_takes_its_share_in_one_micro_step(limit: int | None) -> None:
+def test_without_bounds_a_share_is_one_micro_step(limit: int | None) -> None:
     times = ThroughputModel(0.0, 0.0044, 0.002, 0.002, 0.002, 0.002, 1.0)
     workers = np.array([1, 2, 4, 8])
     ask = BoundedModel(GoodputModel(times, NoiseScale(90.0, 500.0), 64), limit, None, False)

@@ -38,14 +38,14 @@ def test_jobs_pay_their_part_of_their_nodes() -> None:
     assert scaler.forget("a") == pytest.approx(2.0) and scaler.spent_usd == {}
 
 
-def test_jobs_pay_for_the_time_by_their_own_clock_not_for_a_clock_that_is_set() -> None:
+def test_jobs_pay_by_their_own_clock_not_set_one() -> None:
     scaler, on_it = autoscaler(), running(4)
     for now_s, attained_s in ((0.0, 0.0), (1.0, 4.0), (36_000.0, 8.0), (3.0, 12.0)):
         scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW + now_s)
     assert scaler.spent_usd == {"a": pytest.approx(3 * 4.0 / 3600.0)}
 
 
-def test_a_job_whose_controller_was_started_anew_keeps_its_cost() -> None:
+def test_job_whose_controller_was_started_anew_keeps_its_cost() -> None:
     scaler, on_it = autoscaler(), running(4)
     for attained_s in (4 * 3600.0, 0.0, 4 * 3600.0):
         scaler.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
@@ -53,7 +53,7 @@ def test_a_job_whose_controller_was_started_anew_keeps_its_cost() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_an_autoscaler_that_is_made_anew_goes_on_with_the_bill_at_the_prices_that_were_paid(waits: bool) -> None:
+def test_a_new_autoscaler_continues_the_bill_at_paid_prices(waits: bool) -> None:
     first, on_it = autoscaler(), running(4)
     for attained_s in (0.0, 4 * 3600.0):
         first.decide([dataclasses.replace(on_it, attained_s=attained_s)], HERE, NOW)
@@ -67,7 +67,7 @@ def test_an_autoscaler_that_is_made_anew_goes_on_with_the_bill_at_the_prices_tha
     assert dear.account.hours == first.account.hours
 
 
-def test_the_cost_of_an_ended_job_does_not_come_back_with_older_views() -> None:
+def test_ended_jobs_cost_does_not_return_with_old_views() -> None:
     scaler = autoscaler()
     views = [running(4, attained_s=4 * 3600.0)]
     scaler.decide(views, HERE, NOW)
@@ -79,7 +79,7 @@ def test_the_cost_of_an_ended_job_does_not_come_back_with_older_views() -> None:
     assert scaler.spent_usd == {"a": 0.0}, "of the same name, with nothing spent"
 
 
-def test_a_job_that_ends_while_its_cost_is_counted_does_not_pay_for_the_next_of_its_name() -> None:
+def test_a_job_ending_while_counted_charges_no_successor() -> None:
     scaler = autoscaler()
     old = running(4, attained_s=4 * 3600.0)
 

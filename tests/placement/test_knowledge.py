@@ -21,7 +21,7 @@ from tests.placement.measured import MODEL, fresh, measured
 from tests.placement.views import AT_ONCE, cluster, node
 
 
-def test_a_newcomer_knows_what_others_measured_and_need_not_explore() -> None:
+def test_newcomer_knows_what_others_measured_and_need_not_explore() -> None:
     knowledge = Knowledge()
     knowledge.learn(measured("old", (1, 2, 4)), 0.0)
     told = knowledge.complete(fresh(), 1.0)
@@ -79,7 +79,7 @@ def test_the_newest_measurement_of_a_shape_counts() -> None:
     assert slow in knowledge.complete(fresh(), 2.0).observations["T4"]
 
 
-def test_the_core_lets_a_newcomer_start_where_others_have_been() -> None:
+def test_core_lets_a_newcomer_start_where_others_have_been() -> None:
     def first_size(knowledge: Knowledge | None) -> int:
         core = AllocatorCore(GoodputPolicy(), AT_ONCE, knowledge=knowledge)
         core.handle(NodesChanged(cluster=cluster(8, 8)), 0.0)
@@ -115,7 +115,21 @@ def test_a_measurement_that_is_corrected_corrects_the_model() -> None:
         assert told.step_time(1, 2, 64, 0) == pytest.approx(expected, rel=0.02)
 
 
-def test_a_newcomer_knows_how_long_an_epoch_is_also_from_a_run_that_counts_several_as_one() -> None:
+@pytest.mark.parametrize(("factor", "anew"), [(1.1, False), (1.5, True), (0.9, False), (0.5, True)])
+def test_only_a_measurement_that_differs_much_corrects_the_model(factor: float, anew: bool) -> None:
+    """Medians move a little with each report, and a model that moves with them would move jobs."""
+    knowledge, first = Knowledge(), measured("old", (1, 2, 4))
+    knowledge.learn(first, 0.0)
+    before = knowledge.complete(fresh(), 0.0).goodput
+    seen = first.observations["T4"]
+    moved = (*seen[:2], dataclasses.replace(seen[2], step_time=factor * seen[2].step_time))
+    knowledge.learn(dataclasses.replace(first, observations={"T4": moved}), 1.0)
+    told = knowledge.complete(fresh(), 2.0)
+    assert (told.goodput != before) == anew
+    assert told.observations["T4"] == moved, "what was measured is told in any case"
+
+
+def test_a_newcomer_knows_an_epochs_length_from_grouped_runs() -> None:
     knowledge = Knowledge()
     long = Progress(done=900.0, epoch_ends=(400.0, 800.0), epochs=50.0, stride=4)
     knowledge.learn(dataclasses.replace(measured("old", (1, 2)), progress=long), 0.0)
@@ -127,7 +141,7 @@ def test_a_newcomer_knows_how_long_an_epoch_is_also_from_a_run_that_counts_sever
     assert knowledge.complete(other, 1.0).progress == begun.progress
 
 
-def test_noise_is_told_in_the_batches_of_the_job_that_hears_of_it() -> None:
+def test_noise_is_told_in_the_hearing_jobs_batches() -> None:
     """The variance is that of the mean over M0 samples: twice the M0, half the variance."""
     knowledge = Knowledge()
     knowledge.learn(measured("old", (1, 2)), 0.0)
@@ -135,7 +149,7 @@ def test_noise_is_told_in_the_batches_of_the_job_that_hears_of_it() -> None:
     assert told is not None and (told.noise.sqr, told.noise.var) == (MODEL.noise.sqr, MODEL.noise.var / 2)
 
 
-def test_what_is_known_of_other_types_does_not_take_the_place_of_the_type_that_a_job_is_on() -> None:
+def test_other_types_knowledge_does_not_replace_the_present_type() -> None:
     knowledge = Knowledge()
     slow = measured("old", (1, 2, 4), gpu="T4")
     fast = [dataclasses.replace(each, step_time=each.step_time / 3) for each in slow.observations["T4"]]
@@ -177,7 +191,7 @@ def seen(knowledge: Knowledge, now_s: float = 10.0) -> dict[tuple[str, int], flo
     return {(each.gpu_type, each.observation.replicas): each.observation.step_time for each in found}
 
 
-def test_of_what_was_kept_other_machines_and_old_times_are_left_out() -> None:
+def test_kept_measurements_of_other_machines_or_times_are_dropped() -> None:
     knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
     labels = {GPU_TYPE_LABEL: "T4"}
     knowledge.machines(Cluster(nodes=(node("n0", 4, labels=labels),)))
@@ -195,7 +209,7 @@ def test_of_what_was_kept_other_machines_and_old_times_are_left_out() -> None:
     assert set(seen(knowledge, 10.5)) == {("T4", 2), ("T4", 3), ("A100", 6)}
 
 
-def test_what_was_kept_never_replaces_what_a_job_has_told_nor_what_is_newer() -> None:
+def test_kept_measurements_never_replace_told_or_newer_ones() -> None:
     knowledge = Knowledge()
     knowledge.learn(measured("own", (1,)), 5.0)
     own = float(MODEL.step_time(1, 1, 64, 0))
@@ -228,7 +242,7 @@ def test_of_noise_the_newest_of_an_epoch_is_kept() -> None:
     assert told(2) == 11.0, "the earliest that is known: noise rises as training goes on"
 
 
-def test_a_job_that_has_not_told_its_batch_takes_the_limits_of_the_last_of_its_kind() -> None:
+def test_a_job_without_batch_takes_its_kinds_latest_limits() -> None:
     knowledge = Knowledge()
     known = (noise(0, at_s=1.0, init=16), noise(1, at_s=9.0, init=32), noise(2, at_s=5.0, init=64))
     knowledge.recall(Measurements(steps=(step(),), noises=known), 10.0)
@@ -239,7 +253,7 @@ def test_a_job_that_has_not_told_its_batch_takes_the_limits_of_the_last_of_its_k
     assert Knowledge().complete(starting, 10.0) == starting
 
 
-def test_a_job_is_told_of_types_that_it_has_no_model_of() -> None:
+def test_job_is_told_types_it_has_no_model_of() -> None:
     knowledge = Knowledge()
     knowledge.learn(measured("old", (1, 2, 4), gpu="T4"), 0.0)
     knowledge.learn(measured("fast", (1, 2), gpu="A100"), 0.0)
@@ -254,7 +268,7 @@ def test_a_job_is_told_of_types_that_it_has_no_model_of() -> None:
     assert knowledge.priors(fresh("bert"), 1.0) == {} and knowledge.priors(fresh(None), 1.0) == {}
 
 
-def test_a_type_whose_measurements_are_forgotten_does_not_hide_the_others() -> None:
+def test_type_whose_measurements_are_forgotten_does_not_hide_others() -> None:
     knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
     knowledge.learn(measured("old", (1, 2), gpu="A100"), 0.0)
     knowledge.learn(measured("later", (1, 2), gpu="T4"), 90.0)

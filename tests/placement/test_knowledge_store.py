@@ -68,7 +68,7 @@ def test_two_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
     assert known_sizes(both) == {1, 2, 4, 8}
 
 
-def test_what_the_dead_left_is_folded_in_once_it_is_old(tmp_path: Path) -> None:
+def test_what_the_dead_left_is_folded_in_once_old(tmp_path: Path) -> None:
     root = root_at(tmp_path)
     KnowledgeStore(root, "dead").save(knowing(1, 2).measurements(["resnet"], NOW_S))
     KnowledgeStore(root, "elsewhere").save(knowing(1, 2, cpus=64).measurements(["resnet"], NOW_S))
@@ -146,7 +146,7 @@ def stored(replicas: int, step_time: float, seen_s: float) -> Measurements:
 
 @pytest.mark.parametrize("ahead_s", [-10.0, 10.0, 1e9])
 @pytest.mark.parametrize("stored_first", [True, False])
-def test_a_stored_measurement_never_replaces_one_that_a_job_has_told(ahead_s: float, stored_first: bool) -> None:
+def test_stored_measurement_never_replaces_one_that_job_has_told(ahead_s: float, stored_first: bool) -> None:
     knowledge, file = knowing(), stored(2, 9.0, NOW_S + ahead_s)
     job = measured("a", (2,))
     for recalls in (stored_first, not stored_first):
@@ -157,7 +157,7 @@ def test_a_stored_measurement_never_replaces_one_that_a_job_has_told(ahead_s: fl
     assert known(knowledge) == list(job.observations["T4"])
 
 
-def test_a_time_ahead_of_now_counts_as_now_and_what_is_too_old_is_not_written_again() -> None:
+def test_future_times_count_as_now_old_are_not_rewritten() -> None:
     knowledge, days = knowing(), 86400.0
     knowledge.recall(stored(2, 0.5, NOW_S + 365 * days), NOW_S)
     assert [step.seen_s for step in knowledge.measurements(["resnet"], NOW_S).steps] == [NOW_S]

@@ -26,9 +26,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_root_that_hangs_holds_up_no_other_and_is_recalled_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_root_holds_up_no_other_recalled_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement.knowledge.sync, "_LOAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(placement.knowledge.sync, "_SAVE_TIMEOUT_S", 0.5)
     hanging, recalled = HangingStorage(tmp_path), list[Measurements]()

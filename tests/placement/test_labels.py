@@ -46,7 +46,7 @@ def test_what_ray_refuses_is_refused_and_nothing_else(condition: str) -> None:
         assert matches(satisfying({"key": condition}), {"key": condition})
 
 
-def test_a_bad_selector_is_refused_when_the_job_is_described() -> None:
+def test_bad_selector_is_refused_when_the_job_is_described() -> None:
     with pytest.raises(ValueError, match=r"label_selector of job 'a' must hold .*, but got 'in\(T4' for 'gpu'"):
         view("a", label_selector={"gpu": "in(T4"})
     with pytest.raises(TypeError, match="must map text to text"):

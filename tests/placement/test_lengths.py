@@ -27,7 +27,7 @@ lengths = st.lists(st.floats(1.0, 1e6), min_size=1, max_size=12)
 
 
 @given(lengths, st.floats(0.0, 1e6))
-def test_the_index_is_between_the_nearest_end_and_all_that_may_be_left(ends: list[float], done: float) -> None:
+def test_the_index_is_between_the_nearest_end_and_all(ends: list[float], done: float) -> None:
     left = [end - done for end in ends if end > done]
     index = gittins_left(done, ends)
     if not left:
@@ -57,7 +57,7 @@ def test_known_values() -> None:
     assert gittins_left(200.0, [1.0, 100.0]) == 200.0
 
 
-def test_an_end_that_is_sure_counts_as_nearer_than_one_of_the_same_mean() -> None:
+def test_sure_end_counts_as_nearer_at_the_same_mean() -> None:
     sure = likely_left(Progress(done=0.0, usual_ends=(100.0,) * 8))
     unsure = likely_left(Progress(done=0.0, usual_ends=(100.0,)))
     assert sure is not None and unsure is not None and 100.0 < sure < unsure <= 200.0
@@ -74,7 +74,7 @@ def test_a_declaration_that_kept_proving_wrong_is_believed_less() -> None:
     assert likely_left(beyond) == remaining(beyond)
 
 
-def test_nothing_is_known_of_a_job_without_length_or_earlier_ones() -> None:
+def test_nothing_is_known_of_a_job_without_predecessors() -> None:
     assert likely_left(None) is None and likely_left(Progress(done=3.0)) is None
 
 
@@ -85,7 +85,7 @@ def running(job: str, done: float, *, epochs: float | None = None, batch: int = 
     )
 
 
-def test_jobs_learn_from_those_that_ended_in_their_own_iterations() -> None:
+def test_jobs_learn_from_ended_ones_in_own_iterations() -> None:
     knowledge = Knowledge(KnowledgeConfig(forget_s=100.0))
     knowledge.learn(running("first", 500.0), 0.0)
     knowledge.ended("first", 5.0)
@@ -97,7 +97,7 @@ def test_jobs_learn_from_those_that_ended_in_their_own_iterations() -> None:
     assert late is not None and late.usual_ends == (100.0,)
 
 
-def test_shorter_jobs_come_first_though_none_has_said_how_long_it_is() -> None:
+def test_shorter_jobs_come_first_though_undeclared() -> None:
     core = AllocatorCore(GoodputPolicy(), AT_ONCE, knowledge=Knowledge())
     core.handle(NodesChanged(cluster=Cluster(nodes=(node("n0", 8),))), 0.0)
     for fingerprint, total in (("short", 1e3), ("long", 1e6)):
@@ -120,7 +120,7 @@ def test_only_the_last_lengths_of_a_model_are_kept() -> None:
     assert merged([theirs, mine]).lengths == kept
 
 
-def test_lengths_are_kept_in_files_and_older_files_are_still_read(tmp_path: Path) -> None:
+def test_lengths_are_kept_in_files_older_ones_are_read(tmp_path: Path) -> None:
     root = StorageRoot(path=str(tmp_path), filesystem=pyarrow.fs.LocalFileSystem())
     known = Measurements(
         lengths=(

@@ -48,7 +48,7 @@ def test_another_worker_never_lowers_the_rate_before_synchronisation(
 
 @settings(deadline=None)
 @given(some_parts, sizes)
-def test_it_is_never_better_than_the_sum_of_its_parts(there: tuple[TypePart, ...], samples: int) -> None:
+def test_it_is_never_better_than_sum_of_its_parts(there: tuple[TypePart, ...], samples: int) -> None:
     rate = samples / group(there).grad_time(samples)
     alone = 0.0
     for part in there:
@@ -59,7 +59,7 @@ def test_it_is_never_better_than_the_sum_of_its_parts(there: tuple[TypePart, ...
 
 @settings(deadline=None)
 @given(some_parts, sizes)
-def test_shares_are_whole_within_bounds_and_no_other_split_is_faster(there: tuple[TypePart, ...], samples: int) -> None:
+def test_shares_are_whole_bounded_and_the_fastest(there: tuple[TypePart, ...], samples: int) -> None:
     mixed = group(there)
     if samples > mixed.most:
         assert mixed.grad_time(samples) == math.inf
@@ -81,7 +81,7 @@ def test_shares_are_whole_within_bounds_and_no_other_split_is_faster(there: tupl
 
 @settings(deadline=None)
 @given(models, st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 64), st.integers(0, 3))
-def test_with_one_type_it_is_the_model_of_that_type(
+def test_with_one_type_it_is_model_of_that_type(
     model: ThroughputModel, workers: list[int], m: int, accum_steps: int
 ) -> None:
     replicas = sum(workers)
@@ -94,7 +94,7 @@ def test_with_one_type_it_is_the_model_of_that_type(
 @settings(deadline=None, max_examples=50)
 @given(models, st.integers(1, 8), st.booleans(), st.sampled_from([None, 512, 4096]), st.booleans())
 @example(ThroughputModel(1.0, 1 / 256, 1.0, 1.0, 1.0, 1.0, 1.0), 3, True, 4096, False)  # full between two tried sizes
-def test_with_one_type_the_best_batch_is_worth_what_it_is_worth_there(
+def test_with_one_type_best_batch_is_worth_as_much(
     model: ThroughputModel, replicas: int, bounded: bool, most: int | None, accumulation: bool
 ) -> None:
     bound = 64 if bounded else None
@@ -118,7 +118,7 @@ def test_shares_follow_speed() -> None:
     assert bounded.best(NOISE, 70, held_batch=70).shares == ((20, 20), (30,))
 
 
-def test_a_worker_that_is_too_slow_to_help_gets_nothing() -> None:
+def test_worker_that_is_too_slow_to_help_gets_nothing() -> None:
     hopeless = ThroughputModel(10.0, 1e-3, 0, 0, 0, 0, 1)
     mixed = MixedGroup(
         parts=(TypePart(gpu="a", workers=2, model=FAST), TypePart(gpu="b", workers=1, model=hopeless)), nodes=1

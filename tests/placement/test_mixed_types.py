@@ -54,14 +54,14 @@ def types(place: Mapping[str, int]) -> set[str]:
     return {node_id.split("-")[0] for node_id in place}
 
 
-def test_a_job_takes_both_types_of_an_idle_cluster_and_says_so() -> None:
+def test_a_job_takes_both_types_when_idle_says_so() -> None:
     cluster = typed(a100=4, t4=4)
     plan = make_plan(GoodputPolicy(), [job()], cluster, 1000.0)
     assert plan.allocation["a"] == {"a100-0": 4, "t4-0": 4}
     assert "4 workers on t4, which no other job needs" in plan.reasons["a"]
 
 
-def test_the_other_type_goes_back_as_soon_as_another_job_wants_it() -> None:
+def test_the_other_type_returns_once_another_job_wants_it() -> None:
     cluster = typed(a100=4, t4=4)
     both = job(allocation={"a100-0": 4, "t4-0": 4})
     picky = job("b", label_selector={GPU_TYPE_LABEL: "t4"}, submitted_s=900.0, mixed_gpu_types=False, goodput=SLOW)
@@ -69,13 +69,13 @@ def test_the_other_type_goes_back_as_soon_as_another_job_wants_it() -> None:
     assert after == {"a": {"a100-0": 4}, "b": {"t4-0": 4}}
 
 
-def test_a_type_that_is_too_slow_to_help_is_left() -> None:
+def test_type_that_is_too_slow_to_help_is_left() -> None:
     hopeless = GoodputModel(ThroughputModel(5.0, 0.1, 0.02, 1e-3, 0.01, 1e-3, 1.5), NoiseScale(sqr=1.0, var=100.0), 64)
     after = allocated([job(models={**KNOWN, "t4": hopeless})], typed(a100=4, t4=4))
     assert after == {"a": {"a100-0": 4}}
 
 
-def test_batches_that_are_too_small_for_shares_keep_a_job_on_one_type() -> None:
+def test_batches_too_small_for_shares_keep_one_type() -> None:
     fast, slow = (
         GoodputModel(ThroughputModel(0.0, beta_c, 0.0, 0.0, 0.0, 0.0, 1.0), NoiseScale(sqr=1.0, var=100.0), 64)
         for beta_c in (1e-3, 4e-3)
@@ -87,7 +87,7 @@ def test_batches_that_are_too_small_for_shares_keep_a_job_on_one_type() -> None:
         assert allocated([job(**known, **limits)], typed(a100=4, t4=4)) == {"a": expected}
 
 
-def test_a_job_on_two_types_is_a_running_one_and_stays_where_a_change_costs_too_much() -> None:
+def test_a_job_on_two_types_stays_where_changes_cost() -> None:
     cluster = typed(a100=4, t4=4)
     there = {"a100-0": 4, "t4-0": 2}
     plan = make_plan(GoodputPolicy(), [job(allocation=there, resize_cost_s=1000.0)], cluster, 1000.0)
@@ -96,13 +96,13 @@ def test_a_job_on_two_types_is_a_running_one_and_stays_where_a_change_costs_too_
     assert allocated([job(allocation=there, resize_cost_s=0.0)], cluster) == {"a": {"a100-0": 4, "t4-0": 4}}
 
 
-def test_a_held_job_and_one_without_a_model_stay_on_one_type() -> None:
+def test_held_jobs_and_those_without_model_keep_one_type() -> None:
     cluster = typed(a100=4, t4=4)
     assert types(allocated([job(held_at=4)], cluster)["a"]) == {"a100"}
     assert len(types(allocated([job(goodput=None, models={})], cluster)["a"])) == 1
 
 
-def test_a_job_on_two_types_keeps_to_its_allowed_sizes_and_its_maximum() -> None:
+def test_a_job_on_two_types_keeps_sizes_and_maximum() -> None:
     cluster = typed(a100=4, t4=3)
     assert sum(allocated([job(sizes=AllowedSizes(multiple_of=2))], cluster)["a"].values()) == 6
     # One on each; now there is room for two on its own type, and the third would be above its maximum.
@@ -169,7 +169,7 @@ def test_workers_on_other_types_take_nothing_from_other_jobs(problem: tuple[list
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @settings(deadline=None, max_examples=8)
 @given(problem=problems())
-def test_without_the_flag_nothing_changes_and_other_policies_ignore_it(
+def test_without_flag_nothing_changes_and_other_policies_ignore_it(
     name: str, problem: tuple[list[JobView], Cluster]
 ) -> None:
     jobs, cluster = problem

@@ -12,14 +12,14 @@ from placement.planning.multi_node import check_apart, keep_apart, shared
 from tests.placement.views import cluster, view
 
 
-def test_the_one_that_is_there_stays_and_the_other_moves() -> None:
+def test_one_that_is_there_stays_and_the_other_moves() -> None:
     jobs = [view("a", allocation={"n0": 2, "n1": 2}), view("b")]
     crossed = {"a": {"n0": 2, "n1": 2}, "b": {"n1": 2, "n2": 1}}
     found = keep_apart(Packing(allocation=crossed, short={}), jobs, cluster(4, 4, 4))
     assert found == Packing(allocation={"a": {"n0": 2, "n1": 2}, "b": {"n2": 3}}, short={})
 
 
-def test_a_job_shrinks_to_what_nodes_without_a_multi_node_job_hold() -> None:
+def test_a_job_shrinks_to_what_other_nodes_hold() -> None:
     jobs = [view("a", allocation={"n0": 4, "n1": 2}), view("b")]
     crossed = {"a": {"n0": 4, "n1": 2}, "b": {"n1": 2, "n2": 3}}
     found = keep_apart(Packing(allocation=crossed, short={}), jobs, cluster(4, 4, 3))
@@ -49,7 +49,7 @@ def test_the_rule_is_named() -> None:
     wanted=st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 8), st.integers(1, 3)), max_size=6),
     multi_node_nodes=st.sets(st.sampled_from(["n0", "n1", "n2"]), max_size=1),
 )
-def test_repaired_places_fit_keep_the_rule_and_lose_nobody_silently(
+def test_repaired_places_fit_keep_rule_and_lose_nobody_silently(
     cpus: list[int], wanted: list[tuple[float, int, int]], multi_node_nodes: set[str]
 ) -> None:
     nodes = cluster(*cpus)

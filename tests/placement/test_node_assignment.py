@@ -76,7 +76,7 @@ def test_small_jobs_make_room_for_a_whole_node() -> None:
     assert len(places[2]) == 1
 
 
-def test_growth_in_place_moves_nobody_and_takes_its_own_nodes_first() -> None:
+def test_growth_in_place_moves_nobody_and_takes_own_nodes() -> None:
     slots = np.array([4, 4, 4, 4])
     present = [{0: 2, 1: 4}, {2: 2}, {3: 3}]
     assert grow_in_place(slots, [9, 2, 3], present) == [{0: 4, 1: 4, 2: 1}, {2: 2}, {3: 3}]

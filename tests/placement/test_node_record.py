@@ -50,7 +50,7 @@ def avoids(record: NodeRecord, job: str, now_s: float) -> set[str]:
     return set(record.avoided(now_s).of(view(job)))
 
 
-def test_two_failures_in_ten_minutes_close_a_node_to_the_job_and_those_of_two_jobs_to_all() -> None:
+def test_two_failures_close_a_node_to_jobs_or_all() -> None:
     record = NodeRecord()
     record.hear(told("a", failure("n0", "w1")), 0.0)
     assert not avoids(record, "a", 1.0)
@@ -67,7 +67,7 @@ def test_failures_far_apart_are_chance() -> None:
         assert not avoids(record, "a", number * (WINDOW_S + 1))
 
 
-def test_one_failed_start_closes_a_node_to_its_job_alone() -> None:
+def test_one_failed_start_closes_node_to_its_job_alone() -> None:
     record = NodeRecord()
     record.hear(told("a", failure("n0", "w1", starting=True)), 0.0)
     assert (avoids(record, "a", 1.0), avoids(record, "b", 1.0)) == ({"n0"}, set())
@@ -81,7 +81,7 @@ def test_heartbeats_repeat_what_they_tell_and_it_counts_once() -> None:
     assert (row.failures, row.age_s, row.avoided_by, row.rests_s) == (1, 30.0, (), 0.0)
 
 
-def test_a_node_that_fails_again_after_its_rest_rests_twice_as_long() -> None:
+def test_a_node_failing_after_its_rest_rests_twice() -> None:
     record = NodeRecord()
     record.hear(told("a", failure("n0", "w1"), failure("n0", "w2")), 0.0)
     assert avoids(record, "a", REST_S - 1) and not avoids(record, "a", REST_S + 1)
@@ -110,7 +110,7 @@ def test_what_is_forgiven_is_not_heard_again() -> None:
     assert not record.rows(30.0) and not record.forgive("n1", 30.0)
 
 
-def test_a_job_that_was_ended_by_its_own_program_takes_back_what_it_told() -> None:
+def test_a_job_ended_by_its_program_takes_back_blame() -> None:
     record = NodeRecord()
     record.hear(told("a", failure("n0", "w1"), failure("n1", "w2")), 0.0)
     record.hear(told("b", failure("n0", "w1"), tenant="y"), 0.0)
@@ -144,9 +144,7 @@ NODES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
     cpus=NODES,
     jobs=st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(1, 6), st.booleans()), min_size=1, max_size=4),
 )
-def test_no_job_is_left_without_nodes_that_could_run_it(
-    cpus: list[int], jobs: list[tuple[set[int], int, bool]]
-) -> None:
+def test_no_job_is_left_without_nodes_that_could_run(cpus: list[int], jobs: list[tuple[set[int], int, bool]]) -> None:
     nodes, record, views = cluster(*cpus), NodeRecord(), []
     for number, (failed, least, trained) in enumerate(jobs):
         failures = [failure(f"n{node}", f"w{node}", starting=True) for node in failed]
@@ -165,7 +163,7 @@ def test_where_nothing_has_failed_plans_are_as_before() -> None:
     assert seen is views and same is nodes and not notes
 
 
-def test_a_job_takes_its_node_again_while_others_have_no_room_unless_a_device_failed_its_start() -> None:
+def test_a_job_retakes_its_node_unless_a_device_failed() -> None:
     record = NodeRecord()
     full, half = view("b", allocation={"n1": 4}, min_workers=4), view("b", allocation={"n1": 4}, min_workers=2)
     for most_workers, of_device, other, closed in (
@@ -183,13 +181,13 @@ def test_a_job_takes_its_node_again_while_others_have_no_room_unless_a_device_fa
         assert ((seen is not job), (job.job in notes)) == (closed, closed), (most_workers, of_device, other.min_workers)
 
 
-def test_a_failure_calls_for_a_decision_and_its_age_does_not() -> None:
+def test_failure_calls_for_decision_and_its_age_does_not() -> None:
     before = told("a", failure("n0", "w1"))
     assert trigger_of(before, told("a", failure("n0", "w1", 5.0)), 0.1) is None
     assert trigger_of(before, told("a", failure("n0", "w1"), failure("n0", "w2")), 0.1) is Trigger.NODES
 
 
-def test_the_allocator_moves_a_job_off_says_why_and_moves_it_back_once_it_is_forgiven() -> None:
+def test_allocator_moves_a_job_off_and_back_when_forgiven() -> None:
     core = AllocatorCore(GoodputPolicy())
     core.handle(NodesChanged(cluster=cluster(1, 1)), 0.0)
 
@@ -213,7 +211,7 @@ def test_the_allocator_moves_a_job_off_says_why_and_moves_it_back_once_it_is_for
     assert not core.snapshot().node_failures
 
 
-def test_jobs_of_one_program_and_failed_starts_close_a_node_to_nobody_else() -> None:
+def test_jobs_of_one_program_close_a_node_to_nobody() -> None:
     for kwargs, starting in (({"tenant": "x", "fingerprint": "f"}, False), ({}, True)):
         record = NodeRecord()
         for job in "ab":
@@ -229,7 +227,7 @@ def avoided_by_all(node: str) -> AvoidedNodes:
     return AvoidedNodes(by_job={}, by_all={node: "it fails"})
 
 
-def test_jobs_that_leave_a_node_share_the_room_elsewhere_and_displace_nobody() -> None:
+def test_jobs_that_leave_a_node_displace_nobody_elsewhere() -> None:
     views = [
         view(f"j{i:02d}", submitted_s=float(i), max_workers=1, most_workers=1, allocation={"n0" if i < 8 else "n1": 1})
         for i in range(15)
@@ -240,13 +238,13 @@ def test_jobs_that_leave_a_node_share_the_room_elsewhere_and_displace_nobody() -
     assert len(admit(seen, labelled).floors) == len(views)
 
 
-def test_a_new_job_that_fits_nowhere_else_runs_on_a_node_that_others_avoid() -> None:
+def test_a_new_job_fitting_nowhere_runs_on_avoided_nodes() -> None:
     full = view("b", allocation={"n0": 4}, min_workers=4, max_workers=4, most_workers=4)
     seen, labelled, notes = avoid_failing([full, view("a", submitted_s=1.0)], cluster(4, 4), avoided_by_all("n1"))
     assert "a" in admit(seen, labelled).floors and "a" not in notes
 
 
-def test_what_a_job_tells_is_bounded_and_nodes_that_are_gone_are_forgotten() -> None:
+def test_what_a_job_tells_is_bounded_and_forgotten() -> None:
     record = NodeRecord()
     failures = [dataclasses.replace(failure(f"n{i}", "w"), cause="x" * 10_000) for i in range(100)]
     record.hear(told("a", *failures), 0.0)

@@ -34,7 +34,7 @@ def become(what: Callable[[], Any], wanted: Any) -> None:
         time.sleep(0.2)
 
 
-def test_alone_the_list_is_ours_and_one_that_outlived_its_allocator_is_replaced(ray_cluster: Any) -> None:
+def test_alone_the_list_is_ours_and_outlived_ones_replaced(ray_cluster: Any) -> None:
     requests = NodeRequests()
     requests.ask([SPOT, SPOT])
     become(constraints, [SPOT[0], SPOT[0]])
@@ -46,7 +46,7 @@ def test_alone_the_list_is_ours_and_one_that_outlived_its_allocator_is_replaced(
     become(constraints, [])
 
 
-def test_beside_an_elastic_run_of_ray_train_neither_undoes_the_other(ray_cluster: Any, tmp_path: Path) -> None:
+def test_beside_elastic_run_of_ray_train_neither_undoes_other(ray_cluster: Any, tmp_path: Path) -> None:
     requests = NodeRequests()
     end = tmp_path / "end"
     run = ray.remote(num_cpus=0)(_ray_train).remote(str(tmp_path), str(end))

@@ -94,7 +94,7 @@ def test_each_cloud_is_found_and_its_notice_read(cloud: str, asked_for: str) -> 
         assert notice is not None and notice.reason == reason
 
 
-def test_no_cloud_is_found_where_nobody_or_another_one_answers() -> None:
+def test_no_cloud_is_found_where_nobody_answers() -> None:
     with MetadataServer("gcp") as server:
         assert metadata(server, "aws").find_cloud() is None
     assert metadata(server).find_cloud() is None, "nobody listens there any more"
@@ -109,7 +109,7 @@ def test_azure_tells_the_end_of_other_machines_too() -> None:
 
 
 @pytest.mark.parametrize("booted_s", [0.0, 300.0, 25 * HOUR_S])
-def test_awss_notice_is_read_from_a_machines_first_second_on(booted_s: float) -> None:
+def test_awss_notice_is_read_from_machines_first_second_on(booted_s: float) -> None:
     """The clock counts from the machine's boot; the server answers 401 to any token but its own."""
     with MetadataServer("aws") as server:
         asking = metadata(server, "aws", clock=lambda: booted_s)
@@ -118,7 +118,7 @@ def test_awss_notice_is_read_from_a_machines_first_second_on(booted_s: float) ->
         assert asking.look("aws") is not None and server.tokens_refused == 0
 
 
-def test_awss_token_is_asked_for_once_an_hour_and_when_it_is_refused() -> None:
+def test_awss_token_is_asked_for_hourly_and_when_refused() -> None:
     clock = [0.0]
     with MetadataServer("aws") as server:
         asking = metadata(server, "aws", clock=lambda: clock[0])

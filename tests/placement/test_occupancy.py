@@ -45,7 +45,7 @@ def test_a_job_does_not_stand_in_its_own_way() -> None:
     assert mask({1}, 2).tolist() == [False, True]
 
 
-def test_best_fit_is_the_tightest_that_suffices_and_worst_fit_the_roomiest() -> None:
+def test_best_fit_is_the_tightest_worst_fit_the_roomiest() -> None:
     fits = np.array([0, 5, 3, 3, 5])
     assert [best_fit(fits, wanted) for wanted in (1, 3, 4, 6)] == [2, 2, 1, None]
     assert worst_fit(fits) == 1

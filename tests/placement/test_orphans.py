@@ -17,7 +17,7 @@ from placement.ray_cluster.orphans import Orphans, orphaned
 from placement.ray_cluster.snapshot import group_name
 
 
-def test_a_living_process_keeps_its_group_up_to_the_bound_and_a_dead_one_at_no_time() -> None:
+def test_living_process_keeps_its_group_up_to_the_bound() -> None:
     since_s: dict[str, float] = {}
 
     def released(now_s: float, **lives: bool | None) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def test_a_slot_is_free_once_its_process_is_gone(node: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_process_that_never_ends_keeps_its_slot_up_to_the_bound(node: str) -> None:
+def test_a_process_that_never_ends_keeps_its_slot_bounded(node: str) -> None:
     found = reserved(node, "w1")
     actor = holder(found["w1"])
     begin_s = time.monotonic()
@@ -100,7 +100,7 @@ def test_a_process_that_never_ends_keeps_its_slot_up_to_the_bound(node: str) -> 
 
 
 @pytest.mark.thorough
-def test_an_allocator_that_has_never_heard_of_the_job_does_the_same(node: str) -> None:
+def test_allocator_that_has_never_heard_of_job_does_same(node: str) -> None:
     found = reserved(node, "w1", "w2")
     actors = {worker: holder(found[worker]) for worker in found}
     orphans = Orphans(600.0)

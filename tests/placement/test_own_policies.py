@@ -99,7 +99,7 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
         (f"{__name__}:FILE", "must be a registered name, a function .* but got 'def all"),
     ],
 )
-def test_a_name_that_is_wrong_is_answered_with_what_would_be_right(policy: str, words: str) -> None:
+def test_a_wrong_name_is_answered_with_what_is_right(policy: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_policy(policy)
 
@@ -133,7 +133,7 @@ def raising(jobs: Any, cluster: Any, now_s: float) -> Any:
         (raising, "RuntimeError", "my own mistake"),
     ],
 )
-def test_a_broken_policy_is_named_with_the_rule_and_changes_nothing(policy: Any, rule: str, words: str) -> None:
+def test_broken_policy_is_named_with_rule_and_changes_nothing(policy: Any, rule: str, words: str) -> None:
     core = AllocatorCore(make_policy(policy), AT_ONCE)
     core.handle(NodesChanged(cluster=cluster(8)), 0.0)
     for name in "ab":

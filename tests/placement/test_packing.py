@@ -13,13 +13,13 @@ from placement.cluster.packing import pack
 from tests.placement.views import cluster, node, view
 
 
-def test_workers_stay_and_a_shrinking_job_leaves_its_smallest_node() -> None:
+def test_workers_stay_and_shrinking_job_leaves_its_smallest_node() -> None:
     job = view("a", allocation={"n0": 1, "n1": 3})
     assert pack({"a": 3}, [job], cluster(4, 4)).allocation == {"a": {"n1": 3}}
     assert pack({"a": 5}, [job], cluster(4, 4)).allocation == {"a": {"n0": 1, "n1": 4}}
 
 
-def test_a_job_goes_onto_the_tightest_node_that_takes_it_whole() -> None:
+def test_job_goes_onto_tightest_node_that_takes_it_whole() -> None:
     assert pack({"a": 2}, [view("a")], cluster(4, 2, 3)).allocation == {"a": {"n1": 2}}
     assert pack({"a": 5}, [view("a")], cluster(4, 2, 3)).allocation == {"a": {"n0": 4, "n1": 1}}
 

@@ -113,7 +113,7 @@ def test_nothing_is_idle_that_a_job_could_use(name: str, views: list[JobView], n
 @contract
 @pytest.mark.parametrize("present", [1, 2, 8])
 @pytest.mark.parametrize("held", [1, 2, 3, 5, 8])
-def test_a_job_is_brought_to_where_it_is_held_whatever_that_is_worth(name: str, present: int, held: int) -> None:
+def test_a_job_is_brought_to_where_it_is_held(name: str, present: int, held: int) -> None:
     """Five workers share a fixed batch of 24 badly; the user knows."""
     slow = GoodputModel(ThroughputModel(0.0, 0.0044, 0.002, 0.002, 0.002, 0.002, 1.0), NoiseScale(90.0, 500.0), 24)
     limits = {"init_batch_size": 24, "max_batch_size": None, "atomic_bsz_range": None}
@@ -122,7 +122,7 @@ def test_a_job_is_brought_to_where_it_is_held_whatever_that_is_worth(name: str, 
 
 
 @contract
-def test_a_waiting_job_gets_its_minimum_from_those_above_theirs(name: str) -> None:
+def test_waiting_job_gets_its_minimum_from_those_above_theirs(name: str) -> None:
     nodes = cluster(4, 4)
     running = view("old", min_workers=2, allocation={"n0": 4, "n1": 4})
     targets = make_policy(name).decide([running, view("new", min_workers=3, submitted_s=1.0)], nodes, 0.0)
@@ -131,7 +131,7 @@ def test_a_waiting_job_gets_its_minimum_from_those_above_theirs(name: str) -> No
 
 
 @contract
-def test_a_running_job_is_not_evicted_by_an_earlier_one_that_waits(name: str) -> None:
+def test_a_running_job_is_not_evicted_by_a_waiter(name: str) -> None:
     running = view("late", submitted_s=5.0, allocation={"n0": 1})
     targets = make_policy(name).decide([view("early", min_workers=4), running], cluster(4), 0.0)
     assert targets["early"].workers == 0
@@ -155,7 +155,7 @@ def test_draining_nodes_offer_nothing(name: str) -> None:
 
 @contract
 @pytest.mark.parametrize("has", [(1, 1), (2, 1), (1, 2)])
-def test_jobs_that_hold_more_than_is_left_to_them_get_what_is_left(name: str, has: tuple[int, int]) -> None:
+def test_jobs_that_hold_too_much_get_what_is_left(name: str, has: tuple[int, int]) -> None:
     """Another user of the node took two of its three CPUs."""
     views = [view(f"j{i}", max_workers=n, allocation={"n0": n}, resize_cost_s=0.0) for i, n in enumerate(has)]
     nodes = Cluster(nodes=(node("n0", 3, free=1),))
@@ -194,7 +194,7 @@ def test_goodput_leaves_alone_what_does_not_pay_back() -> None:
     assert GoodputPolicy().decide([cheap], cluster(8), 0.0)["a"].workers == 8
 
 
-def test_goodput_does_not_grow_a_job_that_communication_slows_down() -> None:
+def test_goodput_does_not_grow_job_that_communication_slows_down() -> None:
     slow = view("a", goodput=model(noise=0.01, sync_s=5.0))
     assert GoodputPolicy().decide([slow], cluster(8), 0.0)["a"].workers == 1
 

@@ -62,7 +62,7 @@ def check(options: Options, picks: np.ndarray) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(options=questions())
-def test_one_type_comes_within_one_per_cent_of_the_integer_optimum(options: Options) -> None:
+def test_one_type_is_within_one_per_cent_of_optimum(options: Options) -> None:
     solution = solve(options)
     check(options, solution.picks)
     assert options.worth(solution.picks) >= 0.99 * optimum(options)
@@ -70,7 +70,7 @@ def test_one_type_comes_within_one_per_cent_of_the_integer_optimum(options: Opti
 
 @settings(max_examples=40, deadline=None)
 @given(options=questions(kinds=3, most_jobs=5))
-def test_few_jobs_on_several_types_come_within_one_per_cent_of_the_integer_optimum(options: Options) -> None:
+def test_several_types_are_within_one_per_cent_of_optimum(options: Options) -> None:
     solution = solve(options)
     check(options, solution.picks)
     assert options.worth(solution.picks) >= 0.99 * optimum(options)

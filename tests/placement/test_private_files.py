@@ -37,7 +37,7 @@ def generous_umask() -> object:
     assert os.umask(before) == 0o002, "the process's own umask is left alone"
 
 
-def test_what_we_make_is_private_and_what_was_there_above_it_keeps_its_mode(tmp_path: Path) -> None:
+def test_what_we_make_is_private_what_was_above_stays(tmp_path: Path) -> None:
     (there := tmp_path / "there").mkdir(mode=0o775)
     make_directory(LOCAL, str(there / "runs" / "a"), private=True)
     assert (mode(there), mode(there / "runs"), mode(there / "runs" / "a")) == (0o775, 0o700, 0o700)
@@ -45,7 +45,7 @@ def test_what_we_make_is_private_and_what_was_there_above_it_keeps_its_mode(tmp_
     assert mode(there / "shared") == 0o775
 
 
-def test_a_directory_and_files_of_our_own_that_are_there_are_tightened(tmp_path: Path) -> None:
+def test_directories_and_files_of_our_own_are_tightened(tmp_path: Path) -> None:
     (run := tmp_path / "run").mkdir(mode=0o775)
     (file := run / "events.jsonl").write_text("x\n")
     assert mode(file) == 0o664
@@ -65,7 +65,7 @@ def test_a_directory_of_somebody_else_keeps_its_mode(tmp_path: Path) -> None:
     assert mode(run) == 0o775
 
 
-def test_a_file_in_the_place_of_a_directory_is_told_of(tmp_path: Path) -> None:
+def test_file_in_the_place_of_a_directory_is_told(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
     with pytest.raises(NotADirectoryError):
         make_directory(LOCAL, str(tmp_path / "run"), private=True)
@@ -105,9 +105,7 @@ def replaces(folder: Path) -> bool:
         (0o744, 0o777, False),
     ],
 )
-def test_a_second_account_can_replace_what_is_said_to_be_open(
-    shared: Path, above: int, mode: int, is_open: bool
-) -> None:
+def test_a_second_account_can_replace_what_is_said_open(shared: Path, above: int, mode: int, is_open: bool) -> None:
     (folder := shared / "ray" / "session").mkdir(parents=True)
     folder.chmod(mode)
     folder.parent.chmod(above)
@@ -132,7 +130,7 @@ def test_others_are_those_who_have_processes_here() -> None:
 
 @as_root
 @pytest.mark.parametrize("made_by_another", ["directory", "link", "level", "file"])
-def test_a_folder_that_another_account_has_made_first_is_refused(shared: Path, made_by_another: str) -> None:
+def test_folder_that_another_account_has_made_first_is_refused(shared: Path, made_by_another: str) -> None:
     shared.chmod(0o1777)
     (ours := shared / "somewhere").mkdir(mode=0o700)
     folder = shared / "elastic_ray_0"
@@ -148,7 +146,7 @@ def test_a_folder_that_another_account_has_made_first_is_refused(shared: Path, m
     assert list(ours.iterdir()) == []
 
 
-def test_folders_of_our_own_are_made_private_on_each_level(tmp_path: Path) -> None:
+def test_own_folders_are_made_private_on_each_level(tmp_path: Path) -> None:
     (first := tmp_path / "elastic_ray").mkdir(mode=0o775)
     make_own(str(first / "run" / "trackers"), str(tmp_path))
     assert {mode(each) for each in (first, first / "run", first / "run" / "trackers")} == {0o700}

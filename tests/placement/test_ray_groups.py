@@ -43,7 +43,7 @@ async def becomes_free(room: Room, node: str) -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_not_fulfilled_is_given_back_once_it_is() -> None:
+def test_what_is_not_fulfilled_is_returned_once_it_is() -> None:
     async def give_back() -> None:
         node = next(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU") == 4)
         room, four = Room(), {"CPU": 4.0, "GPU": 0.0}
@@ -68,7 +68,7 @@ def test_what_is_not_fulfilled_is_given_back_once_it_is() -> None:
 
 
 @pytest.mark.slow
-def test_no_room_is_lost_where_many_ask_and_give_up() -> None:
+def test_no_room_is_lost_where_many_give_up() -> None:
     """Where groups are removed before they are fulfilled, Ray loses some in a minute on a crowded machine."""
 
     class Asks:
@@ -91,7 +91,7 @@ def test_no_room_is_lost_where_many_ask_and_give_up() -> None:
 
 
 @pytest.mark.thorough
-def test_an_actor_stays_on_the_head_though_nodes_have_just_joined(ray_nodes: Any) -> None:
+def test_actor_stays_on_head_though_nodes_have_just_joined(ray_nodes: Any) -> None:
     class Somewhere:
         def node(self) -> str:
             return str(ray.get_runtime_context().get_node_id())

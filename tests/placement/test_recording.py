@@ -137,7 +137,7 @@ def only_life(lines: typing.Iterable[str]) -> Life:
     return life
 
 
-def test_every_event_comes_back_as_it_was_with_every_digit() -> None:
+def test_every_event_comes_back_exactly_with_every_digit() -> None:
     default = JobView(job="a", bundle={"CPU": 1}, max_workers=8)
     same = {f.name for f in dataclasses.fields(JobView) if getattr(FULL, f.name) == getattr(default, f.name)}
     assert same <= {"job", "max_workers"}, "the view of this test sets every field"
@@ -147,7 +147,7 @@ def test_every_event_comes_back_as_it_was_with_every_digit() -> None:
     assert repr(life.events[0][1]) == repr(EVENTS[0]), "a whole number stays one"
 
 
-def test_a_view_that_was_written_before_memory_was_known_is_read() -> None:
+def test_a_view_from_before_memory_was_known_is_read() -> None:
     lines = lines_of(EVENTS[:1], make_policy("goodput"))
     said = json.loads(lines[1])
     sizes = said["JobHeartbeat"]["view"]["sizes"]
@@ -177,7 +177,7 @@ def said_of(kind: typing.Any, plain: typing.Mapping[str, typing.Any]) -> set[str
     return {field.name for field in dataclasses.fields(kind) if field.init} - plain.keys()
 
 
-def test_a_replay_does_not_depend_on_the_defaults_of_its_day() -> None:
+def test_replay_does_not_depend_on_defaults_of_its_day() -> None:
     config = AllocatorConfig(tenants=(Tenant(name="a"),))
     said = json.loads(start_line(make_policy("goodput"), config, settling=False))["start"]
     shells_own = {"notices", "autoscaling", "dashboard", "metrics", "record", "orphan_timeout_s"}
@@ -186,14 +186,14 @@ def test_a_replay_does_not_depend_on_the_defaults_of_its_day() -> None:
     assert said_of(GoodputPolicy, said["settings"]) == set()
 
 
-def test_a_start_that_was_written_without_its_defaults_is_read() -> None:
+def test_start_that_was_written_without_its_defaults_is_read() -> None:
     said = {"format": 1, "policy": "goodput", "settings": {"lengths": False}, "config": {"gather_s": 0.5}}
     life = only_life([json.dumps({"start": {**said, "settling": False}}) + "\n"])
     assert life.config == AllocatorConfig(gather_s=0.5) and life.make_policy() == GoodputPolicy(lengths=False)
 
 
 @pytest.mark.parametrize("set_by_s", [-3600.0, 3600.0])
-def test_a_replay_decides_the_same_where_the_time_of_day_was_set(set_by_s: float) -> None:
+def test_replay_decides_same_where_time_of_day_was_set(set_by_s: float) -> None:
     core = TellingCore(make_policy("fair_share"), AllocatorConfig(min_interval_s=5.0), Knowledge())
     core.handle(NodesChanged(cluster=cluster(4, 4)), 1e9, 1e9)
     jobs: dict[str, JobView] = {}
@@ -260,7 +260,7 @@ def test_who_asks_for_what_others_know_changes_no_model() -> None:
     assert heard(asks=True) == heard(asks=False)
 
 
-def test_a_line_that_is_cut_off_at_the_end_is_left_out() -> None:
+def test_line_cut_off_at_the_end_is_left_out() -> None:
     lines = lines_of(EVENTS, make_policy("goodput"))
     assert only_life([*lines[:-1], lines[-1][:-5]]).events == only_life(lines[:-1]).events
     again = read_recording([*lines, *lines[:3]])
@@ -313,9 +313,7 @@ def test_a_policy_of_the_users_own_is_given(tmp_path: Path) -> None:
     assert record.job == "a" and record.to_workers == 1
 
 
-def test_the_file_is_the_users_own_and_ends_with_the_first_error(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_is_users_own_and_ends_with_first_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "events.jsonl"
     for event in EVENTS[:2]:  # two lives
         recorder = Recorder(LineFile(str(path)).append)

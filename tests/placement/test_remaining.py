@@ -48,13 +48,13 @@ def test_happiness_is_continuous_in_its_power() -> None:
     assert concave_value(speed, 1.0).tolist() == pytest.approx([-0.5, 0.0, 7.0])
 
 
-def test_what_is_left_of_a_job_of_known_length_is_in_seconds_and_nothing_has_begun_without_a_speed() -> None:
+def test_what_is_left_of_a_known_job_is_seconds() -> None:
     known = view("a", progress=Progress(done=10.0, epoch_ends=(10.0,), epochs=3), init_batch_size=64)
     left = seconds_left([known, known, view("b")], np.array([32.0, 0.0, 32.0]))
     assert left[:2].tolist() == [20.0 * 64 / 32, 0.0] and np.isnan(left[2])
 
 
-def test_lateness_is_the_time_to_the_end_over_the_time_that_all_of_it_takes_on_an_equal_share() -> None:
+def test_lateness_is_time_left_over_time_on_equal_share() -> None:
     """A third is done: 40 s are left and 20 done at speed 1, half of both at speed 2."""
     known = view("a", progress=Progress(done=10.0, epoch_ends=(10.0,), epochs=3), init_batch_size=64, submitted_s=5.0)
     unknown = view("b", progress=Progress(done=10.0), init_batch_size=64)

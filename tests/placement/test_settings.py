@@ -118,7 +118,7 @@ def test_settings_change_what_jobs_have_while_they_run() -> None:
     assert core.snapshot().jobs["b"].view.priority == 0 and sizes(6.0)["a"] > 1
 
 
-def test_nodes_are_asked_for_only_while_a_job_waits_that_may_have_them() -> None:
+def test_nodes_are_asked_for_while_a_permitted_job_waits() -> None:
     jobs = [view("a", max_workers=4), view("b", min_workers=2, label_selector={"x": "y"}), view("c", held_at=3)]
     assert demand(jobs, ()) == ()
     assert demand(jobs, {"b"}) == [({"CPU": 1.0}, {})] * 4 + [({"CPU": 1.0}, {"x": "y"})] * 2

@@ -55,7 +55,7 @@ FAILED = NodeFailure(node="n1", worker="w1", cause="killed", age_s=1.0)
         ({"attained_s": 60.0, "restarts": 3, "most_workers": 4}, None),
     ],
 )
-def test_a_heartbeat_is_news_where_a_decision_depends_on_it(change: dict[str, Any], trigger: Trigger | None) -> None:
+def test_heartbeat_is_news_where_a_decision_depends_on_it(change: dict[str, Any], trigger: Trigger | None) -> None:
     """A new place of the workers is none: it is what the last decision asked for."""
     after = dataclasses.replace(HERE, **change)
     assert trigger_of(HERE, after, 0.1) is trigger
@@ -73,7 +73,7 @@ def test_the_same_again_is_no_news() -> None:
     assert trigger_of(slow, dataclasses.replace(slow, slow_nodes={"n1": 3.0}, node_failures=(later,)), 0.1) is None
 
 
-def test_a_job_without_a_model_is_news_by_its_sizes() -> None:
+def test_job_without_a_model_is_news_by_its_sizes() -> None:
     before = dataclasses.replace(HERE, goodput=None)
     assert trigger_of(before, dataclasses.replace(before), 0.1) is None
     assert trigger_of(before, dataclasses.replace(before, max_batch_size=2048), 0.1) is Trigger.MODEL
@@ -81,12 +81,12 @@ def test_a_job_without_a_model_is_news_by_its_sizes() -> None:
 
 
 @pytest.mark.parametrize(("other", "news"), [(model(noise=101.0), False), (model(sync_s=0.5), True)])
-def test_a_model_is_news_where_it_changes_what_workers_are_worth(other: GoodputModel, news: bool) -> None:
+def test_a_model_is_news_where_it_changes_workers_worth(other: GoodputModel, news: bool) -> None:
     after = dataclasses.replace(HERE, goodput=other)
     assert trigger_of(HERE, after, 0.1) is (Trigger.MODEL if news else None)
 
 
-def test_a_job_remembers_why_it_has_what_it_has_and_since_when_nothing_fits() -> None:
+def test_job_remembers_its_reason_and_since_when_nothing_fits() -> None:
     known = KnownJob.arrived(HERE, 3.0)
     assert (known.target, known.reason, known.heard_s, known.waits) == ({}, "has just arrived", 3.0, True)
     placed = KnownJob.arrived(dataclasses.replace(HERE, allocation={"n1": 2}), 3.0)

@@ -24,14 +24,14 @@ def placed(views: list[JobView], nodes: Cluster) -> list[JobView]:
     return [each.placed(plan.allocation.get(each.job, {})) for each in views]
 
 
-def test_a_job_moves_off_the_node_that_it_has_seen_slow_and_keeps_its_size() -> None:
+def test_job_leaves_the_slow_node_and_keeps_its_size() -> None:
     job = view("a", allocation={"n0": 2}, held_at=2, slow_nodes={"n0": 3.0})
     (moved,) = placed([job], cluster(4, 4))
     assert moved.allocation == {"n1": 2}
     assert placed([moved], cluster(4, 4))[0].allocation == {"n1": 2}, "it stays away for as long as it remembers"
 
 
-def test_others_use_a_node_that_one_job_has_seen_slow_and_leave_one_that_two_have() -> None:
+def test_others_leave_a_node_that_two_jobs_saw_slow() -> None:
     nodes = cluster(4, 4, 4)
     a = view("a", allocation={"n1": 1}, held_at=1, slow_nodes={"n0": 3.0})
     b = view("b", allocation={"n0": 4}, held_at=4)
@@ -58,7 +58,7 @@ def test_healthy_jobs_are_planned_as_before() -> None:
     assert avoid_slow(views, nodes)[0] is views and avoid_slow(views, nodes)[1] is nodes
 
 
-def test_a_node_that_has_become_slow_calls_for_a_decision() -> None:
+def test_node_that_has_become_slow_calls_for_a_decision() -> None:
     before = view("a", slow_nodes={})
     assert trigger_of(before, dataclasses.replace(before, slow_nodes={"n0": 2.0}), 0.1) is Trigger.NODES
     seen = dataclasses.replace(before, slow_nodes={"n0": 2.0})
@@ -69,7 +69,7 @@ def test_a_node_that_has_become_slow_calls_for_a_decision() -> None:
     cpus=st.lists(st.integers(1, 4), min_size=2, max_size=4),
     seen=st.lists(st.sets(st.integers(0, 3)), min_size=1, max_size=3),
 )
-def test_no_job_that_would_run_otherwise_is_left_without_workers(cpus: list[int], seen: list[set[int]]) -> None:
+def test_no_job_is_left_without_workers_for_slowness(cpus: list[int], seen: list[set[int]]) -> None:
     nodes = cluster(*cpus)
     views = [
         view(f"j{number}", max_workers=3, submitted_s=float(number), slow_nodes={f"n{node}": 3.0 for node in slow})

@@ -23,7 +23,7 @@ def free(*history: tuple[RawNode, ...], ours: set[str]) -> float:
     return node.free["CPU"]
 
 
-def test_what_our_jobs_hold_stays_usable_and_what_others_hold_does_not() -> None:
+def test_our_holdings_stay_usable_and_others_do_not() -> None:
     assert free(raw(8.0), ours=set()) == 8.0
     assert free(raw(3.0, a=3.0), ours={"a"}) == 6.0
     assert free(raw(3.0, a=3.0), ours=set()) == 3.0  # the job of those groups is gone or unknown

@@ -93,7 +93,7 @@ def test_every_policy_keeps_jobs_where_they_want_to_be(
         assert plan.reasons[each.job]
 
 
-def test_a_job_of_an_earlier_round_keeps_its_minimum_on_demand_against_jobs_behind_it() -> None:
+def test_an_earlier_job_keeps_its_on_demand_minimum() -> None:
     plan = make_plan(make_policy("fifo"), LATE_AVOIDER, nodes(1, 1), 0.0)
     assert plan.allocation == {"j0": {"d0": 2, "s0": 3}, "j1": {"d0": 2}}
 
@@ -104,20 +104,20 @@ def test_growth_gives_way_to_minimums_on_demand() -> None:
 
 
 @every
-def test_a_mixed_job_that_waits_does_not_start_on_spot_nodes_alone(name: str) -> None:
+def test_a_waiting_mixed_job_does_not_start_on_spot(name: str) -> None:
     plan = make_plan(make_policy(name), [view("a", spot="mixed", min_workers=2)], nodes(0, 2), 0.0)
     assert plan.allocation == {}
     assert "at least 2 of its workers are to be on on-demand nodes" in plan.reasons["a"]
 
 
-def test_a_mixed_job_that_runs_goes_on_where_on_demand_nodes_were_lost() -> None:
+def test_a_running_mixed_job_continues_after_on_demand_losses() -> None:
     running = view("a", spot="mixed", min_workers=2, allocation={"s0": 2})
     plan = make_plan(make_policy("goodput"), [running], nodes(0, 1), 0.0)
     assert plan.allocation["a"] == {"s0": 4}
     assert "fewer than 2 of its workers are on on-demand nodes" in plan.reasons["a"]
 
 
-def test_workers_are_exchanged_so_that_a_mixed_job_has_its_minimum_on_demand() -> None:
+def test_workers_are_exchanged_for_mixed_jobs_on_demand_minimum() -> None:
     anywhere = view("a", max_workers=4, allocation={"d0": 4})
     mixed = view("b", spot="mixed", min_workers=2, max_workers=4, allocation={"s0": 4}, submitted_s=1.0)
     plan = make_plan(make_policy("fixed"), [anywhere, mixed], nodes(1, 1), 0.0)
@@ -126,7 +126,7 @@ def test_workers_are_exchanged_so_that_a_mixed_job_has_its_minimum_on_demand() -
     assert {job: sum(place.values()) for job, place in plan.allocation.items()} == {"a": 4, "b": 4}
 
 
-def test_a_condition_of_the_users_own_on_the_market_stands() -> None:
+def test_condition_of_the_users_own_on_the_market_stands() -> None:
     assert dict(view("a", spot="avoid").selector) == {MARKET_LABEL: "!spot"}
     assert dict(view("a", spot="avoid", label_selector={MARKET_LABEL: "spot"}).selector) == {MARKET_LABEL: "spot"}
 
@@ -143,7 +143,7 @@ def test_bad_values_are_refused(field: str, value: object) -> None:
 SPOT = NodeType(name="spot", resources={"CPU": 4.0}, labels={MARKET_LABEL: "spot"}, startup_s=60.0, lasts_h=4.0)
 
 
-def test_what_does_not_come_is_closed_and_asked_for_again_later() -> None:
+def test_what_does_not_come_is_closed_and_retried_later() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     for now_s in (0.0, 50.0, 99.0):
         launches.watch({"spot": 2}, {"spot": 0}, now_s)
@@ -157,7 +157,7 @@ def test_what_does_not_come_is_closed_and_asked_for_again_later() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 1])
-def test_the_time_until_a_type_is_asked_again_doubles_also_beside_nodes_of_it(there: int) -> None:
+def test_the_time_until_a_type_is_retried_doubles(there: int) -> None:
     launches, times = Launches([SPOT], timeout_s=40.0, retry_s=600.0), []
     now_s = 0.0
     for _ in range(5):
@@ -169,7 +169,7 @@ def test_the_time_until_a_type_is_asked_again_doubles_also_beside_nodes_of_it(th
     assert times == [600.0, 1200.0, 2400.0, 4800.0, 4800.0]
 
 
-def test_a_node_that_comes_ends_a_row_of_failures_also_after_another_has_gone() -> None:
+def test_a_node_that_comes_ends_a_row_of_failures() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     launches.watch({"spot": 3}, {"spot": 2}, 0.0)
     launches.refuse("spot", "none", 0.0)
@@ -189,7 +189,7 @@ def test_a_node_that_comes_gives_the_others_more_time() -> None:
     assert launches.closed("spot", 190.0) is not None
 
 
-def test_a_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
+def test_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
     launches = Launches([SPOT], timeout_s=40.0, retry_s=600.0)
     launches.refuse("spot", "InsufficientInstanceCapacity", 5.0)
     launches.refuse("other", "?", 5.0)
@@ -206,12 +206,12 @@ def test_a_refusal_closes_at_once_and_unknown_types_are_ignored() -> None:
         ("\nno L4\nat all\n", "no L4"),
     ],
 )
-def test_why_a_launch_failed_is_the_first_line_of_what_ray_tells(details: str | None, why: str) -> None:
+def test_a_launch_failures_cause_is_rays_first_line(details: str | None, why: str) -> None:
     told = LaunchRequest("g4dn", "spot", 1, LaunchRequest.Status.FAILED, 4, failed_ts_s=5, details=details)
     assert refusal(told) == Refusal(node_type="spot", at_s=5.0, why=why)
 
 
-def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
+def test_lifetimes_are_hours_over_losses_plus_the_expected_one() -> None:
     lifetimes = Lifetimes([SPOT])
     here = Cluster(nodes=(SPOT.node("a"), SPOT.node("b")))
     lifetimes.watch(here, (), 0.0)
@@ -222,7 +222,7 @@ def test_lifetimes_are_hours_over_losses_with_what_is_expected_as_one() -> None:
     assert lifetimes.hours("spot") == pytest.approx((4.0 + 3.0) / 2)
 
 
-def test_a_node_that_was_given_up_is_no_loss_though_it_drains_before_it_ends() -> None:
+def test_a_surrendered_node_is_no_loss_though_it_drains() -> None:
     lifetimes, here = Lifetimes([SPOT]), SPOT.node("a")
     draining = Cluster(nodes=(dataclasses.replace(here, draining=True),))
     lifetimes.watch(Cluster(nodes=(here,)), (), 0.0)
@@ -232,7 +232,7 @@ def test_a_node_that_was_given_up_is_no_loss_though_it_drains_before_it_ends() -
     assert lifetimes.hours("spot") == 4.0
 
 
-def test_a_node_that_was_given_up_and_is_wanted_again_is_a_loss_when_it_goes() -> None:
+def test_a_surrendered_node_wanted_again_is_a_loss() -> None:
     lifetimes, here = Lifetimes([SPOT]), SPOT.node("a")
     lifetimes.watch(Cluster(nodes=(here,)), (), 0.0)
     lifetimes.watch(Cluster(nodes=(here,)), ("a",), 0.0)
@@ -241,7 +241,7 @@ def test_a_node_that_was_given_up_and_is_wanted_again_is_a_loss_when_it_goes() -
     assert lifetimes.hours("spot") == pytest.approx(4.0 / 2)
 
 
-def test_a_nodes_type_is_its_group_or_what_it_looks_like() -> None:
+def test_a_nodes_type_is_its_group_or_its_looks() -> None:
     assert type_of(SPOT.node("a"), [SPOT]) == "spot"
     assert type_of(node("x", 4.0, labels={MARKET_LABEL: "spot"}), [SPOT]) == "spot"
     assert type_of(node("x", 4.0), [SPOT]) is None

@@ -61,7 +61,7 @@ def test_a_longer_queue_starts_nobody_earlier(ends: list[tuple[float, int]], siz
     assert found.keys() - {"w" + str(len(sizes) - 1)} <= fewer.keys()
 
 
-def test_one_look_serves_all_who_ask_for_a_while_and_counts_down() -> None:
+def test_one_look_serves_all_askers_and_counts_down() -> None:
     looks = []
 
     def look() -> CoreSnapshot:

@@ -25,7 +25,7 @@ def _time_out() -> None:
     raise TimeoutError("its own")
 
 
-def test_one_that_hangs_is_given_up_and_named_while_others_go_on() -> None:
+def test_a_hanging_one_is_given_up_while_others_continue() -> None:
     free, before = threading.Event(), threading.active_count()
     calls = StorageCalls("s3://bucket", threads=2)
     with pytest.raises(StorageTimeoutError, match=r"storage s3://bucket has not answered for \d+ s: writing events"):
@@ -58,7 +58,7 @@ def test_who_waits_too_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() < deadline
 
 
-def test_a_long_call_that_goes_on_in_pieces_is_waited_for_and_ends_when_given_up() -> None:
+def test_a_long_call_in_pieces_is_waited_for() -> None:
     calls = StorageCalls("disk")
 
     def copy(go_on: object) -> int:
@@ -79,7 +79,7 @@ def test_a_long_call_that_goes_on_in_pieces_is_waited_for_and_ends_when_given_up
         call.answer.result(10)
 
 
-def test_a_call_that_was_given_up_in_the_queue_is_never_made() -> None:
+def test_call_given_up_in_the_queue_is_never_made() -> None:
     free, made = threading.Event(), list[int]()
     calls = StorageCalls("disk", threads=1)
     hanging = calls.start("hanging", free.wait)

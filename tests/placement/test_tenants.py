@@ -26,7 +26,7 @@ def sizes(name: str, jobs: list[JobView], nodes: Cluster, *tenants: Tenant) -> d
     return {job: sum(place.values()) for job, place in found.allocation.items()}
 
 
-def test_all_shares_rise_together_until_demand_or_the_cluster_ends() -> None:
+def test_all_shares_rise_together_until_demand_or_cluster_ends() -> None:
     demands = {"a": {"GPU": 8.0}, "b": {"GPU": 1.0}, "c": {"GPU": 8.0}}
     share = entitlements(demands, {"a": 1.0, "b": 1.0, "c": 2.0}, {"GPU": 8.0})
     assert share == pytest.approx({"b": 1 / 8, "a": 7 / 24, "c": 14 / 24})
@@ -64,7 +64,7 @@ def test_shares_fit_and_nobody_has_less_than_its_due(demands: list[dict[str, flo
 
 
 @every
-def test_the_cluster_is_shared_by_weight_and_what_one_does_not_use_is_lent(name: str) -> None:
+def test_cluster_is_shared_by_weight_and_lends_the_rest(name: str) -> None:
     jobs = [view(f"a{i}", tenant="a") for i in range(3)] + [view("b", tenant="b", submitted_s=1.0)]
     found = sizes(name, jobs, cluster(8), Tenant(name="b", weight=3.0))
     if name not in FRUGAL:
@@ -77,7 +77,7 @@ def test_the_cluster_is_shared_by_weight_and_what_one_does_not_use_is_lent(name:
 
 
 @every
-def test_lent_workers_are_given_back_at_once_also_by_stopping(name: str) -> None:
+def test_lent_workers_are_returned_at_once_also_by_stopping(name: str) -> None:
     """b's jobs run on a's half of the cluster; a's job arrives and needs all of it."""
     borrowed = [view(f"b{i}", tenant="b", min_workers=2, max_workers=2, allocation={f"n{i // 2}": 2}) for i in range(4)]
     owner = view("a", tenant="a", min_workers=4, max_workers=4, submitted_s=1.0)
@@ -89,7 +89,7 @@ def test_lent_workers_are_given_back_at_once_also_by_stopping(name: str) -> None
 
 
 @every
-def test_a_quota_is_a_ceiling_though_the_rest_is_idle(name: str) -> None:
+def test_quota_is_a_ceiling_though_the_rest_is_idle(name: str) -> None:
     nodes = Cluster(nodes=tuple(dataclasses.replace(node(f"n{i}", 8), free={"CPU": 8, "GPU": 4}) for i in range(2)))
     jobs = [view(f"a{i}", tenant="a", bundle={"GPU": 0.5}) for i in range(3)]
     found = make_plan(make_policy(name), jobs, nodes, 0.0, Constraints(tenants=(Tenant(name="a", quota={"GPU": 2}),)))
@@ -135,14 +135,14 @@ def test_each_tenant_has_its_due_in_whole_workers(
 
 
 @every
-def test_a_minimum_above_its_tenants_share_does_not_take_anothers(name: str) -> None:
+def test_minimum_above_its_tenants_share_does_not_take_anothers(name: str) -> None:
     large = view("a", tenant="a", min_workers=6, max_workers=6)
     small = [view(f"b{i}", tenant="b", max_workers=1, submitted_s=1.0 + i) for i in range(8)]
     found = sizes(name, [large, *small], cluster(8))
     assert sum(found.get(job.job, 0) for job in small) >= 4
 
 
-def test_a_running_job_is_not_stopped_for_its_equal_of_another_tenant() -> None:
+def test_a_running_job_is_not_stopped_for_its_equal() -> None:
     """Neither minimum is within its tenant's half: what is lent stays lent while nobody has more right to it."""
     runs = view("b", tenant="b", min_workers=4, allocation={"n0": 4})
     waits = view("a", tenant="a", min_workers=4, submitted_s=1.0)
@@ -174,7 +174,7 @@ def with_nodes(*nodes: Node) -> Cluster:
 
 
 @every
-def test_a_share_counts_the_slots_that_the_tenants_jobs_may_use(name: str) -> None:
+def test_share_counts_slots_that_the_tenants_jobs_may_use(name: str) -> None:
     """b has two thirds of the on-demand node, whatever there is of spot nodes, which neither may use."""
     jobs = [view("a", tenant="a", max_workers=6, **OFF_SPOT), view("b", tenant="b", max_workers=6, **OFF_SPOT)]
     tenants = (Tenant(name="a"), Tenant(name="b", weight=2.0))
@@ -247,7 +247,7 @@ def test_a_tenants_part_begins_with_what_its_jobs_hold() -> None:
     assert {each.node_id: each.free["CPU"] for each in part.cluster.nodes} == {"n0": 3.0, "n1": 1.0}
 
 
-def test_a_tenant_that_could_use_no_more_is_decided_on_once() -> None:
+def test_a_tenant_that_is_satisfied_is_decided_once() -> None:
     asked: list[set[str]] = []
 
     def solve(problem: Problem) -> Plan:

@@ -53,7 +53,7 @@ def test_ids_and_names_are_shortened() -> None:
     assert short_name("bert") == "bert" and len(short_name("x" * 100)) == 24
 
 
-def test_our_log_is_one_line_a_record_and_that_of_others_is_theirs() -> None:
+def test_our_log_is_one_line_a_record_others_theirs() -> None:
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(PrintableFormatter())

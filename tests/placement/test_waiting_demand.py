@@ -40,6 +40,6 @@ with LocalAutoscalingCluster(NODE_TYPES, idle_s=60.0) as cluster, tempfile.Tempo
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rays_autoscaler_brings_a_node_for_a_job_that_waits() -> None:
+def test_rays_autoscaler_brings_node_for_a_job_that_waits() -> None:
     told = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert told.stdout.endswith("done\n"), told.stdout + told.stderr

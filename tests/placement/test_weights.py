@@ -40,7 +40,7 @@ def test_the_heavier_job_grows_where_one_of_two_can(policy: str) -> None:
 
 
 @pytest.mark.parametrize("heavy", ["a", "b", "c"])
-def test_sia_gives_the_heavier_job_the_larger_power_of_two(heavy: str) -> None:
+def test_sia_gives_heavier_job_the_larger_power_of_two(heavy: str) -> None:
     found = counts("sia", [job(name, weight=4.0 if name == heavy else 0.25) for name in "abc"])
     assert found == {name: 4 if name == heavy else 2 for name in "abc"}
 
@@ -68,14 +68,14 @@ def test_the_clusters_configuration_overrules_it() -> None:
     assert counts("goodput", [*sweep, job("other")], named) == {"t": 4, "other": 4}
 
 
-def test_a_changed_weight_is_news_once_it_changes_by_a_tenth() -> None:
+def test_changed_weight_is_news_once_it_changes_by_tenth() -> None:
     before = job("a", weight=1.0)
     assert trigger_of(before, dataclasses.replace(before, weight=1.05), 0.1) is None
     assert trigger_of(before, dataclasses.replace(before, weight=1.5), 0.1) == "weight"
     assert trigger_of(before, dataclasses.replace(before, tenant_weight=2.0), 0.1) == "limits"
 
 
-def test_that_a_job_can_be_stopped_is_news_and_what_it_costs_is_not() -> None:
+def test_being_stoppable_is_news_its_cost_is_not() -> None:
     before = job("a")
     stoppable = dataclasses.replace(before, stop_cost_s=5.0)
     assert trigger_of(before, stoppable, 0.1) == trigger_of(stoppable, before, 0.1) == "limits"

@@ -57,7 +57,7 @@ def without(jobs: Sequence[JobView]) -> list[JobView]:
 @every
 @settings(max_examples=8, deadline=None)
 @given(jobs=wishing(), nodes=clusters, cluster_rules=rules, late=wishing())
-def test_a_wish_takes_from_nobody_and_equal_input_changes_nothing(
+def test_wish_takes_from_nobody_and_equal_input_changes_nothing(
     name: str, jobs: list[JobView], nodes: Cluster, cluster_rules: Constraints, late: list[JobView]
 ) -> None:
     one = policy(name)
@@ -120,7 +120,7 @@ def test_free_slots_are_granted_kept_and_given_back(name: str) -> None:
     assert sizes(make_plan(one, withdrawn, nodes, 0.0, granted=gone.granted)) == {"a": 1}
 
 
-def test_grants_keep_quotas_priorities_and_nodes_of_one_multi_node_job() -> None:
+def test_grants_keep_quotas_priorities_and_multi_node_rules() -> None:
     quota = Constraints(tenants=(Tenant(name="t", quota={"CPU": 2}),))
     job = alone("a", wished=4, tenant="t")
     assert sizes(make_plan(GoodputPolicy(), [job], cluster(4), 0.0, quota)) == {"a": 2}
@@ -148,7 +148,7 @@ class Sticky:
         return targets
 
 
-def test_what_was_granted_is_not_the_job_s_own_also_to_a_policy_that_takes_nothing_back() -> None:
+def test_what_was_granted_is_not_the_jobs_own() -> None:
     job, nodes = view("a", wished=3), cluster(4)
     found = make_plan(Sticky(), [job], nodes, 0.0)
     assert sizes(found) == {"a": 3}
@@ -157,7 +157,7 @@ def test_what_was_granted_is_not_the_job_s_own_also_to_a_policy_that_takes_nothi
     assert sizes(make_plan(Sticky(), now, nodes, 0.0)) == {"a": 3, "b": 1}, "an allocator that was started anew"
 
 
-def test_granted_workers_stay_on_one_gpu_type_and_off_whole_nodes() -> None:
+def test_granted_workers_stay_on_one_type_off_whole_nodes() -> None:
     nodes = Cluster(
         nodes=tuple(
             dataclasses.replace(each, labels={"ray.io/accelerator-type": gpu})
@@ -172,7 +172,7 @@ def test_granted_workers_stay_on_one_gpu_type_and_off_whole_nodes() -> None:
     assert found.allocation == {"a": {"n0": 1}, "shy": {"n1": 1}}
 
 
-def test_the_core_decides_at_once_on_a_changed_wish_and_says_why() -> None:
+def test_the_core_decides_at_once_on_a_changed_wish() -> None:
     core = AllocatorCore(GoodputPolicy(), AT_ONCE)
     job = alone("a", max_workers=3)
     core.handle(NodesChanged(cluster=cluster(4)), 0.0)
@@ -201,7 +201,7 @@ def test_a_wish_lies_within_the_limits() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(batch=st.integers(32, 4096), noise=st.sampled_from([0.1, 10.0, 1000.0]), sync_s=st.sampled_from([0.001, 0.1]))
-def test_goodput_is_that_of_the_held_batch_where_it_fits(batch: int, noise: float, sync_s: float) -> None:
+def test_goodput_is_that_of_held_batch_where_it_fits(batch: int, noise: float, sync_s: float) -> None:
     job = view("a", goodput=model(noise, sync_s), held_batch=batch)
     truth, free = job.goodput, goodputs(dataclasses.replace(job, held_batch=None), [8])
     assert truth is not None
@@ -226,7 +226,7 @@ def test_a_small_held_batch_is_worth_fewer_workers() -> None:
     assert trigger_of(job, dataclasses.replace(job, held_batch=64), 0.1) is Trigger.MODEL
 
 
-def test_what_makes_no_allowed_size_is_given_back_from_the_last_node_alone() -> None:
+def test_what_makes_no_allowed_size_returns_from_one_node() -> None:
     job = alone("a", max_workers=8, wished=8, sizes=AllowedSizes(sizes=(2, 4, 8)), min_workers=2, allocation={"n0": 2})
     found = make_plan(GoodputPolicy(), [job], cluster(3, 2), 0.0)
     assert found.allocation == {"a": {"n0": 3, "n1": 1}} and found.granted == {"a": {"n0": 1, "n1": 1}}

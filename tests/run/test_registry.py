@@ -15,13 +15,16 @@ import elastic_ray as er
 from elastic_ray.batch.limits import BatchLimits
 from elastic_ray.batch.reports import LoaderInfo, ModelInfo
 from elastic_ray.communication.communicator import Communicator
+from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.membership.messages import GenerationSpec, Member, RankInfo
 from elastic_ray.membership.worker_side import WorkerMembership
 from elastic_ray.run.current import set_session
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.group import Group
 from elastic_ray.run.registry import HookPoint, Registry
+from elastic_ray.session.group_changes import GroupChanges
 from elastic_ray.session.session import Session
+from elastic_ray.session.user_collectives import CollectiveResults
 from elastic_ray.sync.checks import StrategyError
 from placement.goodput.model import NoiseScale
 from tests.loop.alone import session_of
@@ -130,19 +133,23 @@ class Noted:
         return 0
 
     def announce(self, generation: int) -> None:
-        """Have the next group of this worker ready, and all ranks agree on it."""
+        """Have the next group of this worker ready."""
         membership = self.session.membership
         membership.post(GenerationSpec(generation=generation, members=(Member(worker="0", node="n1"),)))
         until_s = time.monotonic() + _WAIT_S
         while membership.prepared_spec(generation) is None:
             assert time.monotonic() < until_s, "the group did not form"
             time.sleep(0.01)  # it forms in a thread of the membership
-        self.session.run.agreed.generation = generation
 
     def between_steps(self) -> list[str]:
-        """What comes between two steps, in order."""
+        """What comes between two steps, after a vote on what this rank wants, in order."""
+        session = self.session
+        session.consensus.vote(Announced(Intent.EDGE, 1), {})
         self.log.clear()
-        self.session._changes.between_steps(lambda world_size: True)
+        changes = GroupChanges(
+            session.run, session.adaptation, CollectiveResults(), explain=str, regroup_timeout_s=_WAIT_S
+        )
+        changes.between_steps(lambda world_size: True)
         return self.log
 
 
@@ -156,7 +163,7 @@ def test_a_run_is_checked_before_its_first_group() -> None:
 def test_models_are_made_one_and_saved_before_a_change() -> None:
     noted = Noted()
     noted.announce(2)
-    noted.session.run.agreed._consensus = True
+    noted.session.run.agreed.ask_for_consensus()
     saved = ["collapse", "buffers of group 1", "prepare to save", HookPoint.BETWEEN_STEPS.name]
     entered = [each.replace("group 1", "group 2") for each in ENTERED]
     assert noted.between_steps() == [*saved, "before change of group 1", *entered]
@@ -165,7 +172,7 @@ def test_models_are_made_one_and_saved_before_a_change() -> None:
 def test_the_preempted_leave_one_model_and_do_nothing_else() -> None:
     noted = Noted()
     noted.announce(2)
-    noted.session.run.agreed.preempted = True
+    noted.session.run.agreed.preempted = True  # as a vote would have it
     with pytest.raises(WorkerDismissed):
         noted.between_steps()
     assert noted.log == ["collapse", "buffers of group 1", "prepare to save"]

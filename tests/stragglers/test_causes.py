@@ -30,16 +30,14 @@ STEP_S = 16 * 0.01  # of a healthy worker
         ({f"w{n}": {"memory_used": 0.99, "major_faults": 2000.0} for n in range(1, 5)}, "worker"),
     ),
 )
-def test_a_slow_worker_that_lacks_memory_which_others_have_is_told_of(
-    memory: dict[str, dict[str, float]], cause: str
-) -> None:
+def test_a_slow_worker_that_lacks_memory_is_told(memory: dict[str, dict[str, float]], cause: str) -> None:
     group = Group()
     group.slow, group.memory = {"w3": 3.0}, memory
     group.step(20)
     assert [(each["worker"], each["cause"]) for each in group.told] == [("w3", cause)]
 
 
-def test_a_lack_of_memory_goes_before_the_node_and_after_data() -> None:
+def test_lack_of_memory_goes_before_node_and_after_data() -> None:
     group = Group(nodes=("a", "a", "a", "b", "b"))
     group.slow = {"w4": 3.0, "w5": 3.0}
     group.memory = {worker: {"memory_used": 0.99} for worker in ("w4", "w5")}
@@ -66,7 +64,7 @@ def slow_sender(seconds: float = 0.3) -> Group:
     return group
 
 
-def test_one_that_sends_slowly_is_told_of_and_nothing_else_is_done() -> None:
+def test_a_slow_sender_is_told_and_nothing_else_happens() -> None:
     group = slow_sender()
     group.step(60)  # of half a second each
     assert [(each["state"], each["worker"], each["rank"], each["cause"]) for each in group.told] == [
@@ -80,7 +78,7 @@ def test_one_that_sends_slowly_is_told_of_and_nothing_else_is_done() -> None:
     assert group.states == ["slow", "recovered"] and group.watch.senders == ()
 
 
-def test_a_network_that_is_slow_for_all_is_nobodys_fault() -> None:
+def test_network_that_is_slow_for_all_is_nobodys_fault() -> None:
     group = Group()
     group.network_s, group.sending_s = 0.3, {"w1": 0.3, "w2": 0.28, "w3": 0.2, "w4": 0.25}
     group.step(200)
@@ -94,7 +92,7 @@ def test_one_that_sends_more_is_not_slow_for_that() -> None:
     assert trace.slow == () and trace.ratios == pytest.approx((1.0, 1.0, 1.0))
 
 
-def test_short_bursts_are_no_slow_network_and_a_slow_worker_is_no_slow_sender() -> None:
+def test_short_bursts_are_no_slow_network_nor_slow_senders() -> None:
     group = slow_sender()
     for _ in range(10):
         group.sending_s["w2"] = 0.3
@@ -144,7 +142,7 @@ def test_without_proc_no_connection_is_known(monkeypatch: pytest.MonkeyPatch, tm
     assert Connections.of_process() == [] and Connections().sending_s() == 0.0
 
 
-def test_a_connection_is_sending_while_its_peer_takes_nothing_and_has_room() -> None:
+def test_a_connection_sends_while_its_peer_has_room() -> None:
     """Over loopback what is sent is acknowledged at once; what a receiver has no room for does not count."""
     before = set(Connections.of_process())
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as near:

@@ -69,7 +69,7 @@ class TypedGroup:
 @pytest.mark.parametrize("response", ["tell", "share", "replace"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("types", [["a", "a", "b"], ["a", "b"], ["a", "b", "b", "b"]])
-def test_shares_follow_the_types_speeds_and_nobody_is_a_straggler(
+def test_shares_follow_types_speeds_and_nobody_is_a_straggler(
     types: list[str], noise: float, response: Response
 ) -> None:
     group = TypedGroup(types, {"a": 1.0, "b": 3.0}, Times(noise=noise), response)
@@ -82,7 +82,7 @@ def test_shares_follow_the_types_speeds_and_nobody_is_a_straggler(
     assert by_type["a"] == pytest.approx(3 * by_type["b"], rel=0.2)
 
 
-def test_a_slow_worker_of_a_slow_type_is_still_found() -> None:
+def test_slow_worker_of_a_slow_type_is_still_found() -> None:
     group = TypedGroup(["a", "a", "b", "b", "b"], {"a": 1.0, "b": 3.0})
     group.run(60)
     group.worker_slow["w4"] = 3.0
@@ -91,7 +91,7 @@ def test_a_slow_worker_of_a_slow_type_is_still_found() -> None:
     assert group.told[0].startswith("worker w4 takes ")
 
 
-def test_a_slow_worker_takes_its_type_s_share_of_a_share() -> None:
+def test_slow_worker_takes_its_types_share_of_a_share() -> None:
     group = TypedGroup(["a", "a", "a", "b", "b", "b"], {"a": 1.0, "b": 2.0}, response="share")
     group.worker_slow["w5"] = 2.0
     group.run(300, batch=440)
@@ -117,7 +117,7 @@ def test_one_type_changes_nothing() -> None:
     assert group.types.comparable_measures() is group.measured
 
 
-def test_after_out_of_memory_shares_are_equal_and_times_still_comparable() -> None:
+def test_after_out_of_memory_shares_equal_times_comparable() -> None:
     group = TypedGroup(["a", "b"], {"a": 1.0, "b": 3.0})
     group.run(100)
     assert group.types.weights(None) is not None
@@ -128,7 +128,7 @@ def test_after_out_of_memory_shares_are_equal_and_times_still_comparable() -> No
     assert group.types.comparable([[4], [4]]) == [[4.0], [4.0]]
 
 
-def test_a_joiner_takes_over_what_is_known_and_the_next_group_begins_with_it() -> None:
+def test_a_joiner_takes_over_what_is_known() -> None:
     group = TypedGroup(["a", "b"], {"a": 1.0, "b": 3.0})
     group.run(100)
     newcomer = TypedGroup(["a", "b", "b"], {"a": 1.0, "b": 3.0})
@@ -148,7 +148,7 @@ def test_what_each_type_took_is_reported_once() -> None:
 
 
 @pytest.mark.parametrize(("batch", "workers", "fits"), [(8, 1, True), (7, 1, False), (16, 4, True), (15, 4, False)])
-def test_a_batch_that_is_too_small_for_shares_is_refused(batch: int, workers: int, fits: bool) -> None:
+def test_batch_that_is_too_small_for_shares_is_refused(batch: int, workers: int, fits: bool) -> None:
     loader = LoaderInfo(limits=BatchLimits(init_batch_size=batch))
     if fits:
         loader.check_shares(workers)

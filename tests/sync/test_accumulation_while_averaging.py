@@ -30,7 +30,7 @@ def test_micro_batches_give_the_model_of_whole_ones(ranks: Ranks, name: str) -> 
 
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("name", AVERAGES)
-def test_steps_that_are_added_up_by_hand_are_each_rank_s_own(ranks: Ranks, name: str) -> None:
+def test_steps_added_up_by_hand_are_each_ranks_own(ranks: Ranks, name: str) -> None:
     found = ranks.run(train, name, None, 2, world=2)
     assert torch.equal(found[0][0], found[1][0]) and found[0][0].isfinite().all()
     for _, seen in found:

@@ -35,7 +35,7 @@ def test_the_model_is_that_of_the_formula(ranks: Ranks, name: str, world: int, m
         assert not torch.equal(replicas[0], replicas[1]), "between averages they differ"
 
 
-def test_what_an_outer_optimizer_has_of_a_checkpoint_goes_to_its_parameters() -> None:
+def test_an_outer_optimizers_checkpoint_goes_to_its_parameters() -> None:
     param = torch.ones(3, device="meta")  # takes the place of a GPU
     outer = DiLoCoAverager(0.7, 0.9)
     outer.restore({"anchor": {"w": torch.ones(3)}, "momentum": {"w": torch.ones(3)}})

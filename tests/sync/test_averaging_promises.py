@@ -38,14 +38,14 @@ def train(strategy: Any, make: Any) -> Any:
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("world", [2, 3])
-def test_local_sgd_of_every_step_equals_all_reduce_with_plain_sgd(ranks: Ranks, world: int) -> None:
+def test_local_sgd_of_every_step_equals_plain_all_reduce(ranks: Ranks, world: int) -> None:
     ours = ranks.run(train, LocalSGD(period=1), plain, world=world)
     theirs = ranks.run(train, "all_reduce", plain, world=world)
     torch.testing.assert_close(ours[0][0], theirs[0][0], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "sma", "pair"])
-def test_they_have_names_and_one_process_alone_trains_with_them(strategy: str) -> None:
+def test_they_have_names_and_train_alone_with_them(strategy: str) -> None:
     session_of()
     model, _ = Loop(strategy)()
     if strategy == "diloco":
@@ -244,7 +244,7 @@ def with_a_scaler(strategy: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "sma", "diloco"])
-def test_an_update_that_one_rank_s_scaler_leaves_out_disturbs_nobody(ranks: Ranks, strategy: str) -> None:
+def test_update_that_one_ranks_scaler_leaves_out_disturbs_nobody(ranks: Ranks, strategy: str) -> None:
     (ours, applied, scale), (theirs, others, less) = ranks.run(with_a_scaler, strategy, world=2)
     assert torch.equal(ours, theirs) and ours.isfinite().all()
     assert all(applied) and [step for step, made in enumerate(others) if not made] == [3]
@@ -252,7 +252,7 @@ def test_an_update_that_one_rank_s_scaler_leaves_out_disturbs_nobody(ranks: Rank
 
 
 @pytest.mark.parametrize("how", ["until", "switch"])
-def test_ranks_whose_loss_scales_differ_go_on_from_the_smallest(how: str) -> None:
+def test_ranks_whose_loss_scales_differ_continue_from_the_smallest(how: str) -> None:
     """Gradients that are added up afterwards are scaled alike."""
 
     def train() -> Any:
@@ -322,7 +322,7 @@ def skipping(strategy: str) -> Any:
     return weights(model)
 
 
-def test_an_update_that_is_not_finite_is_left_out_on_its_rank(ranks: Ranks) -> None:
+def test_an_update_not_finite_is_left_out_there(ranks: Ranks) -> None:
     ours, theirs = ranks.run(skipping, "sma", world=2)
     assert torch.equal(ours, theirs) and ours.isfinite().all()
 
@@ -335,14 +335,14 @@ def differing() -> Any:
     return Loop(["sma", "pair"][rank])()
 
 
-def test_ranks_that_average_otherwise_learn_it_in_the_first_step(ranks: Ranks) -> None:
+def test_ranks_that_average_otherwise_learn_it_in_first_step(ranks: Ranks) -> None:
     with pytest.raises(RankFailedError, match="the ranks do different things in step 0"):
         ranks.run(differing, world=2)
 
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_strategy_that_one_rank_alone_asks_for_is_refused_on_all(moment: str) -> None:
+def test_a_strategy_asked_for_by_one_rank_is_refused(moment: str) -> None:
     """Before the backward pass of a step, or behind its update."""
     told: list[str] = []
     both = threading.Barrier(2)  # the job ends with the first error

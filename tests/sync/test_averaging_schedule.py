@@ -21,7 +21,7 @@ def test_pairs_are_disjoint_and_mutual(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", range(2, 12))
-def test_everyone_meets_everyone_once_a_tournament_and_rests_once_if_any_does(world: int) -> None:
+def test_everyone_meets_everyone_once_a_tournament(world: int) -> None:
     turns = world - 1 + world % 2
     for tournament in range(4):
         met: collections.Counter[tuple[int, int | None]] = collections.Counter()
@@ -32,12 +32,12 @@ def test_everyone_meets_everyone_once_a_tournament_and_rests_once_if_any_does(wo
         assert met == collections.Counter([*others, *rests])
 
 
-def test_the_order_changes_from_tournament_to_tournament_and_with_the_seed() -> None:
+def test_order_changes_from_tournament_to_tournament_and_with_seed() -> None:
     assert len({tuple(pairs(3 * tournament, 4)) for tournament in range(20)}) == 3
     assert [pairs(meeting, 8) for meeting in range(7)] != [pairs(meeting, 8, seed=1) for meeting in range(7)]
 
 
-def test_a_rank_s_model_reaches_all_others_in_a_tournament() -> None:
+def test_a_ranks_model_reaches_all_others_in_a_tournament() -> None:
     for world in (4, 5, 8):
         values = [[float(rank == own) for own in range(world)] for rank in range(world)]
         for meeting in range(world - 1 + world % 2):

@@ -48,7 +48,7 @@ def test_a_worker_that_gets_others_unforeseen_refuses_them_then() -> None:
         run_job(grow, [Change(1, (1, 2))], first=(1,))
 
 
-def test_a_worker_that_may_get_others_refuses_them_at_construction() -> None:
+def test_worker_that_may_get_others_refuses_them_at_construction() -> None:
     membership = WorkerMembership("w1", lambda spec, rank: None, lambda generation, cause: None)
     set_session(Session("w1", membership, StandaloneController(1, membership.post), sizes=(1, 2)))
     try:

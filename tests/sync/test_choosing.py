@@ -84,7 +84,7 @@ def _plain(strategy: Strategy) -> bool:
     return strategy.default == Reduce()
 
 
-def test_names_are_those_of_builders_where_they_make_the_same() -> None:
+def test_names_are_those_of_builders_where_they_make_same() -> None:
     dense = ParamInfo(names=("w",), shape=(2000, 2000))
     table = ParamInfo(names=("t",), shape=(2000, 10), table=True)
     topology = Topology(nodes=("a", "b"))
@@ -140,7 +140,7 @@ ORDERS = st.permutations(range(6))
 
 @given(SETTINGS, ORDERS, FEW)
 @settings(deadline=None)
-def test_it_ends_with_the_best_of_what_it_has_tried(how: ChoiceSettings, order: list[int], real: list[float]) -> None:
+def test_it_ends_with_best_of_what_it_has_tried(how: ChoiceSettings, order: list[int], real: list[float]) -> None:
     choice, used = run(how, order, real)
     assert choice == run(how, order, real)[0], "equal numbers, equal choices"
     times = dict(zip([each.name for each in STRATEGIES], real, strict=True))
@@ -163,7 +163,7 @@ def test_the_first_step_of_a_trial_does_not_count() -> None:
     assert run(ChoiceSettings(trial_steps=2), range(6), fast, first=9.0)[0].strategy.name == "s2"
 
 
-def test_the_first_are_tried_and_plain_all_reduce_always_is() -> None:
+def test_first_are_tried_and_plain_all_reduce_always_is() -> None:
     used = [strategy.name for strategy in run(ChoiceSettings(trials=2), [4, 1, 3, 2, 0], [1.0] * 6)[1]]
     assert list(dict.fromkeys(used)) == ["s1", "s4", "s3", "s0"]
     used = [strategy.name for strategy in run(ChoiceSettings(trials=2), [4, 1, 3, 2], [1.0] * 6)[1]]

@@ -155,7 +155,7 @@ def sixteen_bits() -> Iterator[None]:
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("strategy", ["all_reduce", "int8", "zero1", "zero2", "fully_shard"])
 @pytest.mark.usefixtures("sixteen_bits")
-def test_a_default_dtype_of_16_bits_leaves_control_numbers_exact(strategy: str) -> None:
+def test_default_dtype_of_16_bits_leaves_control_numbers_exact(strategy: str) -> None:
     """Else the ranks were told to have read different samples."""
 
     def train() -> None:

@@ -77,7 +77,7 @@ def training(way: Any) -> Any:
 @pytest.mark.matrix(every=3)
 @ways
 @pytest.mark.parametrize("script", [[], [Change(4, (2, 3, 4))]])
-def test_all_ranks_hold_one_model_and_one_set_of_statistics(way: Any, script: list[Change]) -> None:
+def test_all_ranks_hold_one_model_and_its_statistics(way: Any, script: list[Change]) -> None:
     outcome = run_job(lambda: training(way), script, first=(1, 2))
     states = [outcome.results[worker] for worker in outcome.groups[-1]]
     assert all(torch.equal(state[name], states[0][name]) for state in states for name in states[0])

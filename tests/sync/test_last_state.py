@@ -49,7 +49,7 @@ def ended(folder: Path, kind: str, ends: Any = lambda session: None) -> tuple[Jo
 
 
 @pytest.mark.parametrize("kind", ["replicated", "zero1", "sharded", "sma"])
-def test_the_model_of_a_finished_run_is_loaded_in_one_process(tmp_path: Path, kind: str) -> None:
+def test_model_of_finished_run_is_loaded_in_one_process(tmp_path: Path, kind: str) -> None:
     job, model = ended(tmp_path / "run", kind)
     (state,) = job.files()
     assert state.steps == 8 and state.parts == (3 if kind in ("zero1", "sharded") else 1)
@@ -63,7 +63,7 @@ def test_the_model_of_a_finished_run_is_loaded_in_one_process(tmp_path: Path, ki
         assert torch.equal(own, wanted)
 
 
-def test_what_is_done_after_the_last_epoch_is_in_it(tmp_path: Path) -> None:
+def test_what_is_done_after_last_epoch_is_in_it(tmp_path: Path) -> None:
     def ends(session: Session) -> None:
         time.sleep(1.5 if session.rank == 0 else 0.0)  # it evaluates, for longer than a vote waits
 
@@ -72,7 +72,7 @@ def test_what_is_done_after_the_last_epoch_is_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_ranks_that_do_not_return_are_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_return_are_not_awaited_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_SAVED_TOGETHER_WAIT_S", 0.5)
     # the last rank does not return in time
     job, _ = ended(tmp_path / "run", "zero1", lambda session: time.sleep(3.0 if session.rank == 2 else 0.0))
@@ -87,7 +87,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
-def test_a_checkpoint_a_copy_of_it_and_the_run_are_found(finished: Job, tmp_path: Path) -> None:
+def test_checkpoint_copy_of_it_and_the_run_are_found(finished: Job, tmp_path: Path) -> None:
     storage = finished.storage
     checkpoint = Checkpoint(storage.path + "/automatic", storage.filesystem)
     copy = checkpoint.to_directory(str(tmp_path / "copy"))

@@ -32,14 +32,14 @@ def asking(at: int, strategy: str, *, begin: str = "all_reduce", worker: int | N
     return train
 
 
-def test_a_choice_that_is_asked_for_before_the_first_epoch_begins_on_all_ranks() -> None:
+def test_a_choice_before_the_first_epoch_begins_everywhere() -> None:
     results = run_job(asking(-1, "auto"), first=(1, 2)).results
     assert torch.equal(results[1][0], results[2][0]) and results[1][1] == results[2][1]
 
 
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("at", [4, 5, 6])
-def test_a_choice_that_is_asked_for_around_a_change_of_group_is_the_group_s(at: int) -> None:
+def test_choice_around_a_change_of_group_is_the_groups(at: int) -> None:
     results = run_job(asking(at, "auto"), [Change(5, (1, 2))], first=(1,)).results
     assert torch.equal(results[1][0], results[2][0])
 
@@ -74,10 +74,10 @@ def nested(ask: bool) -> Tensor:
     return parameters
 
 
-def test_a_strategy_waits_for_the_end_of_a_step_whose_gradients_are_half_there() -> None:
+def test_strategy_waits_for_half_made_gradients_of_a_step() -> None:
     torch.testing.assert_close(nested(ask=True), nested(ask=False), rtol=0, atol=1e-6)
 
 
-def test_the_strategy_in_force_may_be_asked_for_on_one_rank() -> None:
+def test_strategy_in_force_may_be_asked_on_one_rank() -> None:
     results = run_job(asking(5, "parallax", begin="parallax", worker=0), first=(1, 2)).results
     assert torch.equal(results[1][0], results[2][0])

@@ -16,7 +16,7 @@ def build(given: object) -> Strategy:
     return resolve_strategy(given).build(MODEL, Topology())
 
 
-def test_a_name_a_builder_a_strategy_and_a_path_mean_the_same(tmp_path: Path) -> None:
+def test_name_builder_strategy_and_a_path_mean_the_same(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(build("ps").to_json())
     assert build("ps") == build(PS()) == build(build("ps")) == build(path) == build(str(path))

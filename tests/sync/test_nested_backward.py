@@ -237,7 +237,7 @@ def test_micro_batches(program: Program, backward: Backward, workers: int) -> No
     _check(program, backward, workers=workers, micro=2)
 
 
-def test_micro_batches_of_a_worker_that_has_become_the_only_one() -> None:
+def test_micro_batches_of_worker_that_has_become_only_one() -> None:
     """All buckets count, and not only the last one, which holds what the group's last reduction has left."""
     _check(recycled_without_reentry, micro=2, script=[Change(2, (2,))])
 
@@ -249,10 +249,10 @@ def test_several_passes_of_a_sharded_model(backward: Backward, micro: int | None
     _check(recycled, backward, "fully_shard", micro=micro)
 
 
-def test_a_loop_that_calls_the_model_itself_and_loses_workers() -> None:
+def test_loop_that_calls_the_model_itself_and_loses_workers() -> None:
     _check(recycled, calls_wrapper=False, script=[Change(1, (1, 2, 3)), Kill(3, 2, "allreduce")])
 
 
-def test_a_layer_that_comes_to_be_used_several_times_in_mid_training_is_refused() -> None:
+def test_layer_used_several_times_in_mid_training_is_refused() -> None:
     with pytest.raises(RuntimeError, match="use_reentrant=False, or do so from the first step on"):
         _check(tied_later)

@@ -132,7 +132,7 @@ def test_16_bits_round_what_they_add_up(sync: Any) -> None:
 @pytest.mark.parametrize("sync", [*EXACT, *ROUNDED, *COMPRESSED], ids=str)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.matrix(every=3)
-def test_what_is_not_finite_on_one_rank_is_so_on_all(sync: Sync, value: float) -> None:
+def test_what_is_not_finite_on_one_rank_is_everywhere(sync: Sync, value: float) -> None:
     def work(side: Side) -> tuple[bool, bool]:
         mine = gradient(side.communicator.rank, 0) / 1e4
         mine[-5] = value if side.communicator.rank == 1 else 1.0
@@ -155,7 +155,7 @@ def test_what_fp16_cannot_hold_is_infinite_on_all_ranks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("sync", COMPRESSED, ids=str)
-def test_what_is_left_out_is_owed_to_the_last_bit_of_it(sync: Sync, world: int, dtype: torch.dtype) -> None:
+def test_what_is_left_out_is_owed_to_last_bit(sync: Sync, world: int, dtype: torch.dtype) -> None:
     steps = 4
 
     def work(side: Side) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,7 @@ def test_what_is_owed_follows_the_loss_scale(sync: Sync) -> None:
 
 
 @pytest.mark.parametrize("sync", COMPRESSED, ids=str)
-def test_a_plain_pass_is_exact_and_leaves_what_is_owed(sync: Sync) -> None:
+def test_plain_pass_is_exact_and_leaves_what_is_owed(sync: Sync) -> None:
     def work(side: Side) -> tuple[Tensor, Tensor, Tensor]:
         rank = side.communicator.rank
         side.step(gradient(rank, 0))
@@ -281,7 +281,7 @@ def test_a_sum_of_low_rank_arrives_whole_after_zeros() -> None:
 @pytest.mark.parametrize(
     ("shape", "axis", "wanted"), [((4, 5), 0, 0), ((4, 5), 1, 1), ((4,), 1, 0), ((4, 5), 9, 1), ((), 0, 0), ((), -1, 0)]
 )
-def test_a_tensor_is_divided_along_the_wanted_axis_or_its_last(shape: Any, axis: int, wanted: int) -> None:
+def test_tensor_is_divided_along_wanted_axis_or_its_last(shape: Any, axis: int, wanted: int) -> None:
     assert partition_axis(shape, axis, 0, 0) == wanted
 
 

@@ -68,7 +68,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind(model: ModelProfile, sync:
 
 
 @given(models, st.integers(1, 9))
-def test_plans_are_equal_where_their_arguments_are_and_follow_the_world(model: ModelProfile, world: int) -> None:
+def test_plans_are_equal_where_arguments_are_by_world(model: ModelProfile, world: int) -> None:
     strategy = Strategy(default=Owner())
     one, other = lower(strategy, model, ranks(world)), lower(strategy, model, ranks(world))
     assert one == other and one.digest == other.digest < 1 << 40
@@ -77,7 +77,7 @@ def test_plans_are_equal_where_their_arguments_are_and_follow_the_world(model: M
 
 
 @given(st.lists(st.integers(1, 4 * MB), min_size=1, max_size=40), st.integers(1, 8))
-def test_owners_hold_at_most_one_bucket_more_than_their_share(sizes: list[int], world: int) -> None:
+def test_owners_hold_at_most_one_bucket_over_their_share(sizes: list[int], world: int) -> None:
     model = profile(*(param(f"p{i}", size) for i, size in enumerate(sizes)))
     plan = lower(Strategy(default=Owner()), model, ranks(world))
     held = [0] * world
@@ -87,7 +87,7 @@ def test_owners_hold_at_most_one_bucket_more_than_their_share(sizes: list[int], 
     assert max(held) <= sum(held) / world + largest
 
 
-def test_the_buckets_of_all_reduce_are_those_of_torch_ddp() -> None:
+def test_buckets_of_all_reduce_are_those_of_torch_ddp() -> None:
     model = profile(*(param(f"p{i}", MB) for i in range(260)))
     plan = lower(AllReduce().build(model, ranks(1)), model, ranks(1))
     assert [len(bucket.params) for bucket in plan.buckets] == [1, *[25] * 10, 9], "1 MiB first, then 25 MiB"
@@ -95,7 +95,7 @@ def test_the_buckets_of_all_reduce_are_those_of_torch_ddp() -> None:
 
 
 @pytest.mark.parametrize("sync", [Reduce(), Owner()])
-def test_a_small_model_has_smaller_buckets_so_that_less_is_left_when_backward_ends(sync: Reduce | Owner) -> None:
+def test_a_small_model_has_smaller_buckets(sync: Reduce | Owner) -> None:
     sizes = {count: profile(*(param(f"p{i}", MB // 2) for i in range(count))) for count in (4, 64)}
     largest = {
         count: max(len(bucket.params) for bucket in lower(Strategy(default=sync), model, ranks(2)).buckets)
@@ -135,7 +135,7 @@ def test_a_rule_without_effect_is_refused(pattern: str, told: str) -> None:
         lower(strategy, model, ranks(2))
 
 
-def test_a_rule_for_what_is_frozen_at_present_is_of_effect_later() -> None:
+def test_a_rule_for_frozen_parts_takes_effect_later() -> None:
     frozen = ModelProfile(params=(param("net.weight", 4, 4),), frozen=("encoder.weight",))
     strategy = Strategy(rules=(Rule(pattern="encoder.*", sync=Owner()),))
     assert lower(strategy, frozen, ranks(2)).buckets[0].sync == Reduce()
@@ -178,7 +178,7 @@ def test_an_exact_pattern_matches_its_name_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
-def test_every_name_builds_a_strategy_that_can_be_planned_and_kept(name: str) -> None:
+def test_every_name_builds_a_strategy_to_plan_and_keep(name: str) -> None:
     model = profile(param("table.weight", 100, 8, table=True), param("net.weight", 8, 8), param("net.bias", 8))
     strategy = resolve_strategy(name).build(model, ranks(4))
     assert Strategy.from_json(strategy.to_json()) == strategy

@@ -29,7 +29,7 @@ def steps(clock: StepClock, strategies: list[str | None]) -> int:
     return clock.take()[1]
 
 
-def test_the_clock_counts_steps_of_one_strategy_and_none_of_a_choice() -> None:
+def test_the_clock_counts_steps_of_one_strategy_alone() -> None:
     clock = StepClock()
     assert steps(clock, ["a"] * 13) == 10, "the first, and two that warm up"
     assert clock.strategy == "a"
@@ -46,7 +46,7 @@ def observe(tuner: BatchTuner, replicas: int, strategy: str, step_time: float) -
     return sorted((each.replicas, each.step_time) for each in tuner.snapshot().observations)
 
 
-def test_a_strategy_by_hand_makes_all_times_before_it_void() -> None:
+def test_strategy_by_hand_makes_all_times_before_it_void() -> None:
     tuner = BatchTuner(LIMITS)
     observe(tuner, 2, "all_reduce-1", 1.0)
     assert observe(tuner, 4, "all_reduce-1", 2.0) == [(2, 1.0), (4, 2.0)]
@@ -82,7 +82,7 @@ def report(number: int, strategy: str, step_time: float) -> StepReport:
 @pytest.mark.parametrize(
     "after, known", [("auto/bf16-2", 0.5), ("bf16-2", 1.0)], ids=["chosen again", "by hand: others know the first"]
 )
-def test_others_are_told_of_the_strategy_that_the_job_began_with(after: str, known: float) -> None:
+def test_others_are_told_strategy_that_the_job_began_with(after: str, known: float) -> None:
     planner = BatchPlanner()
     planner.open(LoaderInfo(limits=LIMITS))
     members = tuple(Member(worker=str(i), node="here") for i in range(2))

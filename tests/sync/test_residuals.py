@@ -215,7 +215,7 @@ def test_changes_of_group_keep_the_sum(way: Any, first: Sequence[int], script: S
 
 
 @ways
-def test_a_worker_that_is_left_alone_sends_what_was_owed(way: Any) -> None:
+def test_worker_that_is_left_alone_sends_what_was_owed(way: Any) -> None:
     loop = Loop(way)
     _, applied, owed = run(loop, [Change(4, (2,))], (1, 2, 3))
     assert not bool(owed.any())
@@ -229,7 +229,7 @@ def test_a_worker_that_is_left_alone_sends_what_was_owed(way: Any) -> None:
 @ways
 @pytest.mark.parametrize("moment", ["forward", "backward", "allreduce", "optimizer_step", "edge"])
 @pytest.mark.matrix(every=6)
-def test_a_killed_worker_loses_its_own_only_and_that_is_told(way: Any, moment: str) -> None:
+def test_a_killed_worker_loses_its_own_only_told(way: Any, moment: str) -> None:
     """It dies as the last to come so far: until its reductions are over the step is drawn again, then it counts."""
     loop = Loop(way)
     outcome, applied, owed = run(loop, [Kill(5, 2, moment, last=True)], (1, 2, 3))
@@ -247,7 +247,7 @@ def test_a_killed_worker_loses_its_own_only_and_that_is_told(way: Any, moment: s
 @pytest.mark.parametrize("script", [[], [Change(5, (1, 2, 3))], [Change(5, (2, 3))]])
 @pytest.mark.parametrize(("every", "synced"), [(2, 1), (7, 1), (2, 2)])
 @pytest.mark.matrix(every=8)
-def test_what_is_owed_enters_gradients_that_are_added_up_by_hand_once(
+def test_debts_enter_gradients_added_up_by_hand_once(
     way: Any, every: int, synced: int, script: Sequence[Change]
 ) -> None:
     _, applied, owed = run(Loop(way, every=every, synced=synced), script, (1, 2))
@@ -261,7 +261,7 @@ def test_what_is_owed_enters_an_accumulation_once(way: Any) -> None:
 
 
 @ways
-def test_amp_s_scale_may_change_and_steps_that_overflow_change_nothing(way: Any) -> None:
+def test_amps_scale_may_change_and_overflow_changes_nothing(way: Any) -> None:
     left_out: list[int] = []
 
     def spoil(step: int, wrapped: Any) -> None:
@@ -298,7 +298,7 @@ def _once(value: float) -> Callable[[Tensor], Tensor | None]:
 
 
 @ways
-def test_a_step_that_is_drawn_again_after_its_update_owes_no_more(way: Any) -> None:
+def test_a_step_redrawn_after_its_update_owes_no_more(way: Any) -> None:
     """Worker 2 dies before a vote on the step, which all have applied."""
     loop = Loop(way, votes=True)
     outcome = run_job(loop, [Kill(5, 2, "edge", last=True)], first=(1, 2, 3))
@@ -340,7 +340,7 @@ def test_what_is_owed_goes_on_under_the_next_strategy(way: Any, script: list[Any
 @pytest.mark.parametrize(
     "script", [[Change(8, (1, 2))], [Change(4, (1, 2))], [Change(4, (1, 2, 4)), Change(7, (2, 4))]]
 )
-def test_what_a_leaver_owes_stays_where_the_strategy_was_set_in_training(way: Any, script: list[Change]) -> None:
+def test_a_leavers_debt_stays_where_strategies_were_set(way: Any, script: list[Change]) -> None:
     """Also where it takes effect with the next group's first step."""
 
     def switch(step: int, wrapped: Any) -> None:
@@ -366,9 +366,7 @@ def switch_behind(at: int, way: Any) -> Callable[[int, Any], None]:
 @pytest.mark.parametrize("then", ["all_reduce", "ps", "parallax", "bf16"])
 @pytest.mark.parametrize("script", [[Change(5, (1, 2))], [Change(5, (2, 3, 4))], [Change(5, (3,))]])
 @pytest.mark.matrix(every=15)
-def test_what_a_leaver_owes_stays_where_the_next_step_compresses_no_more(
-    way: Any, then: str, script: list[Change]
-) -> None:
+def test_a_leavers_debt_stays_where_compression_ends(way: Any, then: str, script: list[Change]) -> None:
     outcome, applied, owed = run(Loop(way, behind=switch_behind(5, then)), script, (1, 2, 3))
     wanted = exact().sum(0)
     assert outcome.told == [] and not bool(owed.any())
@@ -378,7 +376,7 @@ def test_what_a_leaver_owes_stays_where_the_next_step_compresses_no_more(
 @pytest.mark.matrix(every=3)
 @ways
 @pytest.mark.parametrize("script", [[], [Change(5, (2, 3, 4))], [Change(5, (3,))]])
-def test_what_a_table_owes_is_sent_where_its_rows_travel_next(way: Any, script: list[Change]) -> None:
+def test_a_tables_debt_is_sent_where_rows_travel_next(way: Any, script: list[Change]) -> None:
     outcome, applied, owed = run(Loop(way, behind=switch_behind(5, "parallax"), make=Looked), script, (1, 2, 3))
     wanted = exact(make=Looked).sum(0)
     assert outcome.told == [] and not bool(owed.any())
@@ -386,7 +384,7 @@ def test_what_a_table_owes_is_sent_where_its_rows_travel_next(way: Any, script: 
 
 
 @ways
-def test_what_a_leaver_owes_stays_where_it_could_not_be_sent(way: Any) -> None:
+def test_leavers_debt_stays_where_it_could_not_be_sent(way: Any) -> None:
     """The one step after the switch overflows, and is the last of the group."""
 
     def spoil(step: int, wrapped: Any) -> None:
@@ -408,7 +406,7 @@ def test_what_a_leaver_owes_stays_where_it_could_not_be_sent(way: Any) -> None:
 
 
 @ways
-def test_what_is_owed_is_sent_where_models_are_averaged_next(way: Any) -> None:
+def test_debts_are_sent_where_models_are_averaged_next(way: Any) -> None:
     """There a rank's gradient is that of its own samples; the mean over ranks is the gradient of all."""
     loop = Loop(way, batch_size=8, behind=switch_behind(5, "local_sgd"))
     outcome = run_job(loop, first=(1, 2))
@@ -419,7 +417,7 @@ def test_what_is_owed_is_sent_where_models_are_averaged_next(way: Any) -> None:
 
 
 @ways
-def test_what_a_dead_worker_owed_is_told_where_the_strategy_was_set_in_training(way: Any) -> None:
+def test_a_dead_workers_debt_is_told_after_switches(way: Any) -> None:
     def switch(step: int, wrapped: Any) -> None:
         if step == 2:
             wrapped.set_strategy(way)

@@ -37,7 +37,7 @@ def hooked() -> tuple[Tensor, list[torch.layout]]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]), seen
 
 
-def test_a_hook_on_one_rank_sees_dense_gradients_and_changes_nothing() -> None:
+def test_a_hook_on_one_rank_sees_dense_gradients_harmlessly() -> None:
     (one, seen), (other, also) = run_job(hooked, first=(1, 2)).results.values()
     assert torch.equal(one, other)
     assert sorted([len(seen), len(also)]) == [20, 39] and {*seen, *also} == {torch.strided}

@@ -277,7 +277,7 @@ def rounds_by_rank(each: list[list[int]], table: int) -> list[int]:
     return [len(rounds) - 1 for rounds in rounds_of(each[int(os.environ["RANK"])], table)]
 
 
-def test_all_ranks_take_as_many_rounds_whatever_each_has_touched(ranks: Ranks) -> None:
+def test_all_ranks_take_as_many_rounds_whatever_was_touched(ranks: Ranks) -> None:
     each = [[20, 0, 3, 0, 60, 100, 1, 0, 0, 5], [3, 21, 0, 0, 0, 2, 100, 0, 30, 30]]
     found = ranks.run(rounds_by_rank, each, 160, world=2)
     assert found == [[2, 1, 1, 1, 2, 2, 2, 1, 2, 1]] * 2

@@ -45,7 +45,7 @@ def test_columns_are_orthonormal_and_span_the_same() -> None:
     torch.testing.assert_close(basis @ (basis.t() @ wide), wide, rtol=1e-9, atol=1e-12)
 
 
-def test_columns_that_depend_on_others_are_left_out_and_what_is_not_finite_is_not() -> None:
+def test_dependent_columns_are_left_out_infinities_are_not() -> None:
     one = torch.randn(50, 1, generator=torch.Generator().manual_seed(3))
     basis = orthonormal(torch.cat([one, 2 * one, torch.zeros(50, 1)], 1))
     assert basis[:, 0].norm() > 0.99 and not bool(basis[:, 1:].any())
@@ -73,6 +73,6 @@ def _with_threads_of_its_own() -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def test_replicas_of_a_low_rank_strategy_stay_one_with_other_numbers_of_threads(ranks: Ranks) -> None:
+def test_low_rank_replicas_stay_one_with_other_thread_numbers(ranks: Ranks) -> None:
     first, second = ranks.run(_with_threads_of_its_own, world=2)
     assert torch.equal(first, second)

@@ -65,7 +65,7 @@ def test_a_group_that_changes_goes_on_alike() -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_what_a_lost_step_takes_back_of_a_scaler_is_not_read(used: bool) -> None:
+def test_a_scalers_lost_step_is_not_read(used: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     if used:
         scaler.scale(torch.ones(1))

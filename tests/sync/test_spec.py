@@ -50,7 +50,7 @@ def test_json_keeps_everything(strategy: Strategy) -> None:
     assert Strategy.from_json(text).to_json() == text
 
 
-def test_a_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
+def test_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
     kinds = (Strategy, Rule, Reduce, Owner, Rows, Average, Wire)
     fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert not {"world_size", "rank_of", "address", "node", "owner"} & fields
@@ -81,7 +81,7 @@ def test_a_strategy_names_neither_ranks_nor_addresses_nor_the_world() -> None:
         (lambda: Strategy(average=Average(), default=Owner()), "average excludes rules and another default"),
     ],
 )
-def test_what_is_out_of_range_is_refused_with_the_field_and_the_value(make: Any, told: str) -> None:
+def test_what_is_out_of_range_is_refused_by_field(make: Any, told: str) -> None:
     with pytest.raises(StrategyError) as error:
         make()
     assert told in str(error.value)

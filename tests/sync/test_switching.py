@@ -203,7 +203,7 @@ def _alike(outcome: Outcome) -> None:
 
 
 @pytest.mark.thorough
-def test_another_size_is_measured_anew_and_a_known_one_is_not() -> None:
+def test_another_size_is_measured_anew_a_known_one_not() -> None:
     outcome = run_job(growing, [Change(110, (1, 2, 3)), Change(240, (1, 2))], first=(1, 2))
     assert set(outcome.results) == {1, 2}
     _alike(outcome)

@@ -206,7 +206,7 @@ def test_copies_that_are_made_within_forward_are_plain(register: Any) -> None:
     pair.check()
 
 
-def test_an_error_in_forward_leaves_the_layer_as_it_is() -> None:
+def test_error_in_forward_leaves_the_layer_as_it_is() -> None:
     pair = Pair()
     with pytest.raises(IndexError):
         pair.layer(torch.tensor([TABLE]))
@@ -225,7 +225,7 @@ def interrupted(pair: Pair) -> None:
     handle.remove()
 
 
-def test_an_interrupted_forward_is_no_setting_of_the_user_s() -> None:
+def test_an_interrupted_forward_is_no_setting_of_the_users() -> None:
     pair = Pair()
     param = pair.layer.weight
     interrupted(pair)

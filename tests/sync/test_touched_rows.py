@@ -101,7 +101,7 @@ def test_rows_of_a_sparse_gradient_come_once() -> None:
 
 
 @pytest.mark.parametrize("value", [1e-30, -1.0, math.nan, math.inf])
-def test_rows_of_a_dense_gradient_are_those_that_are_not_zero(value: float) -> None:
+def test_rows_of_a_dense_gradient_are_the_nonzero_ones(value: float) -> None:
     grad = torch.zeros(TABLE, WIDTH)
     grad[4, 1], grad[5] = value, Tensor([1.0, -1.0, 0.0])
     assert rows_of_dense(grad).at().tolist() == [4, 5]
@@ -114,5 +114,5 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize(("most", "world", "wanted"), [(50, 2, True), (51, 2, False), (25, 4, True), (26, 4, False)])
-def test_rows_pay_while_all_of_them_are_no_more_than_the_table_s(most: int, world: int, wanted: bool) -> None:
+def test_rows_pay_while_no_more_than_the_tables(most: int, world: int, wanted: bool) -> None:
     assert pays(most, 100, world) is wanted

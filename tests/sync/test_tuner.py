@@ -120,7 +120,7 @@ def test_one_step_is_measured_once_however_often_it_reduces() -> None:
     assert run.communicator.gathered == gathered
 
 
-def test_steps_of_another_strategy_than_is_tried_do_not_count() -> None:
+def test_steps_of_another_strategy_than_tried_do_not_count() -> None:
     run = Run()
     while run.tuner.choice.phase is not Phase.TRYING:
         run.train()
@@ -140,7 +140,7 @@ def test_a_choice_is_told_once_and_settles_the_group() -> None:
     assert run.communicator.gathered == gathered, "nothing is measured any more"
 
 
-def test_a_group_of_another_form_is_measured_and_a_known_one_is_not() -> None:
+def test_another_group_form_is_measured_a_known_one_not() -> None:
     run = Run()
     run.settle()
     there = run.tuner.choice

@@ -189,6 +189,6 @@ def _gan(*, plain: bool) -> list[float]:
     return [p.sum().item() for p in (*made.parameters(), *judge.parameters())]
 
 
-def test_gradients_of_two_models_come_in_one_pass_though_one_of_them_is_not_used_as_a_whole() -> None:
+def test_gradients_of_two_models_come_in_one_pass() -> None:
     found = run_job(lambda: _gan(plain=False), [Change(3, (1, 2, 3))], first=(1, 2)).results
     assert all(own == pytest.approx(_gan(plain=True), abs=1e-4) for own in found.values()), found

@@ -37,7 +37,7 @@ def test_one_that_other_code_swallows_is_noticed() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_program_that_handles_it_by_itself_does_so_still() -> None:
+def test_program_that_handles_it_by_itself_does_so_still() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:

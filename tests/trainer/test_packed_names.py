@@ -10,7 +10,7 @@ import torch
 from elastic_ray.worker.train_loop import pack
 
 
-def test_an_attribute_may_be_called_as_a_module_of_torch_is() -> None:
+def test_attribute_may_be_called_as_module_of_torch_is() -> None:
     """``classes``, as of ``ImageFolder``; torch.classes is no ordinary module."""
     scope: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
     exec("def train(config):\n    return torch.ones(2).sum().item() + len(config['data'].classes)", scope)

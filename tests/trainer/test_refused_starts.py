@@ -51,7 +51,7 @@ def test_a_cluster_that_is_gone_is_told_at_once(
     assert time.monotonic() - since_s < 20
 
 
-def test_without_an_address_or_a_file_ray_starts_a_cluster(apart: Path) -> None:
+def test_without_address_or_a_file_ray_starts_a_cluster(apart: Path) -> None:
     assert find_address("") == ""
     check_answers("", "")
     check_answers("local", "local")

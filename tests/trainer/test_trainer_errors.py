@@ -118,7 +118,7 @@ def test_control_flow_does_not_leak_into_the_driver(cause: BaseException) -> Non
 
 
 @pytest.mark.parametrize(("error", "kept"), [(ValueError("bad"), ValueError), (Locked(), TrainFunctionError)])
-def test_code_written_for_ray_train_finds_what_a_worker_has_raised(error: Exception, kept: type[Exception]) -> None:
+def test_code_for_ray_train_finds_what_workers_raised(error: Exception, kept: type[Exception]) -> None:
     for each in (raised(error), round_trip(raised(error))):
         with pytest.raises(WorkerGroupError) as caught:
             raise each

@@ -141,7 +141,7 @@ def test_rays_own_default_name_does_not_count_as_chosen() -> None:
     assert read_run(RunConfig()).name is None
 
 
-def test_callbacks_are_taken_and_packed_with_what_they_are_told(tmp_path: Path) -> None:
+def test_callbacks_are_taken_and_packed_with_their_arguments(tmp_path: Path) -> None:
     callback = UserCallback()
     config = RunConfig(name="told", storage_path=str(tmp_path), callbacks=[callback])
     assert read_run(config).callbacks == (callback,)
@@ -179,12 +179,12 @@ def test_what_a_run_cannot_be_is_refused(config: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("env", [{"working_dir": "."}, {"py_modules": ["."]}, {"env_vars": {"A": 1}}, {"pip": 3}])
-def test_a_runtime_environment_that_ray_refuses_is_refused_at_once(env: dict[str, Any]) -> None:
+def test_runtime_environment_that_ray_refuses_is_refused_at_once(env: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=r"RunConfig\(worker_runtime_env\) must be one that Ray takes"):
         read_run(RunConfig(worker_runtime_env=env))  # type: ignore[call-arg]
 
 
-def test_what_holds_in_every_elastic_job_may_be_asked_for() -> None:
+def test_what_every_elastic_job_has_may_be_asked_for() -> None:
     read_run(RunConfig(failure_config=FailureConfig(relax_collectives_on_preemption=True, preemption_grace_s=30)))  # type: ignore[call-arg]
 
 
@@ -301,7 +301,7 @@ def test_the_least_and_the_most_workers_are_allowed_sizes() -> None:
         limits(2, memory=FOUR)
 
 
-def test_the_memory_of_a_model_is_counted_from_its_shapes() -> None:
+def test_memory_of_a_model_is_counted_from_its_shapes() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(100, 10, bias=False), torch.nn.BatchNorm1d(10, affine=False))
         model.append(torch.nn.Linear(10, 5, bias=False).requires_grad_(False))
@@ -365,7 +365,7 @@ def test_what_ray_train_has_given_up_is_not_ignored(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a/b", "../up", ".hidden", "-x", "a\x1b[31m", "a\nb", "a\n", "a b", "\u202ea", "x" * 129, "[red]"]
 )
-def test_a_name_that_is_no_directory_or_steers_a_terminal_is_refused(name: str) -> None:
+def test_a_name_that_is_no_directory_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="must start with a letter or digit") as caught:
         read_run(RunConfig(name=name))
     assert str(caught.value).isprintable()

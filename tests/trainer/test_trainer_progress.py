@@ -78,7 +78,7 @@ def test_statuses_as_lines(given: JobStatus, line: str) -> None:
     assert status_line(given) == line
 
 
-def test_the_end_of_an_epoch_is_a_line_with_what_was_reported() -> None:
+def test_end_of_epoch_is_line_with_what_was_reported() -> None:
     stream = io.StringIO()
     metrics = {"accuracy": np.float32(0.5), "kind": "test", "loss": 0.25, "bad": float("nan"), "best": True}
     with JobDisplay(stream) as progress:
@@ -89,7 +89,7 @@ def test_the_end_of_an_epoch_is_a_line_with_what_was_reported() -> None:
     assert stream.getvalue() == f"job a1: epoch 1/4 {told}\njob a1: epoch 2/4 {told}\njob a1: epoch 4/4 {told}\n"
 
 
-def test_of_many_epochs_a_hundredth_is_shown_and_the_last() -> None:
+def test_of_many_epochs_hundredth_is_shown_and_the_last() -> None:
     stream = io.StringIO()
     with JobDisplay(stream) as progress:
         for done in range(1, 1006):

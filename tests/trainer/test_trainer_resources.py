@@ -48,7 +48,7 @@ def test_what_fits_exactly_is_possible(bundle: dict[str, float], workers: int, l
     assert impossible(bundle, workers, labels, NODES) is None
 
 
-def test_advice_keeps_to_the_sizes_that_the_job_may_have() -> None:
+def test_advice_keeps_to_sizes_that_the_job_may_have() -> None:
     need = MemoryNeed(available_bytes=50, sharded_bytes=300)  # fits from 12 workers on
     reason = impossible({"CPU": 1}, 12, {}, NODES, AllowedSizes(memory=need))
     assert re.search(r"room for 10; SchedulingConfig\(memory=<from 12 on>\) allows none so small", str(reason))

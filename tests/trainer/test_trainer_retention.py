@@ -21,7 +21,7 @@ def value(score: Any, order: str) -> float:
 
 
 @given(st.lists(scores, max_size=20), st.one_of(st.none(), st.integers(1, 5)), st.sampled_from(["max", "min"]))
-def test_best_and_latest_are_kept_and_nothing_is_dropped_twice(given_scores: Any, keep: Any, order: str) -> None:
+def test_best_and_latest_are_kept_nothing_dropped_twice(given_scores: Any, keep: Any, order: str) -> None:
     retention = CheckpointRetention(num_to_keep=keep, score_attribute="score", score_order=order)
     present: list[str] = []
     for i, score in enumerate(given_scores):

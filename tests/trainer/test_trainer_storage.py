@@ -127,7 +127,7 @@ def test_metrics_that_json_cannot_hold(storage: RunStorage, source: Path) -> Non
     assert storage.stored_checkpoints()[0].metrics == {"loss": 0.5, "who": repr(object)}
 
 
-def test_a_node_that_does_not_see_the_directory_says_so(tmp_path: Path, source: Path) -> None:
+def test_node_that_does_not_see_the_directory_says_so(tmp_path: Path, source: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"does not see the run's directory .*storage_path"):
         RunStorage(str(tmp_path / "elsewhere")).persist_checkpoint(source, 0)
 
@@ -145,7 +145,7 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 @pytest.mark.parametrize("mode", [0o777, 0o700])
-def test_a_run_directory_of_somebody_else_is_refused_before_anything_is_written(tmp_path: Path, mode: int) -> None:
+def test_somebody_elses_run_directory_is_refused_before_writing(tmp_path: Path, mode: int) -> None:
     (run := tmp_path / "run").mkdir()
     run.chmod(mode)
     os.chown(run, 12345, -1)
@@ -220,9 +220,7 @@ def test_result_of_a_failed_job(storage: RunStorage) -> None:
     assert isinstance(plain, ray.train.TrainingFailedError)
 
 
-def test_a_return_value_that_this_process_cannot_read_costs_nothing_else(
-    storage: RunStorage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unreadable_return_value_costs_nothing_else(storage: RunStorage, caplog: pytest.LogCaptureFixture) -> None:
     outcome = JobOutcome(
         phase=JobPhase.FINISHED, metrics={"loss": 0.3}, return_value=Sealed(pickled=b"cno_such\nmodule\n.")
     )

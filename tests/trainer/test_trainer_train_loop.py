@@ -88,7 +88,7 @@ def test_other_functions_are_refused(loop: Any, config: Any, error: Any, message
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_the_working_directory_is_as_before_for_the_process_s_next_run(
+def test_working_directory_is_as_before_for_processs_next_run(
     raises: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_the_working_directory_is_as_before_for_the_process_s_next_run(
         assert Path.cwd() == tmp_path
 
 
-def test_a_package_that_a_worker_lacks_is_named_with_node_interpreter_and_the_way_out() -> None:
+def test_a_lacking_package_is_named_with_the_way_out() -> None:
     def train() -> None:
         import no_such_package.part  # type: ignore[import-not-found]  # noqa: F401
 
@@ -117,7 +117,7 @@ def test_a_package_that_a_worker_lacks_is_named_with_node_interpreter_and_the_wa
         assert part in told
 
 
-def test_a_part_that_an_installed_package_lacks_is_told_as_python_tells_it() -> None:
+def test_a_packages_lacking_part_is_told_as_python_does() -> None:
     def train() -> None:
         import json.no_such_part  # type: ignore[import-not-found]  # noqa: F401
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tuning.trials import CheckpointCache
 
 
-def test_the_last_two_of_a_run_are_held_while_it_lasts_and_a_while_after() -> None:
+def test_last_two_of_a_run_are_held_a_while() -> None:
     held = CheckpointCache()
     for number in range(4):
         held.hold("a", f"a/{number}", number)

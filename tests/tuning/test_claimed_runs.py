@@ -16,7 +16,7 @@ def claim(folder: Path, last: str = "") -> str:
     return Path(claim_run(LOCAL, str(folder), last, private=True)).name
 
 
-def test_numbers_of_runs_that_were_deleted_are_not_used_again(tmp_path: Path) -> None:
+def test_numbers_of_deleted_runs_are_not_used_again(tmp_path: Path) -> None:
     trial = tmp_path / "trial"
     assert [claim(trial) for _ in range(3)] == ["run_00", "run_01", "run_02"]
     (trial / "run_00").rmdir()
@@ -30,7 +30,7 @@ def test_numbers_of_runs_that_were_deleted_are_not_used_again(tmp_path: Path) ->
     assert claim_run(remote, "trial", "", private=True) == "trial/run_101"
 
 
-def test_of_starts_at_the_same_time_each_has_its_own(tmp_path: Path) -> None:
+def test_of_starts_at_same_time_each_has_its_own(tmp_path: Path) -> None:
     claimed: list[str] = []
     threads = [threading.Thread(target=lambda: claimed.append(claim(tmp_path / "trial"))) for _ in range(16)]
     for thread in threads:

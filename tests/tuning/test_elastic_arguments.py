@@ -158,12 +158,12 @@ assert get_session() is None
 
 
 @pytest.mark.slow
-def test_ray_tunes_report_is_ours_in_a_worker_also_where_the_loop_imports_it() -> None:
+def test_ray_tunes_report_is_ours_in_a_worker() -> None:
     answer = subprocess.run([sys.executable, "-c", _IN_TUNE], capture_output=True, text=True, timeout=180, check=False)
     assert answer.stdout.strip() == "{'lr': 1.5}", answer.stderr
 
 
-def test_what_a_worker_does_not_know_of_tune_is_an_error() -> None:
+def test_what_worker_does_not_know_of_tune_is_error() -> None:
     def asks(_: dict[str, Any]) -> None:
         tune.get_context().get_trial_dir()
 

@@ -65,7 +65,7 @@ def wait_for(what: Any, seconds: float) -> Any:
     return found
 
 
-def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Path) -> None:
+def test_experiment_from_its_web_page_to_early_stopped_trial(tmp_path: Path) -> None:
     import psutil
 
     space = batch(
@@ -110,9 +110,7 @@ def test_an_experiment_from_its_web_page_to_an_early_stopped_trial(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_an_experiment_that_is_stopped_ends_its_trials_and_another_of_its_name_is_refused_before(
-    sweep_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_stopped_experiment_ends_its_trials_and_blocks_its_name(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
     import psutil
 
     space = batch(*({"quality": float(quality), "epochs": 10000} for quality in (1, 2, 3, 4)))
@@ -178,7 +176,7 @@ def test_pbt_goes_on_from_the_better_ones_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_for_elastic_ray_and_a_space_that_is_exhausted(tmp_path: Path) -> None:
+def test_loop_for_elastic_ray_and_space_that_is_exhausted(tmp_path: Path) -> None:
     space = {"quality": {"_type": "choice", "_value": [0.5, 1.0]}}
     results = experiment(tmp_path, space, for_elastic_ray, tuner="GridSearch", metric="score").run(0)
     assert sorted(each.value or 0.0 for each in results.trials) == [2.0, 4.0]
@@ -195,7 +193,7 @@ def test_a_metric_that_is_never_reported_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tuner_that_fails_ends_the_experiment_with_its_words(tmp_path: Path) -> None:
+def test_tuner_that_fails_ends_the_experiment_with_its_words(tmp_path: Path) -> None:
     (tmp_path / "broken_tuner.py").write_text(
         "from nni.tuner import Tuner\n"
         "class Broken(Tuner):\n"

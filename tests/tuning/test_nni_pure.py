@@ -19,7 +19,7 @@ UNIFORM = {"_type": "uniform", "_value": [0, 1]}
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name].broken])
-def test_a_tuner_that_is_broken_here_says_so_and_names_one_that_works(name: str) -> None:
+def test_broken_tuner_says_so_and_names_a_working_one(name: str) -> None:
     with pytest.raises(ValueError, match="does not run on today's Python stack") as caught:
         read_tuner(name, "max")
     assert f"Take {KNOWN[name].instead!r}" in str(caught.value)
@@ -27,7 +27,7 @@ def test_a_tuner_that_is_broken_here_says_so_and_names_one_that_works(name: str)
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN if KNOWN[name].manager_only])
-def test_what_only_the_manager_can_drive_is_refused_in_tune_with_what_to_take(name: str) -> None:
+def test_what_only_the_manager_drives_is_refused_in_tune(name: str) -> None:
     assert read_tuner(name, "max").name == name
     with pytest.raises(ValueError, match=r"cannot be used in Ray Tune: .* use ray\.tune\.schedulers"):
         read_tuner(name, "max", in_tune=True)
@@ -101,6 +101,7 @@ def test_assessors_that_cannot_be_are_refused() -> None:
         ),
         ({"lr": {"_type": "uniform", "_value": [1, 0]}}, ValueError, "uniform, must have"),
         ({"lr": {"_type": "uniform", "_value": [1, 1]}}, ValueError, r"uniform, must have .* but got \[1, 1\]"),
+        ({"lr": {"_type": "uniform", "_value": [0, 1, 2]}}, ValueError, r"\[low, high\], but got \[0, 1, 2\]"),
         ({"lr": {"_type": "quniform", "_value": [0, 1]}}, ValueError, r"\[low, high, q\], but got \[0, 1\]"),
         ({"lr": {"_type": "loguniform", "_value": [0, 1]}}, ValueError, "both above 0"),
         ({"n": {"_type": "randint", "_value": [0, 1.5]}}, ValueError, "whole numbers"),
@@ -108,14 +109,12 @@ def test_assessors_that_cannot_be_are_refused() -> None:
         ({"num_workers": UNIFORM}, ValueError, "cannot be searched: the allocator changes a trial's workers"),
     ],
 )
-def test_a_wrong_search_space_is_refused_with_what_would_be_right(
-    space: Any, error: type[Exception], says: str
-) -> None:
+def test_a_wrong_search_space_is_refused_with_the_right(space: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         check_space(space, read_tuner("TPE", "max"))
 
 
-def test_what_a_tuner_cannot_search_on_this_stack_is_refused() -> None:
+def test_what_tuner_cannot_search_on_this_stack_is_refused() -> None:
     space = {"q": {"_type": "quniform", "_value": [0, 1, 0.25]}}
     assert check_space(space, read_tuner("TPE", "max")) == space
     with pytest.raises(ValueError, match="cannot be 'quniform' with tuner='Anneal' here"):
@@ -156,7 +155,7 @@ def test_what_nni_has_no_equal_for_is_refused(wrong: Any) -> None:
         from_tune({"x": wrong})
 
 
-def test_what_is_shown_of_a_report_is_the_metric_and_what_can_be_drawn() -> None:
+def test_what_is_shown_is_the_metric_and_drawables() -> None:
     assert shown({"acc": 0.5, "loss": 2, "note": "x", "tensor": object()}, "acc") == {
         "default": 0.5,
         "loss": 2.0,

@@ -94,7 +94,7 @@ def test_evolution_waits_for_results_and_gives_what_it_owes(before_each_result: 
     assert done > 10
 
 
-def test_what_was_saved_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_what_was_saved_continues_as_if_nothing_had_happened(tmp_path: Path) -> None:
     tuner = {"name": "TPE", "class_args": {"seed": 7}}
     searcher = NNISearch(tuner, SPACE, metric="score", mode="max")
     search(searcher, 25)
@@ -107,7 +107,7 @@ def test_what_was_saved_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> No
     assert [again.suggest(f"new{k}") for k in range(5)] == [searcher.suggest(f"new{k}") for k in range(5)]
 
 
-def test_a_failed_trial_or_one_without_the_metric_is_no_result() -> None:
+def test_failed_trial_or_one_without_metric_is_no_result() -> None:
     searcher = NNISearch("TPE", SPACE, metric="score", mode="max")
     for k, result in enumerate(({"score": float("nan")}, {"other": 1.0}, None)):
         searcher.suggest(f"t{k}")
@@ -160,7 +160,7 @@ def test_what_is_missing_is_said() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_of_elastic_trials_with_a_tuner_and_an_assessor(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_sweep_of_elastic_trials_with_tuner_and_an_assessor(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
     space = {"quality": tune.choice([3.0, 0.1, 0.2, 0.3]), "epochs": 9}
     grid = fit(
         tmp_path,

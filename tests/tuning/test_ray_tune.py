@@ -50,7 +50,7 @@ def test_reports_become_results_in_order_and_none_is_lost(tmp_path: Path) -> Non
     assert grid.get_best_result().config["quality"] == 2.0
 
 
-def test_what_asha_stops_gives_everything_back_and_trains_at_most_one_report_more(tmp_path: Path) -> None:
+def test_what_asha_stops_returns_everything_within_one_report(tmp_path: Path) -> None:
     asha = ASHAScheduler(max_t=9, grace_period=2, reduction_factor=3)
     space = {"quality": tune.grid_search([3.0, 0.1, 0.2, 0.3]), "epochs": 9, "checkpoint": True}
     grid = fit(tmp_path, space, scheduler=asha, max_concurrent_trials=2)
@@ -73,7 +73,7 @@ def test_a_failed_trial_is_tried_again_from_its_checkpoint(tmp_path: Path) -> No
     assert sorted({*epochs(result)}) == epochs(result)
 
 
-def test_a_killed_trial_goes_on_with_the_job_that_still_runs(tmp_path: Path) -> None:
+def test_killed_trial_continues_with_the_job_that_still_runs(tmp_path: Path) -> None:
     """Its workers never stop; Tune sees every report once."""
     killer = threading.Thread(target=_kill_the_trial, args=(tmp_path,), daemon=True)
     killer.start()
@@ -133,7 +133,7 @@ def test_a_clone_reads_its_donors_checkpoint_from_memory(tmp_path: Path) -> None
     assert "py::fsspec+memory" in [result.metrics["read_from"] for result in grid]
 
 
-def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -> None:
+def test_sweep_is_tenant_with_weight_that_it_was_given(tmp_path: Path) -> None:
     seen: dict[str, tuple[str, float | None]] = {}
 
     class Look(tune.Callback):
@@ -147,7 +147,7 @@ def test_a_sweep_is_a_tenant_with_the_weight_that_it_was_given(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(reuse: bool, tmp_path: Path) -> None:
+def test_a_trial_without_reports_fails_with_advice_alone(reuse: bool, tmp_path: Path) -> None:
     space = {"silent": tune.grid_search([False, True]), "epochs": 2, "pause_s": 0.0}
     grid = fit(tmp_path, space, reuse_actors=reuse, max_concurrent_trials=1)
     (error,) = grid.errors
@@ -156,7 +156,7 @@ def test_a_trial_without_reports_fails_with_advice_and_the_others_are_kept(reuse
     assert epochs(good) == [0, 1]
 
 
-def test_what_with_parameters_gives_is_in_every_trials_config_below_its_own(tmp_path: Path) -> None:
+def test_with_parameters_values_are_below_each_trials_own(tmp_path: Path) -> None:
     elastic = tune.with_parameters(trainable(workers=1), quality=2.0, epochs=5)
     space = {"epochs": tune.grid_search([1, 2]), "pause_s": 0.0}
     grid = fit(tmp_path, space, elastic=elastic, max_concurrent_trials=1, reuse_actors=True)
@@ -178,7 +178,7 @@ def test_pbt_without_checkpoints_says_what_is_missing(tmp_path: Path) -> None:
     assert len(grid) == 2
 
 
-def test_when_all_is_over_no_controller_of_a_trial_is_found(tmp_path: Path) -> None:
+def test_when_all_is_over_no_trial_controller_is_found(tmp_path: Path) -> None:
     fit(tmp_path, {"epochs": 1})
     notes = [json.loads(file.read_text()) for file in tmp_path.glob("*/*/elastic_trial.json")]
     deadline = time.monotonic() + 25

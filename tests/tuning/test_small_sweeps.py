@@ -90,9 +90,7 @@ def jobs() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_what_asha_stops_returns_workers_though_tune_keeps_actors(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     """Two trials wait in their middles: one until the other is ahead, that one until the first is stopped and gone."""
     ahead, gone = tmp_path / "ahead", tmp_path / "gone"
     searcher = Given(
@@ -122,7 +120,7 @@ def test_what_asha_stops_gives_its_workers_back_though_tune_keeps_its_actor(
 
 
 @pytest.mark.thorough
-def test_the_best_of_two_trials_is_found_and_nothing_is_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
+def test_the_best_of_two_is_found_nothing_left(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     grid = fit(tmp_path, {"quality": tune.grid_search([0.5, 2.0]), "epochs": 2, "pause_s": 0.0})
     assert not grid.errors
     best = grid.get_best_result("score", "max")
@@ -156,9 +154,7 @@ class Pause(FIFOScheduler):
 
 
 @pytest.mark.slow
-def test_what_is_paused_gives_its_workers_back_and_goes_on_from_its_checkpoint(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_what_is_paused_returns_workers_and_continues(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     ahead, gone = tmp_path / "ahead", tmp_path / "gone"
     searcher = Given(
         {"quality": 3.0, "epochs": 8, "hold": str(gone), "pause_s": 0.0},
@@ -252,7 +248,7 @@ class Meanwhile(tune.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["begun", "resumed"])
-def test_a_second_sweep_of_a_name_is_refused_while_the_first_runs(
+def test_second_sweep_of_name_is_refused_while_first_runs(
     shared_cluster: LocalCluster, tmp_path: Path, how: str
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -275,9 +271,7 @@ def test_a_second_sweep_of_a_name_is_refused_while_the_first_runs(
 
 
 @pytest.mark.slow
-def test_a_sweep_that_follows_one_of_its_name_at_once_is_not_compared_with_it(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_sweep_after_its_namesake_is_not_compared(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     for folder in ("first", "second"):
         promise = tuning.Promise(metric="score", mode="max", max_t=len(folder))
         grid = fit(tmp_path / folder, {"epochs": 2}, elastic=trainable(workers=1, sweep="twins", promise=promise))

@@ -47,9 +47,7 @@ def trial(run: str, folder: Path) -> JobSpec:
     return spec(job=run, trial=TrialSpec(controller=run, keep_s=30.0), **where)
 
 
-def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_one(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_silent_controller_cannot_run_beside_the_next(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     node = ray.get_runtime_context().get_node_id()
     sweep, stalled = find_sweep("stalls", None), ray.remote(Stalled).options(num_cpus=0).remote()
     ray.get(sweep.attached.remote(trial("first", tmp_path), stalled), timeout=180)
@@ -69,9 +67,7 @@ def test_a_controller_that_did_not_answer_cannot_run_the_trial_beside_the_next_o
         ray.kill(each)
 
 
-def test_what_a_restarted_controller_has_not_given_back_ends_with_it(
-    shared_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_what_a_restarted_controller_keeps_ends_with_it(shared_cluster: LocalCluster, tmp_path: Path) -> None:
     node = ray.get_runtime_context().get_node_id()
     sweep, restarted = find_sweep("restarts", None), ray.remote(Restarted).options(num_cpus=0).remote()
     ray.get(sweep.attached.remote(trial("earlier", tmp_path), restarted), timeout=180)

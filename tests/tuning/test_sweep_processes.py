@@ -20,7 +20,7 @@ from tuning.trial_job import shown_parameters
 
 
 @pytest.mark.thorough
-def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shared_cluster: LocalCluster) -> None:
+def test_a_process_serves_runs_in_turn_safe_from_old(shared_cluster: LocalCluster) -> None:
     pool, node = SweepProcesses("sweep"), ray.get_runtime_context().get_node_id()
     kind = spec(trial=TrialSpec(controller="", keep_s=30.0))
     assert cloudpickle.loads(cloudpickle.dumps(kind)) == kind, "else no process would ever fit another trial"
@@ -48,7 +48,7 @@ def test_a_process_serves_one_run_after_the_other_and_no_old_run_can_end_it(shar
         ask_for_10_s()
 
 
-def test_trials_that_differ_in_parameters_share_processes_and_people_see_them() -> None:
+def test_trials_that_differ_in_parameters_share_processes() -> None:
     config = {"lr": 3e-4, "net": {"width": 128, "kind": "x" * 99}, "data": object(), "bad": float("nan"), "bias": True}
     shown = shown_parameters(config)
     assert shown == {"lr": 3e-4, "net/width": 128, "net/kind": "x" * 40, "bias": True}

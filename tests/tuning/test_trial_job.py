@@ -96,7 +96,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_the_allocator_weighs_trials_by_their_promise_also_after_a_pause(start: Callable[..., TrialJob]) -> None:
+def test_allocator_weighs_trials_by_their_promise_also_after_pause(start: Callable[..., TrialJob]) -> None:
     good, poor = start("good", quality=1.0), start("poor", quality=0.5)
     take(good, 3)
     paused = take(poor, 3)

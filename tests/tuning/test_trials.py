@@ -21,14 +21,14 @@ sweeps = st.lists(st.tuples(values, st.booleans()), min_size=1, max_size=12).map
 
 @pytest.mark.thorough
 @given(sweeps)
-def test_every_running_trial_has_a_weight_within_the_bounds_and_a_reason(records: list[TrialRecord]) -> None:
+def test_every_running_trial_has_weight_within_bounds_and_reason(records: list[TrialRecord]) -> None:
     found = weights(records, PROMISE)
     assert set(found) == {each.trial for each in records if each.running}
     assert all(0.25 <= each.value <= 4.0 and "reports expected" in each.reason for each in found.values())
 
 
 @given(sweeps)
-def test_of_two_that_are_equally_far_the_better_never_weighs_less(records: list[TrialRecord]) -> None:
+def test_of_two_equally_far_the_better_never_weighs_less(records: list[TrialRecord]) -> None:
     found = weights(records, PROMISE)
     running = [each for each in records if each.running and each.values]
     for a in running:
@@ -52,7 +52,7 @@ def test_a_smaller_loss_counts_as_a_larger_accuracy(records: list[TrialRecord]) 
     assert weights(records, PROMISE) == weights(turned, least)
 
 
-def test_near_the_top_of_its_rung_a_trial_grows_and_one_about_to_be_cut_does_not() -> None:
+def test_near_its_rungs_top_a_trial_grows() -> None:
     cut = [TrialRecord(trial=f"cut{i}", values=(0.1 * i, 0.1 * i), running=False) for i in range(6)]
     top, bottom = TrialRecord(trial="top", values=(0.9, 0.9)), TrialRecord(trial="bottom", values=(0.05, 0.05))
     found = weights([*cut, top, bottom], PROMISE)
@@ -68,13 +68,13 @@ def test_a_tie_is_half_a_win() -> None:
     assert chance(best, [one, other, best], PROMISE) == pytest.approx((2 * 1.0 + 1.0) / 5), "at the top at most"
 
 
-def test_of_two_survivors_the_one_with_more_left_weighs_more() -> None:
+def test_of_two_survivors_one_with_more_left_weighs_more() -> None:
     early, late = TrialRecord(trial="early", values=(0.9,) * 9), TrialRecord(trial="late", values=(0.9,) * 26)
     found = weights([early, late], PROMISE)
     assert found["early"].value > found["late"].value
 
 
-def test_a_run_that_goes_on_after_a_checkpoint_adds_to_what_the_trial_has_reported() -> None:
+def test_a_run_after_a_checkpoint_adds_to_its_reports() -> None:
     paused = TrialRecord(trial="poor", values=(0.1, 0.2, 0.3), running=False)
     assert paused.told(3, (0.4,)).values == (0.1, 0.2, 0.3, 0.4)
     assert paused.told(2, (0.25, 0.35)).values == (0.1, 0.2, 0.25, 0.35)
@@ -94,7 +94,7 @@ def test_a_metric_that_is_no_number_ranks_last() -> None:
     assert found["good"].value > found["bad"].value
 
 
-def test_a_metric_is_found_by_the_name_that_ray_tune_gives_it() -> None:
+def test_a_metric_is_found_by_ray_tunes_name() -> None:
     nested = {"eval": {"accuracy": 0.5, "top/5": {"mean": 0.7}}, "loss": 1, "said": "high", "unset": None}
     found = {name: score_of(nested, name) for name in ("eval/accuracy", "eval/top/5/mean", "loss")}
     assert found == {"eval/accuracy": 0.5, "eval/top/5/mean": 0.7, "loss": 1.0}
@@ -118,7 +118,7 @@ def test_a_promise_says_what_is_better() -> None:
         Promise(metric="loss")  # type: ignore[call-arg]
 
 
-def test_all_rungs_end_with_the_most_reports_and_are_never_too_many() -> None:
+def test_all_rungs_end_with_the_most_reports() -> None:
     assert PROMISE.rungs == (1, 3, 9, 27)
     assert Promise(metric="a", mode="max", max_t=1).rungs == (1,)
     assert Promise(metric="a", mode="max", max_t=10, grace_period=2, reduction_factor=3).rungs == (2, 6, 10)

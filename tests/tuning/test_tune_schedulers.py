@@ -69,7 +69,7 @@ def test_a_searcher_proposes_and_is_told(searcher: type, tmp_path: Path) -> None
         assert result.metrics["score"] == pytest.approx(2 * result.config["quality"])
 
 
-def test_bohb_pauses_trials_and_goes_on_with_the_better_ones(tmp_path: Path) -> None:
+def test_bohb_pauses_trials_and_continues_with_the_better_ones(tmp_path: Path) -> None:
     pytest.importorskip("hpbandster", reason="BOHB needs the extra elastic-ray[bohb]")
     grid = fit(
         tmp_path,
@@ -176,7 +176,7 @@ def test_loggers_and_callbacks_hear_of_every_result(tmp_path: Path) -> None:
 # -- how sweeps end ------------------------------------------------------------------------------------------
 
 
-def test_within_a_second_a_stopped_trials_workers_are_gone_and_its_share_is_the_others(tmp_path: Path) -> None:
+def test_a_stopped_trials_workers_are_gone_within_a_second(tmp_path: Path) -> None:
     """Two trials of two workers; when one is stopped, the other one is given all four slots."""
     said: dict[str, float] = {}
 
@@ -209,7 +209,7 @@ def test_within_a_second_a_stopped_trials_workers_are_gone_and_its_share_is_the_
     assert said["grown"] - said["stopped"] < 1.5  # one look of Tune's loop more
 
 
-def test_a_stopped_trials_process_is_the_next_ones_however_long_its_steps_are(tmp_path: Path) -> None:
+def test_a_stopped_trials_process_is_the_next_ones(tmp_path: Path) -> None:
     space = {"quality": tune.grid_search([1.0, 2.0]), "epochs": 3, "pause_s": 1.0}
     run = {"stop": {"training_iteration": 1}}
     grid = fit(tmp_path, space, elastic=trainable(workers=1), run=run, max_concurrent_trials=1)
@@ -249,9 +249,7 @@ def reports(folder: Path) -> list[int]:
     return [len(file.read_text().splitlines()) for file in sorted(folder.glob("sweep/*/result.json"))]
 
 
-def test_a_sweep_whose_driver_was_killed_is_restored_and_loses_no_report(
-    sweep_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_a_killed_drivers_sweep_is_restored_without_losses(sweep_cluster: LocalCluster, tmp_path: Path) -> None:
     with driver(sweep_cluster, tmp_path, epochs=25):  # SIGKILL at the end
         wait_for(lambda: len(rows := reports(tmp_path)) == 2 and min(rows) >= 3, 100)
     grid = tune.Tuner.restore(
@@ -281,7 +279,7 @@ def test_nothing_is_left(sweep_cluster: LocalCluster) -> None:
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
-def test_a_metric_that_is_never_reported_is_named_and_results_are_kept(tmp_path: Path) -> None:
+def test_a_metric_never_reported_is_named_results_kept(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="accuracy") as raised:
         fit(
             tmp_path,

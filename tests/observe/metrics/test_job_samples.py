@@ -118,7 +118,7 @@ def test_a_running_job_says_all_that_it_knows() -> None:
     assert found["elastic_job_global_batch"] == 64 and found["elastic_job_steps"] == 7
 
 
-def test_a_job_that_has_ended_has_no_workers_and_no_speed() -> None:
+def test_an_ended_job_has_no_workers_and_no_speed() -> None:
     ended = JobStatus(job="bert", phase=JobPhase.FINISHED, throughput=640.0, goodput=600.0, progress=1.0)
     found = by_name(gauge_samples(ended, Speed(latest=report(), noise_scale=5.0, effect=0.9), LABELS))
     assert found["elastic_job_workers"] == 0 and found["elastic_job_progress_ratio"] == 1

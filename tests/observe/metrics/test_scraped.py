@@ -70,7 +70,7 @@ def numbers(job: str, number: float, tenant: str = "") -> tuple[Sample, ...]:
 
 
 @pytest.mark.slow
-def test_a_job_is_seen_grows_and_leaves_no_workers_behind(ray_cluster: Any, tmp_path: Path) -> None:
+def test_job_is_seen_grows_and_leaves_no_workers_behind(ray_cluster: Any, tmp_path: Path) -> None:
     scheduling = er.SchedulingConfig(tenant='team "\\' + "x" * 1000)
     handle = start(tmp_path, workers=(1, 2), epochs=2000, name="metered", scheduling=scheduling)
     handle.resize(1)
@@ -107,7 +107,7 @@ def test_hostile_names_arrive_and_hostile_values_do_not(ray_cluster: Any) -> Non
 
 
 @pytest.mark.thorough
-def test_a_gauge_that_is_not_written_any_more_goes_and_may_come_back(ray_cluster: Any) -> None:
+def test_an_unwritten_gauge_goes_and_may_come_back(ray_cluster: Any) -> None:
     writer = Writing.remote()  # type: ignore[attr-defined]
     for samples, seen in ((numbers("back", 2.0), 2.0), ((), None), (numbers("back", 3.0), 3.0)):
         ray.get(writer.write.remote(samples))

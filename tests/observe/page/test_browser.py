@@ -129,7 +129,7 @@ def test_hostile_names_are_shown_as_such_everywhere(started: Any) -> None:
         wrong.clear()  # the browser's own line about the answer 400
 
 
-def test_a_sweep_ranks_its_trials_and_calls_them_by_what_differs(started: Any) -> None:
+def test_a_sweep_ranks_its_trials_and_names_differences(started: Any) -> None:
     def trial(number: int, rate: float, width: int, score: float | None, **more: Any) -> PageJob:
         parameters = {"net/width": width, "lr": rate, "folder": "/data"}
         given: dict[str, Any] = {"phase": "running", "parameters": parameters, "score": score, "colour": colour(number)}
@@ -164,7 +164,7 @@ def test_a_sweep_ranks_its_trials_and_calls_them_by_what_differs(started: Any) -
 
 
 @pytest.mark.thorough
-def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: Any) -> None:
+def test_one_job_shows_curve_pauses_workers_and_events(started: Any) -> None:
     with served(StoredPage(page_of(3, bars=9), {"job-0001": detail("job-0001")})) as port, tab(started) as (page, _):
         page.goto(f"http://127.0.0.1:{port}/")
         page.click("[data-job='job-0001']")
@@ -187,7 +187,7 @@ def test_one_job_has_its_curve_its_pauses_its_workers_and_its_events(started: An
 
 
 @pytest.mark.thorough
-def test_a_thousand_jobs_and_a_week_of_bars_do_not_stall_it(started: Any) -> None:
+def test_thousand_jobs_and_a_week_do_not_stall_it(started: Any) -> None:
     with served(StoredPage(page_of(1000, bars=6000), {})) as port, tab(started) as (page, _):
         page.goto(f"http://127.0.0.1:{port}/")
         page.wait_for_selector("body[data-ready]")
@@ -268,7 +268,7 @@ def test_it_fits_the_screen_in_light_and_dark(started: Any, width: int, scheme: 
 
 
 @pytest.mark.thorough
-def test_a_page_that_others_can_reach_shows_nothing_without_its_token(started: Any) -> None:
+def test_a_reachable_page_shows_nothing_without_its_token(started: Any) -> None:
     with served(StoredPage(page_of(3), {}), "the-token", host="0.0.0.0") as port, tab(started) as (page, wrong):
         page.goto(f"http://127.0.0.1:{port}/")
         page.wait_for_selector("#ask[open]")

@@ -74,7 +74,7 @@ def test_unchanged_rows_are_not_sent_again() -> None:
     assert list(change) == ["jobs"] and [row["job"] for row in change["jobs"]["set"]] == ["j7"]
 
 
-def test_numbers_are_short_finite_and_text_cannot_end_a_line() -> None:
+def test_numbers_are_short_finite_and_text_cannot_end_line() -> None:
     assert plain([math.nan, math.inf, 1 / 3, 1795404714.58312, np.float32(0.5), np.int64(3), True]) == [
         *(None, None, 0.33333, 1795404714.58, 0.5, 3.0, True),
     ]

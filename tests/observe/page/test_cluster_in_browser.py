@@ -27,7 +27,7 @@ def wait_for(condition: Any, timeout_s: float = 180) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_job_is_seen_growing_losing_held_and_stopped(ray_cluster: Any, tmp_path: Path) -> None:
     handle = start(
         tmp_path,
         workers=(1, 3),
@@ -95,7 +95,7 @@ def test_a_job_is_seen_to_grow_lose_a_worker_be_held_and_stop(ray_cluster: Any, 
 
 
 @pytest.mark.thorough
-def test_the_allocator_serves_the_page_and_takes_it_along_when_it_ends(ray_cluster: Any) -> None:
+def test_the_allocator_serves_the_page_until_it_ends(ray_cluster: Any) -> None:
     allocator: Any = get_or_create_allocator(config=AllocatorConfig(dashboard=True))
     wait_for(lambda: ray.get(allocator.dashboard.remote()))
     address = ray.get(allocator.dashboard.remote())

@@ -135,7 +135,7 @@ def test_a_checkpoint_is_marked_once_when_it_is_stored() -> None:
     assert marks == [(1002.0, "a", "stored as /x/1"), (1004.0, "a", "stored as /x/2")]
 
 
-def test_a_page_that_comes_late_sees_what_was_before_it() -> None:
+def test_page_that_comes_late_sees_what_was_before_it() -> None:
     world = World(4)
     world.hear("a", 1001.0)
     world.core.handle(JobEnded(job="a"), 1005.0)
@@ -171,7 +171,7 @@ def test_the_strip_counts_every_slot_once() -> None:
     assert [each.gone_s for each in gone.nodes] == [None, 1002.0]
 
 
-def test_a_node_that_drains_is_marked_once_and_its_free_slots_are_not_idle() -> None:
+def test_draining_node_is_marked_once_and_is_not_idle() -> None:
     world = World(4, 2)
     world.hear("a", 1001.0, max_workers=1)
     world.look(1001.5)
@@ -200,14 +200,14 @@ def test_a_job_tells_where_it_stands_and_what_happened() -> None:
     assert world.page.detail("b", JobAnswer(), 1003.0) is None
 
 
-def test_metrics_that_are_no_numbers_and_rates_that_are_not_finite_are_left_out() -> None:
+def test_metrics_and_rates_not_finite_are_left_out() -> None:
     world = World(4)
     world.hear("a", 1001.0)
     seen = world.look(1002.0, answer("a", 3, metrics={"loss": "<b>"}, goodput=float("inf"), throughput=1.0))
     assert row(seen, "a").loss is None and row(seen, "a").goodput is None and to_json(tables(seen))
 
 
-def test_tenants_are_owed_by_weight_and_what_they_do_not_need_is_lent() -> None:
+def test_tenants_are_owed_by_weight_and_lend_the_rest() -> None:
     world = World(8, tenants=(Tenant(name="x", weight=3.0, quota={"CPU": 6.0}), Tenant(name="y")))
     world.hear("a", 1001.0, tenant="x", max_workers=2)
     world.hear("b", 1002.0, tenant="y", max_workers=8)
@@ -217,7 +217,7 @@ def test_tenants_are_owed_by_weight_and_what_they_do_not_need_is_lent() -> None:
     assert seen["y"].borrowed == pytest.approx(seen["y"].used - 0.25) and seen["y"].used > 0.25
 
 
-def test_nodes_that_are_missing_are_told_with_since_when_and_for_whom() -> None:
+def test_missing_nodes_are_told_with_since_when_and_whom() -> None:
     world = World(1)
     world.hear("a", 1001.0, min_workers=1)
     want = {"a": WantedSize(job="a", workers=4, gpu="", reason="more")}
@@ -283,7 +283,7 @@ def test_a_node_says_which_workers_failed_there() -> None:
     assert row.failures == "1 worker of a failed, avoided by a for 10 min; the last: OSError: no disk"
 
 
-def test_a_node_without_slots_has_no_lane_and_an_efficiency_is_at_most_all_of_it() -> None:
+def test_a_node_without_slots_has_no_lane() -> None:
     page = ClusterPage("here")
     nodes = tuple(
         NodeLook(node=name, address=name, total={"CPU": cpus}, labels={}) for name, cpus in (("head", 0.0), ("n0", 4.0))

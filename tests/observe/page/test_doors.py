@@ -13,7 +13,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_there_are_never_too_many_and_nobody_goes_who_is_being_answered(steps: list[tuple[str, int]]) -> None:
+def test_there_are_never_too_many_and_answered_ones_stay(steps: list[tuple[str, int]]) -> None:
     doors, peers, asking = Doors(most=8, most_of_one=5), dict[int, str](), set[int]()
     for now, (what, number) in enumerate(steps):
         if what == "open" and number not in peers:

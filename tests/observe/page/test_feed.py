@@ -20,7 +20,7 @@ def test_every_browser_gets_every_message_in_order() -> None:
     assert asyncio.run(run()) == [[b"0", b"1", b"2"]] * 2
 
 
-def test_one_that_does_not_read_is_given_up_and_keeps_nothing() -> None:
+def test_one_that_does_not_read_is_given_up() -> None:
     async def run() -> None:
         feed = Feed(most_waiting=4)
         slow, fast = feed.join(), feed.join()

@@ -44,7 +44,7 @@ def test_other_sites_are_refused(origin: str) -> None:
     assert get(LOCAL, fetch_site="cross-site") == 403 and get(LOCAL, fetch_site="same-site") == 403
 
 
-def test_the_page_itself_and_an_address_typed_by_hand_are_answered() -> None:
+def test_page_itself_and_address_typed_by_hand_are_answered() -> None:
     assert get(LOCAL, origin="http://127.0.0.1:8270", fetch_site="same-origin") is None
     assert get(LOCAL, fetch_site="none") is None
 
@@ -61,7 +61,7 @@ def test_an_action_wants_the_token_and_json() -> None:
     assert get(Gate(), **action) == 403
 
 
-def test_beyond_this_machine_everything_but_the_empty_page_wants_the_token() -> None:
+def test_beyond_this_machine_everything_but_empty_page_wants_token() -> None:
     assert get(WIDE, host="head:8270") == 401 and get(WIDE, host="10.0.0.7:8270", path="/api/events") == 401
     assert get(WIDE, host="10.0.0.7:8270", authorization=f"Bearer {TOKEN}") is None
     assert get(WIDE, host="head.example.org", path="/app.js") is None
@@ -76,12 +76,12 @@ def test_other_methods_are_refused() -> None:
 
 
 @given(st.text(), st.text())
-def test_whatever_is_sent_as_host_and_token_is_answered_with_a_refusal(host: str, header: str) -> None:
+def test_whatever_is_sent_as_host_and_token_is_refused(host: str, header: str) -> None:
     asked = Asked(method="POST", path="/api/x", host=host, authorization=header, content_type="application/json")
     assert WIDE.refusal(asked) is not None
 
 
-def test_the_token_is_not_shown_and_scripts_come_from_the_page_alone() -> None:
+def test_token_is_hidden_and_scripts_come_from_the_page() -> None:
     assert TOKEN not in repr(LOCAL) and len(TOKEN) >= 43 and new_token() != TOKEN
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy

@@ -41,7 +41,7 @@ def test_what_does_not_change_goes_on_as_one_bar() -> None:
     assert history.jobs == frozenset() and [bar[4] for bar in history.bars] == [2.0, 4.0]
 
 
-def test_a_long_time_is_bounded_and_the_oldest_goes_first() -> None:
+def test_long_time_is_bounded_and_the_oldest_goes_first() -> None:
     history = History(most_bars=10)
     for n in range(100):
         history.place(float(n), "a", {"x": 1 + n % 2}, n)

@@ -110,7 +110,7 @@ def wait_for(condition: Any, timeout_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_snapshot_has_the_promised_tables_and_every_answer_its_headers(page: Page) -> None:
+def test_snapshot_has_promised_tables_and_every_answer_its_headers(page: Page) -> None:
     status, headers, body = page.ask("/api/snapshot")
     found = json.loads(body)
     assert status == 200 and {"jobs", "nodes", "decisions"} <= found.keys() and found["jobs"][0]["job"] == HOSTILE
@@ -169,7 +169,7 @@ def test_what_is_no_http_does_not_fill_the_log(page: Page, caplog: pytest.LogCap
     assert 0 < len([each for each in caplog.records if each.name.startswith("elastic_ray.observe")]) <= 20
 
 
-def test_a_change_is_streamed_within_a_second_and_nothing_but_the_change(page: Page) -> None:
+def test_change_is_streamed_within_second_and_nothing_but_change(page: Page) -> None:
     with contextlib.closing(page.stream()) as connection:
         stream = messages(connection)
         assert next(stream)[0] == "snapshot"
@@ -180,7 +180,7 @@ def test_a_change_is_streamed_within_a_second_and_nothing_but_the_change(page: P
         assert time.monotonic() - begun < 10.0 and set(change) == {"jobs", "time_s"}
 
 
-def test_a_browser_that_does_not_read_is_cut_off_and_the_others_go_on(page: Page) -> None:
+def test_browser_that_does_not_read_is_cut_off_alone(page: Page) -> None:
     slow, fast = page.stream(), page.stream()
     wait_for(lambda: page.feed.clients == 2)
     seen = messages(fast)
@@ -225,7 +225,7 @@ def test_actions_want_the_token_and_sound_arguments(page: Page) -> None:
     assert len(page.facts.acted) == 1
 
 
-def test_one_job_is_found_by_a_hostile_name_and_errors_tell_nothing_of_the_inside(page: Page) -> None:
+def test_job_is_found_by_a_hostile_name_without_leaks(page: Page) -> None:
     status, _, body = page.ask(f"/api/jobs/{urllib.parse.quote(HOSTILE, safe='')}")
     assert status == 200 and json.loads(body)["job"] == HOSTILE
     assert page.ask("/api/jobs/none")[0] == 404 and page.ask("/api/jobs/" + "x" * 5000)[0] == 404
@@ -242,7 +242,7 @@ def test_one_job_is_found_by_a_hostile_name_and_errors_tell_nothing_of_the_insid
     page.facts.broken = False
 
 
-def test_a_look_that_fails_is_told_to_browsers_and_the_next_one_takes_it_back(page: Page) -> None:
+def test_a_failing_look_is_told_and_taken_back(page: Page) -> None:
     with contextlib.closing(page.stream()) as connection:
         told = messages(connection)
         assert next(told)[0] == "snapshot"
@@ -254,7 +254,7 @@ def test_a_look_that_fails_is_told_to_browsers_and_the_next_one_takes_it_back(pa
         assert next(told)[1]["source"]["problem"] == ""
 
 
-def test_questions_of_browsers_that_leave_are_asked_one_at_a_time_all_the_same(page: Page) -> None:
+def test_questions_of_leaving_browsers_are_asked_one_by_one(page: Page) -> None:
     inside, most = 0, 0
 
     def slow(job: str) -> JobDetail | None:
@@ -274,7 +274,7 @@ def test_questions_of_browsers_that_leave_are_asked_one_at_a_time_all_the_same(p
     assert most == 1
 
 
-def test_a_snapshot_that_is_larger_than_what_may_wait_is_sent_all_the_same() -> None:
+def test_a_snapshot_larger_than_the_queue_is_sent_still() -> None:
     facts = Facts()
     facts.jobs = tuple(PageJob(job=f"job-{n}", phase="running", why="x" * 400) for n in range(300))
     with (

@@ -32,7 +32,7 @@ def write(folder: Path, end: str = "the job has finished") -> None:
     storage.append_reports([Report(index=n, metrics={"loss": 1 / n}, workers=2).to_json() for n in range(1, 4)])
 
 
-def test_runs_are_found_below_a_path_and_shown_with_their_sizes(tmp_path: Path) -> None:
+def test_runs_below_a_path_are_shown_with_sizes(tmp_path: Path) -> None:
     write(tmp_path / "one")
     write(tmp_path / "sweep" / "trial-1", end="it lost all workers")
     write(tmp_path / "one" / "checkpoint_000001" / "not-a-run")
@@ -113,7 +113,7 @@ def test_reports_of_numbers_without_bounds_are_left_out(tmp_path: Path) -> None:
     assert job.loss is None
 
 
-def test_a_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:
+def test_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:
     for name in ("one", "two", "three"):
         write(tmp_path / name)
     (tmp_path / "two" / "reports.jsonl").unlink()
@@ -125,9 +125,7 @@ def test_a_run_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> N
     assert page.source.problem.startswith("1 runs could not be read (")
 
 
-def test_of_very_many_runs_the_newest_are_shown_and_the_others_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_very_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastic_ray.observe.page.sources.files.MOST_RUNS", 2)
     for age, name in enumerate(("c", "b", "a")):
         write(tmp_path / name)
@@ -157,7 +155,7 @@ def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
         ('[{"placed": [], "decisions": [], "per_job": 3}]', "is no report of the simulator"),
     ],
 )
-def test_a_file_that_is_no_report_is_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "out.json"
     file.write_text(text)
     with pytest.raises(InputError, match=message):

@@ -25,7 +25,7 @@ def test_they_have_allowed_sizes_only_and_all_end(tmp_path: Path, policy: str) -
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "pollux", "fair_share"])
-def test_jobs_that_fit_from_three_workers_on_never_have_fewer_and_all_end(tmp_path: Path, policy: str) -> None:
+def test_jobs_fitting_from_three_workers_never_have_fewer(tmp_path: Path, policy: str) -> None:
     profiles(tmp_path / "profiles", ("toy", "other"), ("t4",), epochs=20)
     trace(tmp_path / "six.csv", [(f"j{i}", 40.0 * i, "toy" if i % 2 else "other", 1, 512) for i in range(6)])
     only = AllowedSizes(memory=MemoryNeed(available_bytes=40, sharded_bytes=60))

@@ -44,7 +44,7 @@ def market(*spans: tuple[float, float], places: int = 4) -> Disturbances:
     return Disturbances(spot={"": SpotTrace(source="made up", length_s=86400.0, places=(spans,) * places)})
 
 
-def test_nodes_are_rented_for_as_long_as_they_are_needed(folder: Path) -> None:
+def test_nodes_are_rented_as_long_as_they_are_needed(folder: Path) -> None:
     scaled, static = play(folder), play(folder, autoscale=None)
     assert len(scaled.jobs) == len(JOBS) and all(job.start_s >= job.arrival_s + 30.0 for job in scaled.jobs[:1])
     assert scaled.cost <= scaled.rented.usd < static.rented.usd
@@ -53,7 +53,7 @@ def test_nodes_are_rented_for_as_long_as_they_are_needed(folder: Path) -> None:
     assert scaled.log == play(folder).log  # the same again
 
 
-def test_spot_is_used_where_it_is_to_be_had_and_left_before_its_end(folder: Path) -> None:
+def test_spot_is_used_where_available_and_left_in_time(folder: Path) -> None:
     gone_s = 170.0
     report = play(folder, JOBS[:1], disturbances=market((0.0, gone_s), (80000.0, 86400.0)))
     places = [(placed.time_s, set(placed.nodes)) for placed in report.placed]
@@ -68,7 +68,7 @@ def test_jobs_that_avoid_spot_never_see_it(folder: Path) -> None:
     assert report.rented.node_hours["t4-spot"] == 0.0
 
 
-def test_without_spot_to_be_had_everything_runs_on_demand_after_the_time_out(folder: Path) -> None:
+def test_without_spot_everything_runs_on_demand_after_waiting(folder: Path) -> None:
     report = play(folder, disturbances=market((86000.0, 86400.0)))
     assert report.rented.node_hours["t4-spot"] == 0.0
     assert report.jobs[0].start_s == pytest.approx(30.0 + 60.0 + 30.0, abs=31.0)

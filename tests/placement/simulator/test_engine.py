@@ -133,7 +133,7 @@ class Greedy:
         return {view.job: Target(workers=workers, reason="greedy: more") for view in jobs}
 
 
-def test_a_policy_that_promises_too_much_is_refused_and_named(folder: Path) -> None:
+def test_policy_that_promises_too_much_is_refused_and_named(folder: Path) -> None:
     report = play(folder, rules="pollux", policy=Greedy())
     refused = [record for record in report.log if record.trigger == "refused"]
     assert refused

@@ -23,7 +23,7 @@ def longest_s(*views: JobView) -> float:
     return watch.longest_s
 
 
-def test_a_job_that_would_be_faster_could_use_what_is_idle() -> None:
+def test_job_that_would_be_faster_could_use_idle_gpus() -> None:
     node = NODES.nodes[0].node_id
     assert longest_s(gpu_view("a", allocation={node: 2})) == 120.0
     assert longest_s(gpu_view("a", allocation={node: 2}, max_workers=2)) == 0.0
@@ -31,7 +31,7 @@ def test_a_job_that_would_be_faster_could_use_what_is_idle() -> None:
     assert longest_s(gpu_view("a", allocation={node: 2}, held_at=2)) == 0.0
 
 
-def test_a_job_that_more_gpus_would_not_speed_up_or_that_is_about_to_end_could_not() -> None:
+def test_job_not_faster_with_more_or_ending_could_not() -> None:
     node = NODES.nodes[0].node_id
     assert longest_s(gpu_view("a", allocation={node: 4}, goodput=model(sync_s=10.0))) == 0.0
     soon = Progress(done=10.0, epoch_ends=(10.0,), epochs=1)

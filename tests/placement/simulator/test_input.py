@@ -37,7 +37,7 @@ def test_bad_traces_are_refused(tmp_path: Path, jobs: list[tuple[str, float, str
         read_trace(trace(tmp_path / "t.csv", jobs), {"toy"})
 
 
-def test_a_trace_without_a_column_or_a_file_is_refused(tmp_path: Path) -> None:
+def test_trace_without_a_column_or_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("name,time,application\na,0,toy\n")
     with pytest.raises(InputError, match="num_replicas, batch_size is missing"):
         read_trace(tmp_path / "t.csv", {"toy"})

@@ -39,14 +39,14 @@ def types(nodes: dict[str, int]) -> set[str]:
     return {node.split("-")[0] for node in nodes}
 
 
-def test_a_job_takes_both_types_of_an_idle_cluster_and_is_done_sooner(folder: Path) -> None:
+def test_a_job_takes_both_types_of_an_idle_cluster(folder: Path) -> None:
     (plain,), (mixed,) = (play(folder, "one", mixed=flag).jobs for flag in (False, True))
     assert len(plain.gpu_hours) == 1
     assert set(mixed.gpu_hours) == {"t4", "a100"}
     assert mixed.jct_s < 0.95 * plain.jct_s
 
 
-def test_it_gives_the_other_type_back_when_another_job_comes(folder: Path) -> None:
+def test_it_gives_other_type_back_when_another_job_comes(folder: Path) -> None:
     placed = play(folder, "two", mixed=True).placed
     starts_s = next(each.time_s for each in placed if each.job == "b")
     before = [types(dict(each.nodes)) for each in placed if each.job == "a" and each.time_s < starts_s]

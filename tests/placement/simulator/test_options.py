@@ -52,7 +52,7 @@ def test_a_stretched_training_goes_through_the_same_phases(folder: Path) -> None
     assert app.stretched(1).progress_at(1) == 1000.0
 
 
-def test_random_lengths_differ_by_job_and_seed_and_are_declared_truly(folder: Path) -> None:
+def test_random_lengths_differ_by_job_and_seed_declared_truly(folder: Path) -> None:
     first, again, other = (play(folder, lengths=Lengths(spread=0.8), seed=seed) for seed in (1, 1, 2))
     assert [job.finish_s for job in first.jobs] == [job.finish_s for job in again.jobs]
     assert [job.finish_s for job in first.jobs] != [job.finish_s for job in other.jobs]
@@ -70,7 +70,7 @@ def test_what_is_declared_may_be_wrong_or_nothing() -> None:
     assert Lengths(declared=False).declaration(100, "j0", 0) is None
 
 
-def test_what_jobs_declare_changes_the_view_and_not_the_policy(folder: Path) -> None:
+def test_what_jobs_declare_changes_view_and_not_the_policy(folder: Path) -> None:
     epochs, none = play(folder), play(folder, lengths=Lengths(declared=False))
     assert epochs.log_lines() != none.log_lines()
     assert none.log_lines() == play(folder, policy=GoodputPolicy(lengths=False)).log_lines()
@@ -117,7 +117,7 @@ def test_bad_prices_are_refused(tmp_path: Path, name: str, text: str, message: s
         read_prices(tmp_path / name)
 
 
-def test_a_type_without_a_price_is_an_error_that_names_the_table(tmp_path: Path) -> None:
+def test_type_without_price_is_error_that_names_the_table(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the default table lacks h100; it has a100"):
         PriceTable().rates(["t4", "h100"])
     (tmp_path / "p.csv").write_text("type,on_demand,spot\nt4,1,1\n")

@@ -23,7 +23,7 @@ def job(name: str, **fields: Any) -> Any:
     return view(name, **{"bundle": GPU, "progress": HALFWAY, "most_workers": 8, **fields})
 
 
-def test_more_nodes_end_everything_sooner_and_the_end_is_work_over_goodput() -> None:
+def test_more_nodes_end_everything_sooner_by_work_over_goodput() -> None:
     views = [job("a")]
     (small,) = outlook(views, read_nodes("T4:1x1", views), "goodput", 0.0)
     (large,) = outlook(views, read_nodes("T4:2x4", views), "goodput", 0.0)
@@ -44,7 +44,7 @@ def test_measured_times_count_before_the_fitted_model() -> None:
     assert fitted.ends_s is not None and measured.ends_s == pytest.approx(fitted.ends_s / 2)
 
 
-def test_whoever_is_left_gets_the_room_of_who_is_done() -> None:
+def test_whoever_is_left_gets_room_of_who_is_done() -> None:
     short = job("short", progress=Progress(done=90.0, epoch_ends=(45.0, 90.0), epochs=4.0), max_workers=2)
     views = [short, job("long", max_workers=2)]
     first = {each.job: each for each in outlook(views, read_nodes("T4:1x2", views), "fair_share", 0.0)}
@@ -67,7 +67,7 @@ def test_what_nobody_knows_is_none() -> None:
     assert rows["too large"].workers == 0 and rows["too large"].goodput == 0.0
 
 
-def test_a_job_in_its_first_epoch_knows_its_length_from_others_of_its_model() -> None:
+def test_a_first_epochs_length_is_known_from_its_model() -> None:
     views = [job("a", progress=Progress(done=3.0, epochs=4.0, usual_epoch=250.0)), job("b")]
     rows = outlook(views, read_nodes("T4:2x8", views), "goodput", 0.0)
     assert rows[0].ends_s is not None and rows[1].ends_s is not None and rows[0].ends_s > rows[1].ends_s
@@ -81,7 +81,7 @@ def test_it_changes_nothing_and_says_the_same_again() -> None:
     assert views == before
 
 
-def test_nodes_have_plenty_of_what_the_string_does_not_count() -> None:
+def test_nodes_have_plenty_of_what_string_does_not_count() -> None:
     views = [job("a", bundle={"GPU": 1.0, "memory": 1e5, "accelerator_type:T4": 0.001})]
     (t4,) = read_nodes("T4:1x4", views).nodes
     (a100,) = read_nodes("A100:1x4", views).nodes
@@ -98,7 +98,7 @@ def test_bad_input_is_named() -> None:
         read_nodes("T4", [])
 
 
-def test_tenants_quotas_and_holds_count_and_now_is_what_jobs_have() -> None:
+def test_tenants_quotas_and_holds_count_now_is_present() -> None:
     views = [
         job("a", tenant="a").placed({"T4-0": 2}),
         job("b", tenant="b", submitted_s=1.0).placed({"T4-0": 1}),

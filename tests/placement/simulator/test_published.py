@@ -30,7 +30,7 @@ def test_rigid_schedulers_meet_their_published_averages_to_the_second(policy: st
     ("load", "number"),
     [*(("1.0", n) for n in (1, 2, 3, 6)), *((load, n) for load in ("0.5", "1.5", "2.0") for n in (1, 6))],
 )
-def test_pollux_comes_within_five_per_cent_of_its_published_averages(load: str, number: int) -> None:
+def test_pollux_is_within_five_per_cent_of_published_averages(load: str, number: int) -> None:
     folder = data()
     published = json.loads((folder / "published" / f"pollux-{load}.json").read_text())["avgs"]
     trace = folder / "workloads" / ("pollux" if load == "1.0" else f"pollux-{load}") / f"workload-{number}.csv"

@@ -81,7 +81,7 @@ def again(life: Life, policy: str) -> SimulationReport:
     )
 
 
-def test_jobs_lengths_nodes_and_profiles_are_read_from_a_recording() -> None:
+def test_jobs_lengths_nodes_and_profiles_are_read_from_recording() -> None:
     life, ends = recorded("goodput")
     work = recorded_workload(life)
     assert [(job.job, job.arrival_s, job.application) for job in work.jobs] == [
@@ -103,7 +103,7 @@ def test_jobs_lengths_nodes_and_profiles_are_read_from_a_recording() -> None:
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("policy", ["goodput", "fair_share"])
-def test_the_simulator_predicts_the_average_from_what_the_jobs_had_measured(policy: str) -> None:
+def test_simulator_predicts_average_from_what_the_jobs_had_measured(policy: str) -> None:
     """By the profiles of a run under ``goodput``, under either policy."""
     life, _ = recorded("goodput")
     _, ends = recorded(policy)
@@ -111,7 +111,7 @@ def test_the_simulator_predicts_the_average_from_what_the_jobs_had_measured(poli
     assert again(life, policy).avg_jct_s == pytest.approx(true_s, rel=0.05)
 
 
-def test_the_sizes_that_a_recorded_job_can_train_with_are_those_of_the_simulated_one() -> None:
+def test_recorded_jobs_sizes_are_those_of_the_simulated_one() -> None:
     """And what its memory allows: from 4 workers on."""
     need = MemoryNeed(available_bytes=50, sharded_bytes=100)
     own = {"a": AllowedSizes(multiple_of=2), "b": AllowedSizes(sizes=(1, 3)), "d": AllowedSizes(memory=need)}
@@ -202,7 +202,7 @@ def test_with_one_profiled_batch_it_never_changes(tmp_path: Path) -> None:
     assert sync_s > 0 and end_s == pytest.approx(RULES.first + 4000 * at_4, abs=3.0)
 
 
-def test_first_workers_take_longer_to_start_where_that_is_said() -> None:
+def test_first_workers_start_slower_where_that_is_said() -> None:
     here, there = (Location(nodes={node: 2}, gpu="t4") for node in ("n0", "n1"))
     assert RULES.change("a", None, None, here).pause_s == 7.0
     assert RULES.change("a", here, here, there).pause_s == 4.0
@@ -215,7 +215,7 @@ def test_first_workers_take_longer_to_start_where_that_is_said() -> None:
         Lengths(epochs={"a": 0})
 
 
-def test_live_jobs_may_grow_to_any_size_once_they_have_a_model() -> None:
+def test_live_jobs_with_model_may_grow_to_any_size() -> None:
     sizes = {}
     for doubling in (True, False):
         pace = dataclasses.replace(LIVE_PACE, doubling=doubling)

@@ -28,7 +28,7 @@ def events(path: Path, *lines: str) -> Path:
     return path
 
 
-def test_counts_become_places_that_are_taken_while_there_are_so_many(tmp_path: Path) -> None:
+def test_counts_become_places_taken_while_there_are_so_many(tmp_path: Path) -> None:
     spot = read_spot(counts(tmp_path / "a.json", [0, 2, 1, 1, 0, 2]))
     assert spot.length_s == 600.0
     assert spot.places == (((100.0, 400.0), (500.0, 600.0)), ((100.0, 200.0), (500.0, 600.0)))
@@ -41,7 +41,7 @@ def test_machines_that_come_take_the_first_empty_place(tmp_path: Path) -> None:
     assert spot.places == (((0.0, 5.0), (6.0, 9.0)), ((1.0, 9.0),))
 
 
-def test_a_trace_is_played_again_and_again_from_its_offset() -> None:
+def test_trace_is_played_again_and_again_from_its_offset() -> None:
     spot = SpotTrace(source="x", length_s=10.0, places=(((2.0, 4.0), (8.0, 10.0)), ()))
     assert list(spot.gone(0, 0.0, 19.0)) == [(0.0, 2.0), (4.0, 8.0), (10.0, 12.0), (14.0, 18.0)]
     assert list(spot.gone(0, 9.0, 12.0)) == [(1.0, 3.0), (5.0, 9.0), (11.0, 13.0)]
@@ -57,7 +57,7 @@ def test_every_node_is_dealt_a_place_by_the_seed() -> None:
     assert sorted(spot.deal([*nodes, "n8"], 0).values()).count(spot.deal(nodes, 0)["n0"]) == 2
 
 
-def test_only_the_nodes_of_the_named_type_come_and_go() -> None:
+def test_only_nodes_of_the_named_type_come_and_go() -> None:
     spot = SpotTrace(source="x", length_s=100.0, places=(((0.0, 50.0),),))
     nodes = parse_cluster("t4:2x4,a100:1x8").nodes
     script = Disturbances(spot={"t4": spot}).script(nodes, 0, 150.0)
@@ -82,7 +82,7 @@ def play(tmp_path: Path) -> object:
 
 
 @pytest.mark.thorough
-def test_comings_and_goings_are_the_same_for_the_same_seed(tmp_path: Path, play) -> None:  # type: ignore[no-untyped-def]
+def test_comings_and_goings_are_same_for_the_same_seed(tmp_path: Path, play) -> None:  # type: ignore[no-untyped-def]
     spot = {"": read_spot(counts(tmp_path / "a.json", [3, 1, 2, 0, 3, 2], gap_s=60))}
     first, again, other = (
         play(seed, spot=spot, node_mtbf_h=1.0, slow_every_h=0.5, noise=0.1, interference=0.2) for seed in (3, 3, 4)
@@ -105,7 +105,7 @@ def test_nobody_is_on_a_node_that_is_not_there(tmp_path: Path, play) -> None:  #
     assert report.makespan_s > play().makespan_s
 
 
-def test_a_job_that_loses_all_its_workers_loses_the_epoch_that_it_was_in(tmp_path: Path) -> None:
+def test_a_job_losing_all_workers_loses_its_present_epoch(tmp_path: Path) -> None:
     profiles(tmp_path / "profiles", ("toy",), ("t4",))
     jobs = trace(tmp_path / "one.csv", [("a", 0.0, "toy", 1, 32)])
     spot = read_spot(counts(tmp_path / "a.json", [1, 0, *[1] * 100], gap_s=30))

@@ -106,13 +106,13 @@ def test_the_last_to_come_there_dies(moment: str) -> None:
 
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("held", [(2, 3), (1, 3), (1,), (3,)])
-def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
+def test_workers_that_have_voted_make_a_survivors_update(held: tuple[int, ...]) -> None:
     """Of the four, one applies the step and dies; those that are held do not know that it was decided."""
     script = [Kill(3, 4, "after_step"), *(Hold(3, worker, "vote") for worker in held)]
     check(Case("adagrad"), script, (1, 2, 3, 4))
 
 
-def test_a_step_that_no_survivor_has_made_is_drawn_again() -> None:
+def test_step_that_no_survivor_has_made_is_drawn_again() -> None:
     check(Case("adagrad"), [Kill(3, 4, "after_step"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))], (1, 2, 3, 4))
 
 
@@ -125,6 +125,6 @@ def test_two_workers_die_one_after_the_other() -> None:
     check(Case("adagrad"), [Kill(3, 2, "allreduce"), Kill(5, 1, "after_step"), Change(7, (3, 4, 5))], (1, 2, 3, 4))
 
 
-def test_with_one_owner_a_loss_is_told_on_every_worker() -> None:
+def test_with_one_owner_loss_is_told_on_every_worker() -> None:
     with pytest.raises(RowsLostError, match=r"% of the rows of ShardedEmbedding 'table' were lost .*copies=1"):
         run_job(job(Case(copies=1)), [Kill(3, 2, "forward")], first=(1, 2, 3))

@@ -111,13 +111,13 @@ def test_leavers_hand_over_what_only_they_own(tiles: int, world: int, copies: in
     assert not lost(tiles, held)
 
 
-def test_what_is_handed_over_goes_to_those_that_have_least() -> None:
+def test_what_is_handed_over_goes_to_the_least_loaded() -> None:
     owners = [(0,), (0,), (0,), (0,), (1,), (1,)]
     destinations = [move.destination for move in hand_over(owners, [False, True, True, True])]
     assert Counter([*destinations, 1, 1]) == {1: 2, 2: 2, 3: 2}
 
 
-def test_ranks_that_own_more_are_handed_nothing_until_the_others_own_as_much() -> None:
+def test_ranks_that_own_more_are_handed_nothing_at_first() -> None:
     owners = [(0,), (0,), (0,), (1,), (1,), (1,), (2,)]
     destinations = [move.destination for move in hand_over(owners, [False, True, True])]
     assert destinations == [2, 2, 1], "each copy weighs one"
@@ -126,13 +126,13 @@ def test_ranks_that_own_more_are_handed_nothing_until_the_others_own_as_much() -
 
 
 @pytest.mark.parametrize("nodes", ["ab", "aabb", "abab", "abc", "aabbcc", "aabc"])
-def test_copies_are_on_different_nodes_where_none_has_more_than_half_of_the_ranks(nodes: str) -> None:
+def test_copies_are_on_different_nodes_without_majorities(nodes: str) -> None:
     owners = fresh(64, len(nodes), 2, list(nodes))
     assert all(len({nodes[rank] for rank in mine}) == 2 for mine in owners)
 
 
 @given(st.lists(st.sets(st.integers(0, 7)), min_size=4, max_size=4), st.sampled_from(["abab", "aabb"]))
-def test_copies_come_to_be_on_different_nodes_whatever_was_held(held: list[set[int]], nodes: str) -> None:
+def test_copies_come_to_different_nodes_whatever_was_held(held: list[set[int]], nodes: str) -> None:
     for owners in (place(8, held, list(nodes), 2), place(8, [set(range(8)), set(), set(), set()], list(nodes), 2)):
         assert all({nodes[rank] for rank in mine} == {"a", "b"} for mine in owners)
 
@@ -154,7 +154,7 @@ def test_two_to_four_to_three_moves_few_tiles() -> None:
     assert len(moves(held, place(256, held, ["n"] * 3, 1))) <= 2
 
 
-def test_a_loss_is_covered_by_the_second_owners_and_their_copies_come_back() -> None:
+def test_loss_is_covered_by_second_owners_and_copies_return() -> None:
     owners = fresh(256, 4, 2, list("aabb"))
     held = held_by(owners, 4)
     del held[2]

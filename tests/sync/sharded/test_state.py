@@ -105,7 +105,7 @@ def test_adam_is_torch_s_sparse_adam(ranks: Ranks) -> None:
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", [Case("adagrad"), Case(copies=1)], ids=["two owners", "one owner"])
-def test_a_checkpoint_goes_on_in_a_group_of_any_size(ranks: Ranks, case: Case) -> None:
+def test_a_checkpoint_continues_in_a_group_of_any_size(ranks: Ranks, case: Case) -> None:
     results = ranks.run(saved, case, world=3)
     states, weights, rows = results[0]
     whole = nn.Embedding(ROWS, WIDTH)
@@ -132,7 +132,7 @@ def evaluated(case: Case, whole: bool) -> int:
     return seen
 
 
-def test_a_loader_of_whole_batches_is_refused_whatever_the_group() -> None:
+def test_loader_of_whole_batches_is_refused_whatever_the_group() -> None:
     assert sum(run_job(lambda: evaluated(Case(copies=1), False), first=(1, 2)).results.values()) == 25
     for workers in ((1,), (1, 2, 3)):  # also where all hold all rows: the group may grow
         with pytest.raises(RuntimeError, match="cannot be called in a pass over whole_batches=True"):
@@ -148,7 +148,7 @@ def state_of_one_rank() -> None:
     trainee.train(2)
 
 
-def test_state_that_one_rank_alone_asks_for_is_an_error_and_no_hang() -> None:
+def test_state_asked_for_by_one_rank_is_an_error() -> None:
     with pytest.raises(er.RanksDisagreeError, match="rank 0 fetches the whole of ShardedEmbedding 0 of model 0"):
         run_job(state_of_one_rank, first=(1, 2))
 
@@ -199,7 +199,7 @@ def frozen(case: Case) -> Tensor:
     return trainee.rows["weight"]
 
 
-def test_rows_whose_gradients_could_not_travel_are_told_and_not_forgotten() -> None:
+def test_rows_whose_gradients_could_not_travel_are_told() -> None:
     begun = Case().weight()
     assert not torch.equal(run_job(lambda: frozen(Case()), first=(1,)).results[1], begun)
     with pytest.raises(RuntimeError, match="let one parameter of the wrapped model at least take part"):
@@ -224,7 +224,7 @@ def half_way() -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_state_in_the_middle_of_training_and_in_a_step_that_is_lost() -> None:
+def test_state_is_asked_for_in_training_and_lost_steps() -> None:
     outcome = run_job(half_way, [Kill(1, 3, "after_step")], first=(1, 2, 3))
     whole = (ROWS, WIDTH)
     assert outcome.results[1] in ([whole, (0, WIDTH), whole, whole], [whole, (0, WIDTH), whole]), outcome.results[1]
@@ -248,13 +248,13 @@ def wrap(table: ShardedEmbedding, optimizer: Any = None, **options: Any) -> er.A
         (lambda p: torch.optim.Adagrad(p, weight_decay=0.1), "weight_decay=0.1"),
     ],
 )
-def test_optimizers_without_a_rule_for_rows_are_refused_unless_one_is_chosen(make: Any, text: str) -> None:
+def test_optimizers_without_row_rules_are_refused_unless_chosen(make: Any, text: str) -> None:
     with pytest.raises(StrategyError, match=text):
         wrap(ShardedEmbedding(9, 2), make)
     wrap(ShardedEmbedding(9, 2, optimizer="adagrad"), make)
 
 
-def test_what_cannot_be_served_is_refused_when_the_model_is_wrapped() -> None:
+def test_what_cannot_be_served_is_refused_when_wrapping() -> None:
     with pytest.raises(StrategyError, match="strategy 'local_sgd' averages models"):
         wrap(ShardedEmbedding(9, 2), strategy="local_sgd")
     with pytest.raises(StrategyError, match="grad_scaler is not served"):
@@ -307,7 +307,7 @@ def test_bad_rules_are_refused(rule: Any, options: dict[str, Any], text: str) ->
         rule(**options)
 
 
-def test_outside_of_a_wrapped_model_it_can_be_loaded_and_evaluated() -> None:
+def test_outside_of_model_it_can_be_loaded_and_evaluated() -> None:
     table, plain = ShardedEmbedding(9, 2, padding_idx=0), nn.Embedding(9, 2, padding_idx=0)
     assert not table.state_dict()["weight"][0].any()
     table.load_state_dict(plain.state_dict())

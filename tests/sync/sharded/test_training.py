@@ -53,7 +53,7 @@ def scheduled(case: Case) -> dict[str, Tensor]:
     return parameters(model)
 
 
-def test_rows_follow_the_schedule_and_leave_out_what_parameters_do() -> None:
+def test_rows_follow_schedule_and_leave_out_what_parameters_do() -> None:
     case = Case("adagrad", rule=RowSGD(lr_factor=2.0))
     found = run_job(lambda: scheduled(case), first=(1, 2)).results[1]
     model = case.plain()

@@ -115,9 +115,7 @@ def check(case: Case, script: Any, first: tuple[int, ...]) -> None:
     ],
     ids=["changes", "accumulated", "lost", "lost in a vote", "heard decided by one", "shard groups"],
 )
-def test_an_average_that_is_a_part_of_the_model_moves_with_the_group(
-    case: Case, script: Any, first: tuple[int, ...]
-) -> None:
+def test_average_that_is_part_of_model_moves_with_group(case: Case, script: Any, first: tuple[int, ...]) -> None:
     check(case, script, first)
 
 
@@ -167,9 +165,7 @@ COPIES = keeping(lambda model: [p.detach().clone() for p in model.parameters()],
     ids=["larger", "another worker", "no more alone"],
 )
 @pytest.mark.parametrize("combine", [follow, one_by_one])
-def test_copies_of_another_group_are_refused_with_the_way_that_works(
-    combine: Any, script: Any, first: tuple[int, ...]
-) -> None:
+def test_copies_of_another_group_are_refused_with_a_way(combine: Any, script: Any, first: tuple[int, ...]) -> None:
     made = keeping(lambda model: [p.detach().clone() for p in model.parameters()], combine)
     with pytest.raises((RuntimeError, CommunicationFailedError), match=r"elastic_ray\.change_parameters.*recipes"):
         run_job(lambda: loop(made), script, first=first)
@@ -181,7 +177,7 @@ def test_copies_serve_as_long_as_the_group_does() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_second_sharded_model_that_is_not_wrapped_is_refused(workers: int) -> None:
+def test_second_sharded_model_that_is_not_wrapped_is_refused(workers: int) -> None:
     made = keeping(lambda _: list(sharded_net().requires_grad_(False).parameters()), follow)
     with pytest.raises(RuntimeError, match=r"AdaptiveDataParallel does not wrap is in none.*change_parameters"):
         run_job(lambda: loop(made), first=tuple(range(1, workers + 1)))
@@ -192,7 +188,7 @@ def test_a_second_sharded_model_that_is_not_wrapped_is_refused(workers: int) -> 
     [((), "rank 0 owns differ"), ([Kill(1, 2, "backward")], "the group has changed since")],
     ids=["", "and a worker is lost"],
 )
-def test_an_average_that_a_hook_moves_by_hand_is_found(script: Any, text: str) -> None:
+def test_average_that_a_hook_moves_by_hand_is_found(script: Any, text: str) -> None:
     with pytest.raises(ReplicasDifferError, match=text):
         run_job(lambda: train(Case(by_hand=True)), script, first=(1, 2, 3))
 
@@ -202,7 +198,7 @@ def test_an_average_that_a_hook_moves_by_hand_is_found(script: Any, text: str) -
     [((), "rank 0 owns differ"), ([Kill(3, 2, "backward")], r"the group has changed since.*change_parameters")],
     ids=["next update", "change"],
 )
-def test_rows_that_were_changed_by_hand_are_found_at_once(script: Any, text: str) -> None:
+def test_rows_changed_by_hand_are_found_at_once(script: Any, text: str) -> None:
     """Where the group changes, rows would come from the one that follows."""
     steps = list[int]()
 
@@ -216,7 +212,7 @@ def test_rows_that_were_changed_by_hand_are_found_at_once(script: Any, text: str
     assert max(steps) == 3
 
 
-def test_an_average_may_be_put_in_and_taken_out_again() -> None:
+def test_average_may_be_put_in_and_taken_out_again() -> None:
     seen = list[float]()
 
     def between(model: Net, step: int) -> None:

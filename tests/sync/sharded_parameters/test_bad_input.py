@@ -177,7 +177,7 @@ def test_a_wrapped_model_cannot_be_sharded_any_more() -> None:
         er.fully_shard(wrapped)
 
 
-def test_a_sharded_model_has_no_strategy_to_change_and_no_gradients_to_keep_back() -> None:
+def test_a_sharded_model_has_no_strategy_to_change() -> None:
     model, optimizer = _good()
     wrapped = er.AdaptiveDataParallel(model, optimizer)
     assert wrapped.strategy.name == "fully_shard"
@@ -234,7 +234,7 @@ class _Branching(Net):
     ("block", "everywhere"),
     [(0, False), (1, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, True), (1, False)))],
 )
-def test_ranks_that_take_other_branches_are_found_out_before_they_meet(block: int, everywhere: bool) -> None:
+def test_ranks_on_other_branches_are_found_before_they_meet(block: int, everywhere: bool) -> None:
     """All blocks are of one size: what one rank gathers of the first, another must not take for the second."""
 
     def trained() -> list[torch.Tensor]:
@@ -305,7 +305,7 @@ def test_one_rank_that_does_otherwise_is_found_out(do: Any, error: type[Exceptio
             run(Case(clip=False, meta=meta, between=_on_one(do)), [], (1, 2))
 
 
-def test_weights_that_one_rank_loads_alone_are_found_before_the_next_update() -> None:
+def test_weights_loaded_by_one_rank_are_found_before_updates() -> None:
     """Also where the group changes behind it, and one worker is left."""
     do = _on_one(lambda run: run.model.load_state_dict({k: v + 1 for k, v in Net().state_dict().items()}))
     with pytest.raises((ReplicasDifferError, CommunicationFailedError), match=r"rank \d owns differ"):

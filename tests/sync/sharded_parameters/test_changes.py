@@ -12,7 +12,7 @@ from tests.sync.sharded_parameters.sharded import STEPS, Case, Net, Run, check, 
 
 
 @pytest.mark.thorough
-def test_shards_follow_the_group_from_2_to_4_to_3_to_1_worker() -> None:
+def test_shards_follow_group_from_two_to_four_to_one() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4)), Change(11, (3,))], (1, 2))
 
 
@@ -27,7 +27,7 @@ def test_the_first_update_frees_what_is_no_more_held() -> None:
 
 
 @pytest.mark.thorough
-def test_micro_batches_that_do_not_divide_the_batch_weigh_by_their_samples_in_every_group() -> None:
+def test_uneven_micro_batches_weigh_by_samples_in_every_group() -> None:
     """Unclipped: clipping would hide gradients that are all too large or too small."""
     check(Case(micro=2, clip=False, optimizer="sgd"), [Change(3, (1, 2, 3, 4)), Change(8, (3, 4))], (1, 2))
 
@@ -52,13 +52,13 @@ def test_a_lost_worker_takes_nothing_with_it(moment: str, last: bool) -> None:
 
 
 @pytest.mark.thorough
-def test_what_one_has_heard_decided_those_make_that_have_not() -> None:
+def test_who_heard_makes_what_those_decide_who_have_not() -> None:
     """Worker 1 hears the vote's end and is lost before it says so; 3 has voted and waits."""
     check(Case(), [Hold(5, 3, "vote"), Kill(5, 1, "edge")], (1, 2, 3))
 
 
 @pytest.mark.thorough
-def test_loss_after_loss_and_a_worker_in_the_place_of_each() -> None:
+def test_loss_after_loss_and_worker_in_place_of_each() -> None:
     script = [Kill(3, 2, "backward", joins=(5,)), Kill(6, 1, "vote", joins=(6,)), Kill(9, 5, "after_step")]
     check(Case(optimizer="sgd"), script, (1, 2, 3, 4))
 
@@ -74,14 +74,14 @@ def test_a_loss_while_rows_move_is_made_good() -> None:
     "worker", [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("moment", ["vote", "restore"])
-def test_a_loss_before_second_copies_are_where_they_are_to_be_is_made_good(worker: int, moment: str) -> None:
+def test_a_loss_before_second_copies_arrived_is_made_good(worker: int, moment: str) -> None:
     """Of two workers that keep what they have until the first update of four, and of two that have one copy only."""
     found = check(Case(), [Change(3, (1, 2, 3, 4)), Kill(4, worker, moment, joins=(5,))], (1, 2))
     assert found.groups == [(1, 2), (1, 2, 3, 4), tuple(sorted({1, 2, 3, 4, 5} - {worker}))]
 
 
 @pytest.mark.thorough
-def test_workers_leave_before_second_copies_are_where_they_are_to_be() -> None:
+def test_workers_leave_before_second_copies_have_arrived() -> None:
     check(Case(), [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Change(5, (3, 4, 5))], (1, 2))
 
 
@@ -94,7 +94,7 @@ def _save_after_change(run: Run, step: int) -> None:
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("first", [(1, 2), (1, 2, 3)])
-def test_the_whole_is_asked_for_before_second_copies_are_where_they_are_to_be(first: tuple[int, ...]) -> None:
+def test_the_whole_is_asked_for_before_second_copies_arrived(first: tuple[int, ...]) -> None:
     """Some ranks follow several others then, some none; and rows of a lone worker lie anywhere in its memory."""
     check(Case(between=_save_after_change), [Change(3, (1, 4, 5, 6))], first)
 
@@ -115,7 +115,7 @@ def _spoil(model: nn.Module, _: object, output: Tensor) -> None:
 @pytest.mark.parametrize(
     "script", [[Change(6, (1, 2, 3, 4))], [Change(3, (1, 2, 3, 4)), Change(4, (3, 4)), Kill(5, 4, "restore")]]
 )
-def test_a_group_that_makes_no_update_ends_its_pass_or_is_left(script: list[Change | Kill]) -> None:
+def test_a_group_without_updates_ends_or_is_left(script: list[Change | Kill]) -> None:
     """Its one update, of step 7 or of step 4, is left out: gradients are not finite."""
     check(Case(between=_without_gradients, nonfinite="skip"), script, (1, 2))
 
@@ -129,11 +129,11 @@ def test_a_loss_while_another_leaves_is_made_good(lost: int) -> None:
     )
 
 
-def test_two_workers_lost_at_once_that_follow_each_other_lose_the_state() -> None:
+def test_two_neighbours_lost_at_once_lose_the_state() -> None:
     with pytest.raises((StateLostError, LostGroupError), match="rows of parameters of model 0 were lost"):
         run(Case(), [Kill(5, 2, "edge", after=(3,)), Kill(5, 3, "receiving")], (1, 2, 3, 4))
 
 
 @pytest.mark.slow
-def test_two_workers_lost_at_once_that_do_not_follow_each_other_lose_nothing() -> None:
+def test_two_others_lost_at_once_lose_nothing() -> None:
     check(Case(), [Kill(5, 1, "forward"), Kill(5, 3, "receiving")], (1, 2, 3, 4))

@@ -89,7 +89,7 @@ def test_each_worker_reads_its_rows(tmp_path: Path, workers: tuple[int, ...], le
 @pytest.mark.thorough
 @pytest.mark.parametrize("behind", [None, 1])
 @pytest.mark.parametrize("meta", [False, True])
-def test_a_worker_with_another_checkpoint_gets_rows_from_those_that_read_them(
+def test_a_worker_with_another_checkpoint_gets_rows_from_readers(
     tmp_path: Path, behind: int | None, meta: bool
 ) -> None:
     """One has found no good one, or an older one."""
@@ -108,7 +108,7 @@ def test_a_worker_with_another_checkpoint_gets_rows_from_those_that_read_them(
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("meta", [False, True])
-def test_a_worker_that_is_lost_while_rows_are_read_costs_nothing(tmp_path: Path, meta: bool) -> None:
+def test_a_worker_lost_while_rows_are_read_costs_nothing(tmp_path: Path, meta: bool) -> None:
     saving = job(tmp_path / "run", at=(3,), meta=meta)
     saving.run((1, 2, 3))
     states, (state,) = saving.open(), saving.files()
@@ -118,7 +118,7 @@ def test_a_worker_that_is_lost_while_rows_are_read_costs_nothing(tmp_path: Path,
     check(tmp_path, outcome.results)
 
 
-def test_a_part_that_changes_between_the_check_and_the_reading_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_part_changed_after_the_check_is_an_error(tmp_path: Path) -> None:
     saving = job(tmp_path / "run", at=(3,))
     saving.run((1, 2))
     states, (state,) = saving.open(), saving.files()
@@ -150,7 +150,7 @@ def test_a_job_that_is_preempted_saves_its_rows(tmp_path: Path) -> None:
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("meta", [False, True])
-def test_workers_of_shard_groups_read_the_rows_of_their_place(tmp_path: Path, meta: bool) -> None:
+def test_workers_of_shard_groups_read_rows_of_their_place(tmp_path: Path, meta: bool) -> None:
     make = functools.partial(meta_net if meta else sharded_net, shard_size=2)
     saving = job(tmp_path / "run", at=(3,), make=make)
     saving.run((1, 2, 3, 4))
@@ -160,7 +160,7 @@ def test_workers_of_shard_groups_read_the_rows_of_their_place(tmp_path: Path, me
 
 
 @pytest.mark.thorough
-def test_where_a_node_has_a_disk_of_its_own_rank_0_gathers_a_model_from_meta_and_saves_it(tmp_path: Path) -> None:
+def test_with_disks_per_node_rank_0_gathers_and_saves(tmp_path: Path) -> None:
     saving = job(tmp_path / "run", at=(3, 6), meta=True, elsewhere={"w3": tmp_path / "other"}, timeout_s=1.0)
     found = saving.run((1, 2, 3))
     assert any(kind == "storage" and "rank 0 gathers the whole" in text for kind, text, _ in found.told)

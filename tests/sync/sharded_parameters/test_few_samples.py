@@ -59,7 +59,7 @@ def test_a_worker_is_lost_in_it(model: Callable[[], nn.Module], kill: Kill) -> N
 @pytest.mark.thorough
 @pytest.mark.parametrize(("worker", "moment"), [(2, "forward"), (4, "edge")])
 @pytest.mark.parametrize("first", [FOUR, (*FOUR, 5)])
-def test_a_worker_is_lost_in_it_within_a_step_of_training(worker: int, moment: str, first: tuple[int, ...]) -> None:
+def test_worker_is_lost_in_it_within_step_of_training(worker: int, moment: str, first: tuple[int, ...]) -> None:
     # The others are in the evaluation by then; one that had not begun the step would cut it for the group that follows.
     others = tuple(each for each in first if each != worker and each <= FEW)
     kill = Kill(5, worker, moment, after=others, after_moment="forward")

@@ -109,7 +109,7 @@ def _resumed(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any
 
 
 @pytest.mark.thorough
-def test_a_worker_that_goes_on_from_a_checkpoint_holds_its_rows_and_a_layer_more(tmp_path: Path) -> None:
+def test_a_continued_worker_holds_its_rows_and_one_layer(tmp_path: Path) -> None:
     def make() -> nn.Module:
         model = _model("cpu")
         for block in model:

@@ -23,19 +23,19 @@ from tests.sync.sharded_parameters.live import Live
 from tests.sync.sharded_parameters.sharded import Case, Net, check, data, meta_net, sharded_net
 
 
-def test_a_model_without_memory_is_trained_as_one_in_memory_from_2_to_4_to_3_workers() -> None:
+def test_a_model_without_memory_trains_as_one_in_memory() -> None:
     check(Case(meta=True), [Change(3, (1, 2, 3, 4)), Change(7, (2, 3, 4))], (1, 2))
 
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("joins", [(), (5,)])
-def test_a_first_group_that_breaks_while_rows_move_begins_again(joins: tuple[int, ...]) -> None:
+def test_first_group_that_breaks_while_rows_move_begins_again(joins: tuple[int, ...]) -> None:
     """Each has made rows by then, which lie with no second worker."""
     found = check(Case(meta=True), [Kill(0, 2, "rows", joins=joins)], (1, 2, 3, 4))
     assert found.groups == [(1, 2, 3, 4), (1, 3, 4, *joins)]
 
 
-def test_what_the_optimizer_keeps_from_its_start_is_cut_to_rows() -> None:
+def test_what_an_optimizer_keeps_from_its_start_is_cut() -> None:
     check(Case(meta=True, optimizer="adagrad"), [Kill(5, 2, "vote", joins=(4,))], (1, 2, 3))
 
 
@@ -75,7 +75,7 @@ def _in_memory(seed: int) -> _Tied:
 
 
 @pytest.mark.parametrize("workers", [(1,), (1, 2, 3, 4)])
-def test_it_begins_with_the_bits_of_the_seed_at_any_number_of_workers(workers: tuple[int, ...]) -> None:
+def test_it_begins_with_the_seeds_bits_at_any_size(workers: tuple[int, ...]) -> None:
     wanted = _in_memory(5)
     torch.manual_seed(5)
 
@@ -171,7 +171,7 @@ def _two_passes(meta: bool, behind: Look, *, first: Look = lambda model, optimiz
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("meta", [False, True])
-def test_rank_0_has_the_whole_behind_a_pass_unless_all_must_ask(meta: bool) -> None:
+def test_rank_0_has_the_whole_after_a_pass(meta: bool) -> None:
     def behind(model: Net, optimizer: Any, rank: int) -> tuple[bool, bool, int]:
         at_once = optimizer.settled
         kept = model.state_dict() if meta or rank == 0 else {}
@@ -186,7 +186,7 @@ def test_rank_0_has_the_whole_behind_a_pass_unless_all_must_ask(meta: bool) -> N
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", ["model", "optimizer"])
-def test_one_rank_that_asks_alone_behind_a_pass_is_an_error_on_all(rank: int, what: str) -> None:
+def test_one_rank_asking_alone_after_a_pass_is_refused(rank: int, what: str) -> None:
     told: dict[int, str] = {}
 
     def behind(model: Net, optimizer: Any, own: int) -> None:
@@ -218,7 +218,7 @@ def test_one_rank_that_asks_alone_behind_a_pass_is_an_error_on_all(rank: int, wh
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("meta", [False, True])
-def test_a_joiner_goes_by_the_place_where_all_have_asked(meta: bool) -> None:
+def test_joiner_goes_by_the_place_where_all_have_asked(meta: bool) -> None:
     """It enters in the second pass, with the code between the passes still before it."""
 
     def behind(model: Net, optimizer: Any, rank: int) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def test_a_joiner_goes_by_the_place_where_all_have_asked(meta: bool) -> None:
     assert sorted(found.values()) == [(0, len(Net().state_dict())), (1, 1), (2, 1)]
 
 
-def test_what_changes_rows_is_found_out_behind_a_pass_though_nothing_is_gathered() -> None:
+def test_what_changes_rows_is_found_without_gathering() -> None:
     def first(model: Net, optimizer: Any, rank: int) -> None:
         if rank == 1:
             model.last.weight.data.mul_(2.0)
@@ -239,9 +239,7 @@ def test_what_changes_rows_is_found_out_behind_a_pass_though_nothing_is_gathered
 
 
 @pytest.mark.parametrize(("script", "workers"), [([Change(3, (1, 2))], (1,)), ([], (1, 2))])
-def test_ranks_of_which_one_was_built_in_memory_ask_all_the_same(
-    script: list[Change], workers: tuple[int, ...]
-) -> None:
+def test_ranks_of_which_one_was_in_memory_ask_too(script: list[Change], workers: tuple[int, ...]) -> None:
     begun: list[bool] = []
 
     def first(model: Net, optimizer: Any, rank: int) -> None:
@@ -303,7 +301,7 @@ def _loop(model: nn.Module) -> None:
             pass
 
 
-def test_what_an_initialisation_leaves_as_it_was_is_an_error() -> None:
+def test_what_initialisation_leaves_as_it_was_is_an_error() -> None:
     with pytest.raises(ValueError, match="initialisation of _Idle must fill scale"):
         run_job(lambda: _loop(er.fully_shard(_meta(_Idle), device="cpu")))
 
@@ -319,7 +317,7 @@ def test_an_initialisation_that_writes_into_another_module_is_named() -> None:
         run_job(lambda: _loop(er.fully_shard(model, param_init_fn=reach, device="cpu")))
 
 
-def test_before_the_first_loop_there_is_nothing_to_compute_with() -> None:
+def test_before_first_loop_there_is_nothing_to_compute_with() -> None:
     model = meta_net()
     with pytest.raises(RuntimeError, match="gets its shards when its first loop"):
         model.load_state_dict(Net().state_dict())
@@ -333,7 +331,7 @@ def test_before_the_first_loop_there_is_nothing_to_compute_with() -> None:
             call()
 
 
-def test_a_model_is_built_without_memory_as_a_whole_or_not_at_all() -> None:
+def test_a_model_is_built_without_memory_whole_or_never() -> None:
     model = nn.Sequential(_meta(lambda: nn.Linear(2, 2)), nn.Linear(2, 2))
     er.fully_shard(model[0], device="cpu")
     er.fully_shard(model[1])
@@ -368,7 +366,7 @@ def test_buffers_beside_parameters_that_are_sharded_already_are_filled() -> None
         assert device == "cpu" and torch.equal(mask, torch.ones(2))
 
 
-def test_a_buffer_without_memory_beside_parameters_in_memory_is_refused() -> None:
+def test_buffer_without_memory_beside_parameters_in_memory_is_refused() -> None:
     model = _Masked()
     model.register_buffer("mask", torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match=r"_Masked\.mask is on the meta device, but parameters are on cpu"):
@@ -376,14 +374,14 @@ def test_a_buffer_without_memory_beside_parameters_in_memory_is_refused() -> Non
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"param_init_fn": nn.init.ones_}])
-def test_what_is_for_models_on_meta_is_not_ignored_for_others(options: dict[str, Any]) -> None:
+def test_what_is_for_meta_models_is_not_ignored_elsewhere(options: dict[str, Any]) -> None:
     (name,) = options
     with pytest.raises(ValueError, match=f"{name} is for modules that were built on the meta device, but Linear has"):
         er.fully_shard(nn.Linear(2, 2), **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what torch keeps for GPUs that are not there yet")
-def test_generators_of_devices_that_the_model_is_not_on_are_left_alone() -> None:
+def test_generators_of_other_devices_are_left_alone() -> None:
     torch.cuda.manual_seed_all(7)
     queued = torch.cuda._lazy_seed_tracker.manual_seed_all_cb
     initialise(nn.Linear(2, 2), [], 3, lambda place, value: None)

@@ -166,9 +166,7 @@ def test_through_changes_of_the_group_nothing_is_mixed(options: dict[str, Any]) 
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("moment", "late", "unsure"), [("backward", (5,), ()), ("vote", (), (5, 6))])
-def test_a_lost_worker_takes_no_part_of_a_sum_with_it(
-    moment: str, late: tuple[int, ...], unsure: tuple[int, ...]
-) -> None:
+def test_lost_worker_takes_no_part_of_sum_with_it(moment: str, late: tuple[int, ...], unsure: tuple[int, ...]) -> None:
     """What was measured in step 4 rides in step 5. Whether a vote was heard decided chance says."""
     check(Case(), 3, [Kill(5, 2, moment)], late=late, unsure=unsure)
     check(Case(shard_size=2), 4, [Kill(5, 1, moment, joins=(5,))], late=late, unsure=unsure)

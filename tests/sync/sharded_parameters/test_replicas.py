@@ -57,7 +57,7 @@ def test_three_groups_add_up_what_two_do() -> None:
 
 
 @pytest.mark.thorough
-def test_groups_follow_the_workers_from_2_to_4_to_3_to_4_to_6() -> None:
+def test_groups_follow_the_workers_from_two_to_six() -> None:
     script = [Change(3, FOUR), Change(6, (1, 2, 4)), Change(8, (1, 2, 4, 5)), Change(11, (1, 2, 4, 5, 6, 7))]
     found = check(case(), script, (1, 2))
     (text,) = warnings(found)
@@ -77,7 +77,7 @@ def test_another_in_the_place_of_a_lost_one() -> None:
     check(case("sgd"), [Kill(4, 3, "backward", joins=(5,)), Kill(8, 1, "vote", joins=(6,))], FOUR)
 
 
-def test_a_group_that_is_lost_as_a_whole_loses_nothing() -> None:
+def test_group_that_is_lost_as_a_whole_loses_nothing() -> None:
     """Workers 3 and 4."""
     found = check(case(), [Kill(5, 3, "forward"), Kill(5, 4, "receiving")], FOUR)
     assert found.groups == [FOUR, (1, 2, 4), (1, 2)]
@@ -116,7 +116,7 @@ def test_workers_that_shard_with_different_sizes_are_told() -> None:
 
 
 @pytest.mark.thorough
-def test_each_row_is_in_a_checkpoint_once_and_each_owner_writes_a_share(tmp_path: Path) -> None:
+def test_each_row_is_once_in_checkpoint_shared_by_owners(tmp_path: Path) -> None:
     def job(folder: Path, **options: object) -> Job:
         make = lambda: sharded_net(shard_size=2)  # noqa: E731
         return Job(folder, strategy=None, optimizer="adamw", optimizers=OPTIMIZERS, make=make, data=data, **options)

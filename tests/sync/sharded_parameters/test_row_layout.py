@@ -57,7 +57,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, world: int) -> None:
 
 @given(rows=ROWS, before=LAYOUTS, size=st.sampled_from([None, 2, 3]), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_after_any_change_each_rank_holds_its_shards_and_received_only_what_it_lacked(
+def test_after_any_change_ranks_hold_shards_receiving_only_missing(
     rows: list[int], before: Layout, size: int | None, data: st.DataObject
 ) -> None:
     old = held_in(before)
@@ -85,9 +85,7 @@ def test_after_any_change_each_rank_holds_its_shards_and_received_only_what_it_l
 
 
 @given(rows=ROWS, layout=LAYOUTS.filter(lambda each: each.world > 1), data=st.data())
-def test_a_loss_loses_no_row_unless_all_holders_of_one_are_lost(
-    rows: list[int], layout: Layout, data: st.DataObject
-) -> None:
+def test_a_loss_loses_no_row_with_a_living_holder(rows: list[int], layout: Layout, data: st.DataObject) -> None:
     held = held_in(layout)
     for dead in range(layout.world):
         assert not lost(rows, [mine for rank, mine in enumerate(held) if rank != dead])
@@ -110,9 +108,7 @@ def test_in_one_group_two_neighbours_lose_some(rows: list[int], world: int, data
 
 
 @given(rows=ROWS, layout=LAYOUTS.filter(lambda each: each.world > 1), data=st.data())
-def test_leavers_hand_over_so_that_one_more_loss_loses_nothing(
-    rows: list[int], layout: Layout, data: st.DataObject
-) -> None:
+def test_leavers_hand_over_so_that_losses_lose_nothing(rows: list[int], layout: Layout, data: st.DataObject) -> None:
     world = layout.world
     stays = data.draw(st.lists(st.booleans(), min_size=world, max_size=world).filter(any))
     held = held_in(layout)
@@ -130,7 +126,7 @@ def test_leavers_hand_over_so_that_one_more_loss_loses_nothing(
 
 @given(rows=ROWS, before=LAYOUTS, size=st.sampled_from([None, 2, 3]), data=st.data())
 @settings(max_examples=200, deadline=None)
-def test_those_that_have_rows_already_follow_until_others_have_received_them(
+def test_those_with_rows_follow_until_others_received_them(
     rows: list[int], before: Layout, size: int | None, data: st.DataObject
 ) -> None:
     survivors = data.draw(st.lists(st.sampled_from(range(before.world)), min_size=1, unique=True))
@@ -164,7 +160,7 @@ def _rows_moved(rows: list[int], held: list[set[ShardId]], layout: Layout) -> li
     return found
 
 
-def test_two_workers_that_become_four_send_the_others_one_shard_each_before_they_train() -> None:
+def test_two_that_become_four_send_one_shard_each() -> None:
     held = [{ShardId(1, 0)}, {ShardId(1, 0)}, set[ShardId](), set[ShardId]()]
     first = meanwhile([40], held, layout_of(4))
     assert _rows_moved([40], held, first) == [0, 0, 10, 10]
@@ -200,9 +196,7 @@ def test_ranges_that_touch_are_one() -> None:
 
 
 @given(world=st.integers(1, 16), size=st.integers(2, 5), data=st.data())
-def test_shard_groups_are_on_one_node_wherever_nodes_have_enough_ranks(
-    world: int, size: int, data: st.DataObject
-) -> None:
+def test_shard_groups_are_on_one_node_where_possible(world: int, size: int, data: st.DataObject) -> None:
     nodes = data.draw(st.lists(st.sampled_from("abcd"), min_size=world, max_size=world))
     layout = layout_of(world, size, nodes)
     if world % size or world < 2 * size:
@@ -222,7 +216,7 @@ def test_groups_hold_each_rank_once(groups: tuple[tuple[int, ...], ...]) -> None
 
 
 @given(shard_size=st.integers(2, 4), world=st.integers(1, 24))
-def test_no_rank_holds_more_rows_than_its_memory_is_counted_for(shard_size: int, world: int) -> None:
+def test_no_rank_holds_more_rows_than_counted(shard_size: int, world: int) -> None:
     rows = 24 * shard_size * world  # which all layouts divide evenly
     need = MemoryNeed(available_bytes=rows, sharded_bytes=rows, copies=COPIES, shard_size=shard_size)
     layout = layout_of(world, shard_size)
@@ -233,7 +227,7 @@ def test_no_rank_holds_more_rows_than_its_memory_is_counted_for(shard_size: int,
         assert held == need.need_bytes(world) or (world > 2 * shard_size and world % shard_size)
 
 
-def test_both_sides_of_a_pair_of_ranks_know_its_pieces_in_the_same_order() -> None:
+def test_both_sides_of_a_pair_know_pieces_in_order() -> None:
     early, late = Piece(0, 8, 9), Piece(1, 0, 4)
     moved = [RowMove(0, 1, late), RowMove(1, 0, early), RowMove(0, 1, early)]
     assert by_pair(moved) == by_pair(moved[::-1]) == {(0, 1): (early, late), (1, 0): (early,)}

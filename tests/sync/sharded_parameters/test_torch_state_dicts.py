@@ -66,7 +66,7 @@ def by_name(wrapped: Any, state: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_comes_to_the_ranks_that_torch_promises_it_to_and_changes_nothing(kind: str) -> None:
+def test_the_whole_comes_to_the_ranks_that_torch_promises(kind: str) -> None:
     def train() -> Any:
         wrapped, optimizer = made(kind)
         for _ in er.remaining_epochs_until(1):
@@ -100,7 +100,7 @@ def test_the_whole_comes_to_the_ranks_that_torch_promises_it_to_and_changes_noth
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2"])
-def test_without_options_the_states_of_replicas_come_to_all_ranks(kind: str) -> None:
+def test_without_options_states_of_replicas_come_to_all_ranks(kind: str) -> None:
     def train() -> Any:
         wrapped, optimizer = made(kind)
         train_an_epoch(wrapped, optimizer)
@@ -114,7 +114,7 @@ def test_without_options_the_states_of_replicas_come_to_all_ranks(kind: str) -> 
 
 @pytest.mark.parametrize("workers", [(1,), (1, 2)])
 @pytest.mark.parametrize("options", [None, StateDictOptions(cpu_offload=True)])
-def test_shards_are_refused_by_the_name_of_the_function_on_all_ranks_of_any_group(
+def test_shards_are_refused_by_the_functions_name_everywhere(
     workers: tuple[int, ...], options: StateDictOptions | None
 ) -> None:
     def train() -> None:
@@ -149,7 +149,7 @@ def test_whole_tensors_are_loaded(kind: str, options: StateDictOptions | None) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rank_0_shares_what_it_loads_before_the_first_epoch(kind: str) -> None:
+def test_rank_0_shares_what_it_loads_before_first_epoch(kind: str) -> None:
     def train() -> Any:
         wrapped, optimizer = made(kind)
         weights, states = trained_alone()
@@ -183,7 +183,7 @@ def test_what_cannot_be_loaded_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_without_a_state_get_that_of_rank_0_with_the_first_epoch(kind: str) -> None:
+def test_ranks_without_a_state_get_rank_0s_first(kind: str) -> None:
     def train() -> Any:
         wrapped, optimizer = made(kind)
         weights, states = trained_alone() if rank() == 0 else ({}, {})
@@ -200,7 +200,7 @@ def test_ranks_without_a_state_get_that_of_rank_0_with_the_first_epoch(kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_module_within_a_model_is_given_whole_or_refused(kind: str) -> None:
+def test_module_within_a_model_is_given_whole_or_refused(kind: str) -> None:
     def train() -> Any:
         wrapped, optimizer = made(kind)
         train_an_epoch(wrapped, optimizer)
@@ -251,7 +251,7 @@ def test_models_with_tables_are_refused_with_the_way_out() -> None:
     assert len(run_job(train, first=(1, 2)).results) == 2
 
 
-def test_a_module_that_is_imported_after_the_wrap_and_a_switch_to_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_imported_after_wrapping_and_a_tiles_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
     import sys
 
@@ -288,7 +288,7 @@ def test_a_module_that_is_imported_after_the_wrap_and_a_switch_to_tiles(monkeypa
 
 
 @pytest.mark.parametrize("moment", ["collective", "after_collective"])
-def test_a_state_whose_rank_0_is_lost_before_it_has_sent_it_is_an_error(moment: str) -> None:
+def test_a_state_lost_with_rank_0_is_an_error(moment: str) -> None:
     def train() -> Any:
         wrapped, optimizer = made()
         train_an_epoch(wrapped, optimizer)

@@ -72,7 +72,7 @@ def test_four_ranks_accumulate_as_one(sharded: bool) -> None:
     check(Case(optimizer="sgd", micro=2, sharded=sharded), [], (1, 2, 3, 4))
 
 
-def test_a_model_is_sharded_after_user_code_has_destroyed_torchs_groups() -> None:
+def test_a_model_is_sharded_after_torchs_groups_were_destroyed() -> None:
     sharded_net()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     dist.destroy_process_group()
@@ -141,14 +141,12 @@ def _clips_in_a_hook(run: Run, step: int) -> None:
     [[], [Change(5, (1, 2)), Kill(9, 2, "vote"), Change(14, (1, 3, 4))], [Kill(4, 3, "hook"), Kill(6, 1, "hook")]],
     ids=["none", "changes", "losses in the hook"],
 )
-def test_a_hook_before_the_step_sees_gradients_of_whole_parameters(script: list[Change | Kill]) -> None:
+def test_hook_before_the_step_sees_gradients_of_whole_parameters(script: list[Change | Kill]) -> None:
     check(Case(clip=False, between=_clips_in_a_hook), script, (1, 2, 3))
 
 
 @pytest.mark.parametrize("asks", ["at once", "at the end, as on a GPU"])
-def test_gradients_that_are_not_finite_are_left_out_on_all_ranks_and_the_rank_is_named(
-    asks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_not_finite_are_left_out_the_rank_named(asks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if asks != "at once":
         for module in (collectives, sharded_gradients):
             monkeypatch.setattr(module, "Finiteness", lambda: Finiteness(lambda tensor: False))
@@ -248,7 +246,7 @@ def test_what_state_dicts_give_they_take() -> None:
     assert found[1][2]["state"][0]["step"] == 2 * SAMPLES // 12
 
 
-def test_a_model_is_loaded_between_steps_with_the_rows_that_others_follow() -> None:
+def test_a_model_is_loaded_between_steps_with_followed_rows() -> None:
     """As a loop does that goes back to its best state: the worker that follows must have the rows as well."""
     kept: dict[str, Any] = {}
 
@@ -291,7 +289,7 @@ def test_a_loop_may_call_the_model_itself(workers: int) -> None:
 
 
 @pytest.mark.parametrize("wrapped_is_called", [True, False])
-def test_a_backward_pass_that_has_raised_does_not_hold_up_the_next_one(wrapped_is_called: bool) -> None:
+def test_a_failed_backward_pass_does_not_hold_up_others(wrapped_is_called: bool) -> None:
     """As loops do that try again with fewer samples when a GPU's memory is full."""
 
     def full(*arguments: Any) -> None:
@@ -321,7 +319,7 @@ def test_a_backward_pass_that_has_raised_does_not_hold_up_the_next_one(wrapped_i
 
 
 @pytest.mark.parametrize("added", [True, False], ids=["added", "frozen"])
-def test_layers_that_are_unfrozen_later_are_trained_from_then_on(added: bool) -> None:
+def test_layers_unfrozen_later_are_trained_from_then_on(added: bool) -> None:
     """By all ranks, whether they were in the optimizer all along or come as a group of their own; joiners follow."""
 
     def trained(*, sharded: bool) -> Any:
@@ -397,7 +395,7 @@ def test_ranks_without_gradients_meet_the_others_on_their_device() -> None:
 
 
 @pytest.mark.thorough
-def test_numbers_that_user_code_computes_of_rows_are_those_of_the_whole() -> None:
+def test_numbers_computed_of_rows_are_those_of_the_whole() -> None:
     """Clipping by hand, as code does that was written for whole gradients: all ranks find the same norm."""
 
     def between(run: Run, step: int) -> None:

@@ -15,7 +15,7 @@ from tests.sync.tiles.trained import Case, check, run
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
+def test_two_to_three_to_four_to_two_and_kill(optimizer: str) -> None:
     check(Case(optimizer), GROWS_AND_SHRINKS, (1, 2))
 
 
@@ -47,7 +47,7 @@ AS_REPLICATED = {"forward": "forward", "backward": "backward", "optimizer_step":
 @pytest.mark.thorough
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("moment", [*AS_REPLICATED, "after_step", "edge"])
-def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
+def test_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     found, wanted = (
         [Kill(4, 2, when, last=True), Kill(6, 1, when, last=True), Change(9, (3, 4, 5))]
         for when in (moment, AS_REPLICATED.get(moment, moment))
@@ -57,14 +57,14 @@ def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("moment", ["allreduce", "vote"])
-def test_a_worker_dies_when_it_is_open_whether_the_step_counts(moment: str) -> None:
+def test_worker_dies_when_it_is_open_whether_step_counts(moment: str) -> None:
     check(Case("sgd"), [Kill(4, 2, moment), Kill(6, 1, moment), Change(9, (3, 4, 5))], (1, 2, 3, 4), exact=False)
 
 
 @pytest.mark.matrix(every=3)
 @pytest.mark.thorough
 @pytest.mark.parametrize("held", [(2, 3), (1, 3), (1,), (3,)])
-def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
+def test_workers_that_have_voted_make_a_survivors_update(held: tuple[int, ...]) -> None:
     """Of the four, one makes the update and dies; those that are held do not know that it was decided."""
     heard = tuple({1, 2, 3} - set(held))
     script = [Kill(3, 4, "publish", after=heard), *(Hold(3, worker, "vote") for worker in held)]
@@ -72,21 +72,21 @@ def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: 
 
 
 @pytest.mark.thorough
-def test_such_an_update_is_made_at_the_learning_rate_that_the_others_have_scaled() -> None:
+def test_such_an_update_has_the_learning_rate_of_others() -> None:
     script = [Kill(3, 4, "publish", after=(1,)), Hold(3, 2, "vote"), Hold(3, 3, "vote")]
     case = Case(rule="linear", batch=[(0.0, 6), (0.02, 12)])
     check(case, script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "after_step", last=True)])
 
 
 @pytest.mark.thorough
-def test_an_update_that_no_survivor_has_made_is_made_anew() -> None:
+def test_update_that_no_survivor_has_made_is_made_anew() -> None:
     script = [Kill(3, 4, "publish"), *(Hold(3, worker, "vote") for worker in (1, 2, 3))]
     check(Case(), script, (1, 2, 3, 4), as_replicated=[Kill(3, 4, "backward", last=True)])
 
 
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("next_one", [1, 2, 3])
-def test_decided_means_recoverable_also_when_the_next_one_dies_in_the_recovery(next_one: int) -> None:
+def test_decided_means_recoverable_also_when_another_dies(next_one: int) -> None:
     """Two have heard the decision, one of the others has not; then another dies before states are exchanged."""
     script = [Kill(3, 4, "publish"), Hold(3, 3, "vote"), Kill(3, next_one, "receiving")]
     check(Case(strategy=Owner(unit="tile", copies=3)), script, (1, 2, 3, 4), exact=False)
@@ -99,7 +99,7 @@ def test_a_worker_dies_while_tiles_are_about_to_move(worker: int) -> None:
     check(Case("sgd"), [Change(2, (1, 2, 3, 4)), Kill(3, worker, "receiving")], (1, 2), exact=False)
 
 
-def test_with_one_owner_a_loss_names_the_workers_that_held_the_tiles() -> None:
+def test_with_one_owner_loss_names_workers_that_held_tiles() -> None:
     with pytest.raises(StateLostError, match=r"33% of the optimizer state of model 0 was lost .*\(w2\): each .* 1 of"):
         run(Case(strategy=Owner(unit="tile", copies=1)), [Kill(3, 2, "forward")], (1, 2, 3))
 

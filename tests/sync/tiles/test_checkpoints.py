@@ -56,7 +56,7 @@ def test_all_ranks_parts_are_the_state_of_one_step(tmp_path: Path, optimizer: st
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize(("strategy", "workers"), [("zero1", 3), ("all_reduce", 3), ("zero1", 1)])
-def test_a_job_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path, strategy: str, workers: int) -> None:
+def test_job_continues_at_another_size_and_under_another_strategy(tmp_path: Path, strategy: str, workers: int) -> None:
     job = Job(tmp_path / "run", at=(3,))
     job.run(FOUR)
     states, first = job.read(), tuple(range(1, workers + 1))
@@ -91,7 +91,7 @@ class Counting(Net):
         return super().forward(x)
 
 
-def test_a_checkpoint_asks_no_rank_in_a_collective_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_asks_no_rank_in_collective_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks must know of each other for it rides on the step's own sums; buffers are the first rank's."""
     asked: list[Intent] = []
     agree_on = RankConsensus.agree_on
@@ -118,7 +118,7 @@ def test_a_checkpoint_asks_no_rank_in_a_collective_of_its_own(tmp_path: Path, mo
     assert job.read()["model/0"]["seen"].item() == first[5] and len(seen[5]) == 4, "and nothing is made equal for it"
 
 
-def test_a_checkpoint_is_saved_by_all_ranks_in_an_evaluation(tmp_path: Path) -> None:
+def test_checkpoint_is_saved_by_all_ranks_in_an_evaluation(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", epochs=1, evaluates=True)
     job.run(FOUR)
     (state,) = job.files()
@@ -154,7 +154,7 @@ assert not any(name.startswith("elastic_ray") for name in sys.modules)
     assert whole["run"]["steps"] == trees["run"]["steps"] == state.steps
 
 
-def test_a_worker_that_is_killed_while_the_others_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_kill_while_others_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", at=(3, 9), epochs=3, settles_to=10)
     found = job.run(FOUR, [Kill(11, 3, "save", last=True)])  # else others may be called off first, and save later
     assert found.groups == [FOUR, (1, 2, 4)]
@@ -171,7 +171,7 @@ def test_a_worker_that_is_killed_while_the_others_write_leaves_the_checkpoint_be
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("marked", [False, True], ids=["no directory", "a directory of another run"])
-def test_where_a_node_has_a_disk_of_its_own_rank_0_writes_all_and_says_why(tmp_path: Path, marked: bool) -> None:
+def test_with_disks_per_node_rank_0_writes_all(tmp_path: Path, marked: bool) -> None:
     other = tmp_path / "other disk"
     if marked:
         RunStorage(str(other)).create()
@@ -193,7 +193,7 @@ class Silent(RunStorage):
         assert Silent.over.wait(60.0)
 
 
-def test_a_node_whose_storage_does_not_answer_is_not_waited_for_without_end(tmp_path: Path) -> None:
+def test_a_node_whose_storage_is_silent_is_not_awaited(tmp_path: Path) -> None:
     silent = tmp_path / "silent"
 
     def storage(folder: Path) -> RunStorage:
@@ -232,7 +232,7 @@ def test_the_first_rank_is_given_no_others_tiles(tmp_path: Path) -> None:
     assert max(elements) <= 1.25 * sum(elements) / 4
 
 
-def test_a_preempted_job_is_saved_by_all_ranks_and_goes_on_at_that_very_step(tmp_path: Path) -> None:
+def test_preempted_job_is_saved_by_all_and_continues_exactly(tmp_path: Path) -> None:
     job = Job(tmp_path / "run")
     job.preempt_at(5)
     job.run(FOUR)
@@ -245,7 +245,7 @@ def test_a_preempted_job_is_saved_by_all_ranks_and_goes_on_at_that_very_step(tmp
     assert min(found.steps) == 6
 
 
-def test_a_worker_that_dies_while_a_preempted_job_is_saved_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_death_while_preempted_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", at=(1,), timeout_s=1.0)
     job.preempt_at(8)
     job.run(FOUR, [Kill(9, 2, "save", last=True)])  # else others may still be on their way out of the group
@@ -253,9 +253,7 @@ def test_a_worker_that_dies_while_a_preempted_job_is_saved_leaves_the_checkpoint
     assert [state.steps for state in job.files()] == [5]
 
 
-def test_training_goes_on_while_ranks_write_and_changes_nothing_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_continues_while_ranks_write_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     further = threading.Event()
 
     def write_later(*arguments: Any, **options: Any) -> Any:

@@ -162,7 +162,7 @@ def test_damaged_files_are_recognised(storage: RunStorage, name: str, damage: Ca
             read(storage, written)
 
 
-def test_ranges_of_a_part_are_compared_with_what_was_read_through(tmp_path: Path, storage: RunStorage) -> None:
+def test_ranges_of_a_part_are_compared_with_the_whole(tmp_path: Path, storage: RunStorage) -> None:
     """Ranges within a block, over the edges of blocks and of readings, to the end, and empty ones."""
     content = random.Random(5).randbytes(20 * BLOCK_BYTES + 777)
     path = tmp_path / "part"
@@ -236,7 +236,7 @@ def test_an_account_that_is_being_written_is_waited_for(storage: RunStorage) -> 
     assert len(await_parts(storage, directory, own, RANKS, timeout_s=9, go_on=go_on)) == RANKS and asked
 
 
-def test_what_could_only_be_loaded_by_running_code_is_refused_before_anything_is_written(storage: RunStorage) -> None:
+def test_what_only_running_code_could_load_is_refused(storage: RunStorage) -> None:
     skeleton, tensors = take_apart({"x": {"thing": storage}})
     with pytest.raises(NotPlainError, match=r"\['x'\]\['thing'\] is a .*RunStorage"):
         write_part(storage, f"{storage.path}/automatic/step_7", rank=0, steps=7, skeleton=skeleton, tensors=tensors)

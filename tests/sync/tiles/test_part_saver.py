@@ -56,7 +56,7 @@ class Rank:
         return answer
 
 
-def test_a_rank_knows_that_it_is_ready_without_looking_at_its_state(tmp_path: Path) -> None:
+def test_a_rank_knows_its_readiness_without_its_state(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     stands = rank.saver.standing
     assert stands() is NOT_YET and rank.ask() is NOT_YET  # it looks for the directory
@@ -74,7 +74,7 @@ def test_a_rank_knows_that_it_is_ready_without_looking_at_its_state(tmp_path: Pa
     assert stands() is NEVER
 
 
-def test_memory_that_was_made_for_another_group_does_not_count(tmp_path: Path) -> None:
+def test_memory_made_for_another_group_does_not_count(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     make = rank.buffers.make
 
@@ -86,7 +86,7 @@ def test_memory_that_was_made_for_another_group_does_not_count(tmp_path: Path) -
     assert rank.ask() is rank.ask() is NOT_YET and rank.saver.standing() is NOT_YET
 
 
-def test_a_state_that_has_come_to_hold_other_tensors_is_copied_into_fresh_memory(tmp_path: Path) -> None:
+def test_a_state_with_other_tensors_is_copied_afresh(tmp_path: Path) -> None:
     rank = Rank(tmp_path)
     while rank.saver.standing() is not READY:
         rank.ask()

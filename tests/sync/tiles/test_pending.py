@@ -33,5 +33,5 @@ def trained(*, late: bool) -> torch.Tensor:
     return model.weight.detach()
 
 
-def test_one_of_a_fused_optimizer_has_the_loss_scale_of_its_step() -> None:
+def test_fused_optimizers_has_the_loss_scale_of_its_step() -> None:
     assert torch.equal(trained(late=True), trained(late=False))

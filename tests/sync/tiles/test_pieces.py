@@ -20,7 +20,7 @@ SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
 @given(shape=SHAPES, data=st.data())
-def test_rectangles_are_the_elements_of_a_run_in_order_and_few(shape: tuple[int, ...], data: Any) -> None:
+def test_rectangles_are_elements_of_run_in_order_and_few(shape: tuple[int, ...], data: Any) -> None:
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel - 1))
     length = data.draw(st.integers(1, numel - start))
@@ -37,7 +37,7 @@ def test_rectangles_are_the_elements_of_a_run_in_order_and_few(shape: tuple[int,
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 2, 2)])
-def test_a_tensor_without_elements_is_one_rectangle_from_its_beginning(shape: tuple[int, ...]) -> None:
+def test_tensor_without_elements_is_one_rectangle_from_its_beginning(shape: tuple[int, ...]) -> None:
     assert list(rectangles(shape, 0, 0)) == [Rectangle(0, (0,) * len(shape), shape)]
     assert list(rectangles((), 0, 1)) == [Rectangle(0, (), ())], "a number is one as well"
 
@@ -65,7 +65,7 @@ def test_pieces_lie_within_their_tensor() -> None:
             Pieces((2, 2), torch.float32, ((start, tensor),))
 
 
-def test_each_tile_is_written_by_one_of_its_owners_and_all_write_about_as_much() -> None:
+def test_each_tile_is_written_by_one_owner_evenly() -> None:
     tiling = Tiling(tuple((Span("p", 64 * i, 64, False),) for i in range(12)))
     owners = [(0, 1), (0, 2), (0, 3)] * 4
     found = writers(tiling, owners)
@@ -132,7 +132,7 @@ def test_ranks_decide_the_same(
     assert all(each.take_order() is None for each in ranks), "an order is for once"
 
 
-def test_what_a_group_has_agreed_on_does_not_count_in_the_next() -> None:
+def test_a_groups_agreement_does_not_count_in_the_next() -> None:
     agreement = SaveAgreement()
     agreement.serve(Writer(READY))
     agreement.decide([2.0, 0.0, 7.0, 0.0, 0.0], 0, 2, now=False)

@@ -32,9 +32,7 @@ def groups(draw: st.DrawFn) -> tuple[list[frozenset[int]], int, int]:
 
 @given(groups(), st.integers(0, 5))
 @settings(max_examples=150)
-def test_every_tile_has_an_owner_at_any_time_and_soon_those_that_it_is_to_have(
-    group: tuple[list[frozenset[int]], int, int], most: int
-) -> None:
+def test_every_tile_always_has_an_owner_soon_all(group: tuple[list[frozenset[int]], int, int], most: int) -> None:
     held, tiles, copies = group
     target = place(tiles, held, [""] * len(held), copies)
     first = needed_at_once(moves(held, target), target, held)
@@ -59,7 +57,7 @@ def test_every_tile_has_an_owner_at_any_time_and_soon_those_that_it_is_to_have(
     assert present == target
 
 
-def test_a_join_moves_a_joiners_own_share_and_a_loss_moves_nothing() -> None:
+def test_join_moves_joiners_own_share_and_loss_moves_nothing() -> None:
     tiles, everything = 12, frozenset(range(12))
     before = [everything, everything, frozenset[int]()]
     target = place(tiles, before, [""] * 3, 2)
@@ -154,7 +152,7 @@ class TestSlowly:
         script = [Change(3, (1, 2, 3)), Kill(5, worker, "restore"), Change(14, (2, 4, 5))]
         check(Case("sgd"), script, (1, 2), exact=False)
 
-    def test_a_second_loss_before_copies_are_back_is_told_as_such(self) -> None:
+    def test_a_second_loss_before_copies_return_is_told(self) -> None:
         script = [Kill(3, 4, "after_step", last=True), Kill(5, 3, "forward")]
         with pytest.raises(StateLostError, match=r"was lost .*\(w3\).* second copies had not been restored yet"):
             run(Case(), script, (1, 2, 3, 4))
@@ -166,7 +164,7 @@ def trainee_rank(trainee: Run) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_group_of_as_many_workers_as_copies_does_not_vote(strategy: str) -> None:
+def test_a_group_as_small_as_copies_does_not_vote(strategy: str) -> None:
     """It trains replicated: no worker comes to the moment at which this one would die."""
     never: Callable[[int], Kill] = lambda worker: Kill(4, worker, "vote")  # noqa: E731
     found = run(Case(strategy=strategy), [never(1), never(2)], (1, 2))

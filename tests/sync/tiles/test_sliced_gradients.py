@@ -43,7 +43,7 @@ def parameters(outcome: Any) -> Any:
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
-def test_two_to_three_to_four_to_two_and_a_kill(optimizer: str) -> None:
+def test_two_to_three_to_four_to_two_and_kill(optimizer: str) -> None:
     case = Case(optimizer, strategy="zero2")
     found, wanted = (
         run(each, GROWS_AND_SHRINKS, (1, 2)) for each in (case, dataclasses.replace(case, strategy="zero1"))
@@ -111,13 +111,13 @@ RARER = ("forward", "optimizer_step", "after_step")
     "moment",
     ["backward", "allreduce", "vote", "publish", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)],
 )
-def test_a_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
+def test_worker_dies_at_any_moment_and_then_the_next(moment: str) -> None:
     script = [Kill(4, 2, moment), Kill(6, 1, moment), Change(9, (3, 4, 5))]
     check(Case("sgd", strategy="zero2"), script, FOUR, exact=False)
 
 
 @pytest.mark.parametrize("held", [(2, 3), pytest.param((1, 3), marks=pytest.mark.slow)])
-def test_workers_that_have_voted_make_the_update_that_a_survivor_has_made(held: tuple[int, ...]) -> None:
+def test_workers_that_have_voted_make_a_survivors_update(held: tuple[int, ...]) -> None:
     heard = tuple({1, 2, 3} - set(held))
     script = [Kill(3, 4, "publish", after=heard), *(Hold(3, worker, "vote") for worker in held)]
     found = check(Case(strategy="zero2"), script, FOUR, exact=False)
@@ -139,7 +139,7 @@ def test_loops_of_other_kinds_are_as_replicated(options: dict[str, Any]) -> None
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.slow), "adamw"])
-def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
+def test_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1, variance_every=2)
     found = run_job(Loop("zero2", optimizer=optimizer, monitor=monitor), [], first=FOUR)
     wanted = run_job(Loop(None, optimizer=optimizer, monitor=monitor), [], first=FOUR)
@@ -153,7 +153,7 @@ def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: s
 
 
 @pytest.mark.thorough
-def test_an_adaptive_batch_scales_the_learning_rate_alike_on_all_ranks() -> None:
+def test_adaptive_batch_scales_learning_rate_alike_on_all_ranks() -> None:
     found = run_job(Loop("zero2", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
     (first, *_), *others = found.results.values()
     assert all(all(map(torch.equal, first, parameters)) for parameters, *_ in others)
@@ -244,13 +244,13 @@ def both(between: Between, **options: Any) -> tuple[Any, Any]:
     ],
     ids=["norm", "norm of one", "value", "norms", "total", "div", "foreach"],
 )
-def test_what_can_be_computed_of_gradients_is_right_on_every_rank(between: Between) -> None:
+def test_what_is_computed_of_gradients_is_right_everywhere(between: Between) -> None:
     found, wanted = both(between)
     for mine, theirs in zip(found, wanted, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5) if mine is not None else theirs is None
 
 
-def test_gradients_may_be_zeroed_in_place_between_forward_and_backward() -> None:
+def test_gradients_may_be_zeroed_between_forward_and_backward() -> None:
     both(lambda model, optimizer: None, zero=lambda optimizer: optimizer.zero_grad(set_to_none=False))
 
 
@@ -331,9 +331,7 @@ def test_a_copy_is_a_gradient_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "finite"), [(-1.0, 1.0, True), (None, 1.0, False), (-1.0, None, False)])
-def test_a_gradient_that_is_clamped_on_one_side_may_be_infinite_still(
-    low: float | None, high: float | None, finite: bool
-) -> None:
+def test_a_gradient_clamped_on_one_side_may_be_infinite(low: float | None, high: float | None, finite: bool) -> None:
     content = Content(waits=False, nonfinite=(0, 2), parts={0: torch.tensor([float("inf"), -float("inf")])})
     grad = SlicedGradient(torch.zeros(4), content)
     grad.clamp_(low, high)
@@ -353,13 +351,13 @@ def test_a_gradient_divided_by_zero_is_that_of_torch(number: float) -> None:
         grad.div_(torch.ones(3))
 
 
-def test_adding_to_a_gradient_by_hand_is_not_called_a_second_backward() -> None:
+def test_adding_to_a_gradient_is_no_second_backward() -> None:
     grad = SlicedGradient(torch.zeros(3), Content(waits=False, norm=1.0))
     with pytest.raises(RuntimeError, match=r"lies in slices .* can compute 'add_'"):
         grad.add_(torch.ones(3))
 
 
-def test_clipping_and_a_scaler_do_not_wait_for_each_gradient() -> None:
+def test_clipping_and_scaler_do_not_wait_for_each_gradient() -> None:
     params = [nn.Parameter(torch.ones(4)) for _ in range(5)]
     for param in params:
         content = Content(parts={0: torch.full((4,), 2.0)})

@@ -90,7 +90,7 @@ def test_a_loss_while_parameters_are_on_their_way(heard: tuple[int, ...], joins:
 
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("held", [(2,), (1, 2), (1, 2, 3)])
-def test_a_loss_before_all_know_that_the_update_is_decided(held: tuple[int, ...]) -> None:
+def test_loss_before_all_know_that_the_update_is_decided(held: tuple[int, ...]) -> None:
     check("zero1", [Kill(3, 4, "publish"), *(Hold(3, worker, "vote") for worker in held)], (1, 2, 3, 4))
 
 

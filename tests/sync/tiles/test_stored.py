@@ -125,7 +125,7 @@ def unread(states: dict[str, Any]) -> list[UnreadTensor]:
     ],
     ids=range(14),
 )
-def test_tiles_that_are_read_late_are_those_of_the_whole(
+def test_tiles_that_are_read_late_are_those_of_whole(
     tmp_path: Path, optimizer: str, written: Any, strategy: Any, workers: int, least_bytes: int
 ) -> None:
     job = saved(tmp_path, optimizer=optimizer, strategy=written)
@@ -169,9 +169,7 @@ class Counted:
 
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(("strategy", "copies", "workers"), [("zero1", 2, 4), ("zero1", 2, 3), (ALONE, 1, 4)])
-def test_a_worker_reads_the_tiles_that_it_is_to_hold_and_rank_0_no_others(
-    tmp_path: Path, strategy: Any, copies: int, workers: int
-) -> None:
+def test_a_worker_reads_the_tiles_it_is_to_hold(tmp_path: Path, strategy: Any, copies: int, workers: int) -> None:
     job = saved(tmp_path)
     counted, first = Counted(job), range(1, workers + 1)
     check(Resumed(counted, strategy).run(first), replicated(job, workers=first))
@@ -179,7 +177,7 @@ def test_a_worker_reads_the_tiles_that_it_is_to_hold_and_rank_0_no_others(
     assert max(counted.read.values()) < 1.4 * copies / workers * counted.elements, "tiles are not all of one size"
 
 
-def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Path) -> None:
+def test_rank_0_alone_may_ask_before_the_first_update(tmp_path: Path) -> None:
     job = saved(tmp_path)
     counted, wanted, first = Counted(job), job.read(), job.files()[0].steps
 
@@ -202,9 +200,7 @@ def test_rank_0_alone_may_ask_for_the_whole_before_the_first_update(tmp_path: Pa
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize("behind", [None, 1])
-def test_a_worker_with_another_checkpoint_gets_tiles_from_those_that_read_them(
-    tmp_path: Path, behind: int | None
-) -> None:
+def test_a_worker_with_another_checkpoint_gets_tiles_from_readers(tmp_path: Path, behind: int | None) -> None:
     """One has found no good one, or an older one; it may be the first rank."""
     job = Job(tmp_path / "run", at=(2, 9))
     job.run(FOUR)
@@ -230,9 +226,7 @@ def test_a_worker_with_another_checkpoint_gets_tiles_from_those_that_read_them(
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("worker", [1, 2])
 @pytest.mark.parametrize("moment", ["forward", "vote", "publish"])
-def test_a_worker_that_is_lost_before_the_first_update_or_in_it_costs_nothing(
-    tmp_path: Path, worker: int, moment: Any
-) -> None:
+def test_a_worker_lost_around_the_first_update_costs_nothing(tmp_path: Path, worker: int, moment: Any) -> None:
     job = saved(tmp_path)
     outcome = Resumed(job.open()).run(FOUR, [Kill(job.files()[0].steps, worker, moment)])
     assert len(outcome.groups) == 2 and len(outcome.results) == 3
@@ -262,7 +256,7 @@ def test_the_strategy_is_switched_before_the_first_update(tmp_path: Path, strate
     check(Resumed(job.open(), strategies[0], act=act).run((1, 2, 3)), replicated(job))
 
 
-def test_a_state_that_user_code_loads_takes_the_place_of_the_checkpoints(tmp_path: Path) -> None:
+def test_state_that_user_code_loads_takes_place_of_checkpoints(tmp_path: Path) -> None:
     job = saved(tmp_path)
     given = {}
     for index, kept in job.read()["optimizer/0"]["state"].items():
@@ -307,7 +301,7 @@ def test_a_rerun_keeps_what_was_not_read_yet(tmp_path: Path) -> None:
     check(Resumed(rerun).run((1, 2, 3)), replicated(job))
 
 
-def test_a_part_that_changes_between_the_check_and_the_reading_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_part_changed_after_the_check_is_an_error(tmp_path: Path) -> None:
     job = saved(tmp_path)
     states, (state,) = job.open(), job.files()
     path = Path(state.path) / "__1_0.distcp"
@@ -371,7 +365,7 @@ def _peak(folder: Path, read: Callable[[RunStorage, StateFile], dict[str, Any]])
 
 
 @pytest.mark.thorough
-def test_a_worker_holds_its_tiles_and_never_the_whole_state(tmp_path: Path) -> None:
+def test_worker_holds_its_tiles_and_never_the_whole_state(tmp_path: Path) -> None:
     def dataset() -> TensorDataset:
         return TensorDataset(
             torch.randn(96, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(96, dtype=torch.long)

@@ -24,7 +24,7 @@ FOUR = (1, 2, 3, 4)
 
 
 @pytest.mark.thorough
-def test_every_rank_may_ask_for_the_state_at_any_step_and_the_first_one_gets_it() -> None:
+def test_every_rank_may_ask_for_state_at_any_step() -> None:
     kept: dict[str, dict[int, Any]] = {"zero1": {}, "all_reduce": {}}
 
     def ask(trainee: Run, step: int) -> None:
@@ -40,7 +40,7 @@ def test_every_rank_may_ask_for_the_state_at_any_step_and_the_first_one_gets_it(
         assert_same_state(kept["zero1"][step], kept["all_reduce"][step])
 
 
-def test_rank_0_alone_gets_the_state_behind_a_loop_also_when_the_group_has_just_changed() -> None:
+def test_rank_0_alone_gets_the_state_after_a_loop() -> None:
     def trainee() -> Any:
         model = Net()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -71,7 +71,7 @@ def _ask_alone() -> None:
 
 
 @pytest.mark.thorough
-def test_rank_0_alone_within_a_loop_is_told_what_the_others_do(ranks: Ranks) -> None:
+def test_rank_0_alone_in_a_loop_is_told_others(ranks: Ranks) -> None:
     said = r"RanksDisagreeError: .*rank 0 calls optimizer.state_dict\(\) of model 0, .* on all of them"
     with pytest.raises(RankFailedError, match=said):
         ranks.run(_ask_alone, world=3)
@@ -225,7 +225,7 @@ SCRIPT = [Change(6, (1, 2, 3, 4, 5)), Kill(10, 2, "after_step", last=True), Chan
     ],
     ids=lambda options: " ".join(options),
 )
-def test_loops_of_other_kinds_are_bit_by_bit_as_replicated(options: dict[str, Any]) -> None:
+def test_loops_of_other_kinds_are_bitwise_as_replicated(options: dict[str, Any]) -> None:
     strategy: Any = "zero1"
     if "model" in options:
         strategy = Strategy(rules=(Rule(pattern="table.*", sync=Rows()),), default=Owner(unit="tile"))
@@ -238,7 +238,7 @@ def test_loops_of_other_kinds_are_bit_by_bit_as_replicated(options: dict[str, An
 
 @pytest.mark.matrix(every=1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adagrad", "rmsprop"])
-def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
+def test_noise_scale_and_norms_are_those_of_replicated_training(optimizer: str) -> None:
     monitor = Monitor(norms_every=1)
     found = run_job(Loop("zero1", optimizer=optimizer, monitor=monitor), [], first=FOUR)
     wanted = run_job(Loop(None, optimizer=optimizer, monitor=monitor), [], first=FOUR)
@@ -250,7 +250,7 @@ def test_the_noise_scale_and_norms_are_those_of_replicated_training(optimizer: s
         assert noise.sqr == pytest.approx(other.sqr, rel=0.02) and noise.var == pytest.approx(other.var, rel=0.02)
 
 
-def test_a_learning_rate_by_noise_is_the_same_on_all_ranks() -> None:
+def test_learning_rate_by_noise_is_same_on_all_ranks() -> None:
     found = run_job(Loop("zero1", micro=6, rule="adamscale"), SCRIPT, first=(1, 2, 3))
     (first, *_), *others = found.results.values()
     assert all(all(map(torch.equal, first, parameters)) for parameters, *_ in others)
@@ -259,7 +259,7 @@ def test_a_learning_rate_by_noise_is_the_same_on_all_ranks() -> None:
 @pytest.mark.matrix(every=2)
 @pytest.mark.thorough
 @pytest.mark.parametrize(("saving", "going_on"), [("zero1", "zero1"), ("zero1", None), (None, "zero1")])
-def test_a_checkpoint_is_of_no_size_of_group_and_no_strategy(saving: Any, going_on: Any) -> None:
+def test_a_checkpoint_has_no_group_size_or_strategy(saving: Any, going_on: Any) -> None:
     def trainee(strategy: Any, epochs: int, states: Any) -> Any:
         model = Net()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -289,7 +289,7 @@ def test_a_checkpoint_is_of_no_size_of_group_and_no_strategy(saving: Any, going_
     assert all(map(torch.equal, found, wanted))
 
 
-def test_what_a_process_keeps_for_a_rerun_are_its_tiles() -> None:
+def test_what_process_keeps_for_a_rerun_are_its_tiles() -> None:
     def trainee() -> Any:
         model = Net()
         optimizer = OPTIMIZERS["adamw"](model.parameters())
