@@ -113,20 +113,25 @@ class Choice:
     def to_state(self) -> dict[str, Any]:
         """As plain values; trials begin anew."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return plain | {
+        lists = {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
+        return {
+            **plain,
+            **lists,
             "strategy": self.strategy.to_json(),
             "phase": self.phase.value,
             "present": None if self.present is None else _option_state(self.present),
             "options": [_option_state(option) for option in self.options],
+            "rows": [list(each) for each in self.rows],
         }
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
         """The inverse of :meth:`to_state`."""
-        given = dict(tree)
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
         given["strategy"], given["phase"] = Strategy.from_json(tree["strategy"]), Phase(tree["phase"])
         given["present"] = None if tree["present"] is None else _option(tree["present"])
-        return cls(**{**given, "options": tuple(map(_option, tree["options"]))})
+        given["options"] = tuple(map(_option, tree["options"]))
+        return cls(**{**given, "rows": tuple((name, rows) for name, rows in tree["rows"])})
 
 
 Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
