@@ -113,25 +113,23 @@ class Choice:
     def to_state(self) -> dict[str, Any]:
         """As plain values; trials begin anew."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        lists = {name: list(value) for name, value in plain.items() if isinstance(value, tuple)}
-        return {
-            **plain,
-            **lists,
+        return plain | {
             "strategy": self.strategy.to_json(),
             "phase": self.phase.value,
             "present": None if self.present is None else _option_state(self.present),
-            "options": [_option_state(option) for option in self.options],
-            "rows": [list(each) for each in self.rows],
+            "options": tuple(map(_option_state, self.options)),
         }
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
         """The inverse of :meth:`to_state`."""
-        given = {name: tuple(value) if isinstance(value, list) else value for name, value in tree.items()}
-        given["strategy"], given["phase"] = Strategy.from_json(tree["strategy"]), Phase(tree["phase"])
-        given["present"] = None if tree["present"] is None else _option(tree["present"])
-        given["options"] = tuple(map(_option, tree["options"]))
-        return cls(**{**given, "rows": tuple((name, rows) for name, rows in tree["rows"])})
+        given = {
+            "strategy": Strategy.from_json(tree["strategy"]),
+            "phase": Phase(tree["phase"]),
+            "present": None if tree["present"] is None else _option(tree["present"]),
+            "options": tuple(map(_option, tree["options"])),
+        }
+        return cls(**{**tree, **given})
 
 
 Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
@@ -288,8 +286,8 @@ def _shown(option: Option) -> str:
     return f"{option.strategy.name or 'the given strategy'} ({_seconds(option) * 1e3:.3g} ms a step)"
 
 
-def _option_state(option: Option) -> list[Any]:
-    return [option.strategy.to_json(), option.measured_s, option.plain, option.present]
+def _option_state(option: Option) -> tuple[Any, ...]:
+    return option.strategy.to_json(), option.measured_s, option.plain, option.present
 
 
 def _option(row: Sequence[Any]) -> Option:
