@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from elastic_ray.cli.output import json_option
-from elastic_ray.cli.output import show_json, show_table
+from elastic_ray.cli.output import json_option, show_json, show_table
 
 _STATES = {True: "proven", False: "UNPROVEN", None: "-"}
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import DataLoader, default_collate
 
 from elastic_ray.batch.halving import Halving
-from elastic_ray.data.compared.items import item_facts
+from elastic_ray.data.compared_items import item_facts
 from elastic_ray.data.epochs import EpochBatch, EpochHook, FollowsEpochs, WorkerInit
 from elastic_ray.data.order import EpochOrder, StreamSharder, digest
 from elastic_ray.data.permutation import Order

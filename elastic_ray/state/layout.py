@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from elastic_ray.state.compared.facts import Facts
+from elastic_ray.state.compared_facts import Facts
 
 if TYPE_CHECKING:
     from elastic_ray.communication.communicator import Communicator

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from elastic_ray.communication.communicator import Communicator
-from elastic_ray.state.compared.facts import Facts
+from elastic_ray.state.compared_facts import Facts
 from elastic_ray.state.layout import ReplicasDifferError
 
 _EARLY = (1, 10)  # what goes wrong in every step is not to be found out a hundred steps later

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from elastic_ray.run.registry import Registry
 
+
 _SAYS_ENOUGH = CommunicationFailedError, UnsafeStateError, UnreadableStateError
 _OF_EVERY_RUN = {"run", "shape"}
 _SAME_STATES = "train_loop_per_worker must register the same state on every worker before its first epoch"

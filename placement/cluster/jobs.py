@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from placement.goodput.fitting import Observation
     from placement.goodput.model import GoodputModel
 
-
 SpotUse = Literal["avoid", "prefer", "mixed"]
 """How a job uses spot nodes: not at all; wherever they are to be had; all but ``min_workers`` of its workers."""
 
@@ -106,7 +105,7 @@ class JobView:
         mixed_gpu_types: whether its workers may be on GPUs of several types, with shares by speed; policies
             that keep a job on one type, or do not look at types, ignore it.
         sizes: numbers of workers that it can train with, where not all between the least and the most will do
-            (``placement.planning.allowed_sizes``).
+            (``placement.planning.constraints``).
     """
 
     job: str
@@ -305,7 +304,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
     Returns:
         Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
         that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets
-        past it; ``placement.planning.allowed_sizes`` sees to it that no job is left there.
+        past it; ``placement.planning.constraints`` sees to it that no job is left there.
         Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
         the gain.
     """
@@ -374,3 +373,52 @@ def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
     values = np.maximum(np.nan_to_num(np.asarray(best, dtype=np.float64), posinf=0.0), 0.0)
     values.setflags(write=False)
     return values
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Oracle:
+    """Truth that no live job knows.
+
+    Attributes:
+        step_s: true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes
+            as possible; it ends at the most workers that the batch can be split over.
+        remaining_steps: optimizer steps at the requested batch from the end of the present epoch to the end of the
+            last one; at least 1.
+    """
+
+    step_s: tuple[float, ...]
+    remaining_steps: float
+
+    def __post_init__(self) -> None:
+        if not self.step_s or any(not step_s > 0 for step_s in self.step_s):
+            raise ValueError(f"step_s must hold one time above 0 seconds or more, but got {self.step_s}")
+        check_number("remaining_steps", self.remaining_steps, least=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJobView(JobView):
+    """A job of a trace.
+
+    Attributes:
+        oracle: what is true of it; None if it is to be measured.
+        requested_workers: what its user asked for; a scheduler of rigid jobs gives exactly that or nothing.
+    """
+
+    oracle: Oracle | None = None
+    requested_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        JobView.__post_init__(self)  # super() does not see the class that slots made
+        where = f"of job {self.job!r}"
+        if self.requested_workers is not None:
+            check_number(f"requested_workers {where}", self.requested_workers, least=1)
+
+
+def oracle_of(view: JobView) -> Oracle | None:
+    """What is true of the job; None of a live one."""
+    return view.oracle if isinstance(view, TraceJobView) else None
+
+
+def requested_workers(view: JobView) -> int | None:
+    """The exact number that the job's user asked for; None of a live one, which is elastic."""
+    return view.requested_workers if isinstance(view, TraceJobView) else None

@@ -17,12 +17,65 @@ from placement.cluster.cluster import Allocation, Cluster, slots
 from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView
 from placement.cluster.packing import pack
-from placement.planning.allowed_sizes import in_allowed_sizes
 from placement.planning.deadlines import guarantee
 from placement.planning.multi_node import check_apart, shared
 from placement.planning.problem import Plan, Problem, Solver, by_priority
 from placement.planning.spot import with_minimums_on_demand
 from placement.planning.tenants import Tenant, by_tenant, check_tenants
+
+# What a job gives back may let others grow into sizes of theirs that are not allowed either; more than two are rare.
+_SIZE_ROUNDS = 4
+
+
+def in_allowed_sizes(problem: Problem, solve: Solver) -> Plan:
+    """Ask, and again with jobs limited to the next allowed size below, until all sizes are allowed.
+
+    What is left of that after some rounds is cut down where it stands.
+    """
+    views = {view.job: view for view in problem.views}
+    for _ in range(_SIZE_ROUNDS):
+        plan = solve(dataclasses.replace(problem, views=list(views.values())))
+        limits = _limits(problem, plan)
+        if not limits:
+            return plan
+        for job, most in limits.items():
+            view = views[job]
+            if most:
+                views[job] = dataclasses.replace(
+                    view,
+                    min_workers=min(view.min_workers, most),
+                    max_workers=min(view.max_workers, most),
+                    held_at=None if view.held_at is None else min(view.held_at, most),
+                    wished=None if view.wished is None else min(view.wished, most),
+                )
+    return _cut(problem, plan, _limits(problem, plan))
+
+
+def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
+    """By job whose size is not allowed, the next one below that is; 0 for none."""
+    found: dict[str, int] = {}
+    for view in problem.views:
+        workers = sum(plan.allocation.get(view.job, {}).values())
+        if workers and not view.sizes.allow(workers):
+            found[view.job] = view.sizes.at_most(workers)
+    return found
+
+
+def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
+    """The plan with so many workers of these jobs; those on nodes with the fewest of them go first."""
+    allocation = {job: dict(place) for job, place in plan.allocation.items()}
+    reasons = dict(plan.reasons)
+    sizes = {view.job: view.sizes for view in problem.views}
+    for job, most in limits.items():
+        place = allocation[job]
+        reasons[job] = f"only {sum(place.values())} workers find room, and of {sizes[job]} that leaves {most}"
+        for node, workers in sorted(place.items(), key=lambda item: (item[1], item[0])):
+            less = min(workers, sum(place.values()) - most)
+            place[node] -= less
+        allocation[job] = {node: workers for node, workers in place.items() if workers}
+    return dataclasses.replace(
+        plan, allocation={job: place for job, place in allocation.items() if place}, reasons=reasons
+    )
 
 
 def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) -> Plan:
@@ -101,7 +154,7 @@ class Constraints:
         tenants: weights and quotas; a tenant that is not named has weight 1 and no quota.
         one_multi_node_job_per_node: no node holds workers of two jobs that both span several nodes; None keeps that
             rule while links hold two jobs up (``placement.planning.multi_node.held_up``), unless it would stop a job.
-        avoid_slow_nodes: jobs leave nodes on which they have seen slow steps (``placement.planning.slow_nodes``).
+        avoid_slow_nodes: jobs leave nodes on which they have seen slow steps (``placement.planning.failing_nodes``).
     """
 
     tenants: tuple[Tenant, ...] = ()

@@ -12,9 +12,9 @@ from placement.cluster.free_resources import FreeResources
 from placement.cluster.jobs import JobView, WorkerKind, worker_kind
 from placement.cluster.packing import Packing, pack
 from placement.planning.constraints import Constraints, decide, without_idle_spot
+from placement.planning.failing_nodes import avoid_slow
 from placement.planning.multi_node import held_up, keep_apart, shared
 from placement.planning.problem import Plan, Problem
-from placement.planning.slow_nodes import avoid_slow
 from placement.planning.wishes import grant, without_wish
 from placement.policies.shared.base import Policy, Target, as_targets, describe
 

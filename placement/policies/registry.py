@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
+from placement.cluster.cluster import Cluster
+from placement.cluster.jobs import JobView
 from placement.policies.baselines.fair_share import FairSharePolicy
 from placement.policies.baselines.fifo import FifoPolicy
 from placement.policies.baselines.fixed import FixedPolicy
@@ -15,8 +24,104 @@ from placement.policies.baselines.throughput_efficiency import ThroughputEfficie
 from placement.policies.baselines.tiresias import TiresiasPolicy
 from placement.policies.baselines.utility_cost import UtilityCostPolicy
 from placement.policies.goodput.policy import GoodputPolicy
-from placement.policies.own import load, own_policy
-from placement.policies.shared.base import Policy
+from placement.policies.shared.base import Policy, Target, as_targets
+
+SHAPE = "a function (jobs, cluster, now_s) -> {job: workers or Target}, or a class with such a method decide"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnPolicy:
+    """A policy made of a function.
+
+    Attributes:
+        name: see ``Policy``.
+        function: answers with a number of workers, or a ``Target``, for every job.
+        rigid: see ``Policy``.
+    """
+
+    name: str
+    function: Callable[[Sequence[JobView], Cluster, float], Mapping[str, Target | int]]
+    rigid: bool = False
+
+    def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
+        """See ``Policy``."""
+        return as_targets(self.name, self.function(jobs, cluster, now_s))
+
+
+def own_policy(given: Any) -> Policy:
+    """A policy of what a user has written: a policy object or class, or a function.
+
+    Raises:
+        TypeError: it is none of these; the message says what it must be.
+    """
+    policy = _instance(given) if isinstance(given, type) else given
+    decide = getattr(policy, "decide", None)
+    if callable(decide):
+        _check_arguments(decide, given)
+        if isinstance(policy, Policy):
+            return policy
+        return OwnPolicy(type(policy).__name__, decide, rigid=bool(getattr(policy, "rigid", False)))
+    if callable(policy) and not isinstance(given, type):
+        _check_arguments(policy, given)
+        return OwnPolicy(getattr(policy, "__name__", type(policy).__name__), policy)
+    raise TypeError(f"policy must be a registered name, {SHAPE}, but got {given!r}")
+
+
+def load(text: str) -> Any:
+    """The object that ``module:name`` or ``path/to/file.py:name`` names.
+
+    Raises:
+        ValueError: there is no such module, file or name; the message says which.
+    """
+    place, _, name = text.rpartition(":")
+    try:
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except (ImportError, OSError) as error:
+        raise ValueError(f"policy {text!r} must be module:name or file.py:name, but {place!r}: {error}") from error
+    if not hasattr(module, name):
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        has = ", ".join(sorted(own)) or "no function or class of its own"
+        raise ValueError(f"policy {text!r}: {place} has no {name!r}; it has {has}")
+    return getattr(module, name)
+
+
+def _module_of_file(path: Path) -> Any:
+    """The module of a Python file, run anew at each call; raises FileNotFoundError where there is no file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path.absolute()}")
+    name = f"policy_of_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module is of no use to the next import
+        raise
+    return module
+
+
+def _instance(kind: type[Any]) -> Any:
+    if not callable(getattr(kind, "decide", None)):
+        raise TypeError(f"policy must be a registered name, {SHAPE}, but got the class {kind.__name__} without decide")
+    try:
+        return kind()
+    except TypeError as error:
+        raise TypeError(f"policy class {kind.__name__} wants arguments; pass an object of it: {error}") from error
+
+
+def _check_arguments(function: Any, given: Any) -> None:
+    """Raise TypeError unless it can be called with jobs, cluster and time; what has no signature passes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C: no signature to read
+        return
+    try:
+        signature.bind([], Cluster(), 0.0)
+    except TypeError as error:
+        raise TypeError(f"policy must be {SHAPE}, but {given!r} takes {signature}: {error}") from None
+
 
 POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {

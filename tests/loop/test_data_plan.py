@@ -16,9 +16,9 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDatas
 
 import elastic_ray as er
 from elastic_ray.data.arrow import ArrowDataset
-from elastic_ray.data.compared.items import item_facts, places, still_facts
+from elastic_ray.data.compared_items import item_facts, places, still_facts
 from elastic_ray.run.current import session_of_thread
-from elastic_ray.state.compared.facts import common_rank, differing
+from elastic_ray.state.compared_facts import common_rank, differing
 from elastic_ray.state.layout import ReplicasDifferError
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.ranks import Ranks

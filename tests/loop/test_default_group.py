@@ -237,9 +237,9 @@ def test_torch_s_checkpoints_in_the_loop(tmp_path: Path) -> None:
         size, folder = dist.get_world_size(), tmp_path / str(er.get_context().get_global_step())
         mesh = init_device_mesh("cpu", (size,))
         whole = torch.arange(12.0).view(6, 2)
-        dcp.save({"cut": distribute_tensor(whole, mesh, [Shard(0)]), "whole": whole}, checkpoint_id=folder)  # type: ignore[attr-defined]
+        dcp.save({"cut": distribute_tensor(whole, mesh, [Shard(0)]), "whole": whole}, checkpoint_id=folder)
         found = {"cut": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]), "whole": torch.zeros(6, 2)}
-        dcp.load(found, checkpoint_id=folder)  # type: ignore[attr-defined]
+        dcp.load(found, checkpoint_id=folder)
         cut: Any = found["cut"]
         assert torch.equal(found["whole"], whole) and torch.equal(cut.full_tensor(), whole)
 

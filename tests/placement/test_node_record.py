@@ -22,8 +22,7 @@ from placement.cluster.node_record import (
     NodeFailure,
     NodeRecord,
 )
-from placement.planning.failing_nodes import avoid_failing
-from placement.planning.slow_nodes import NODE_LABEL
+from placement.planning.failing_nodes import NODE_LABEL, avoid_failing
 from placement.policies.goodput.policy import GoodputPolicy
 from placement.policies.shared.base import admit
 from tests.placement.views import cluster, view

@@ -11,8 +11,8 @@ from placement.allocator.significance import trigger_of
 from placement.allocator.snapshot import Trigger
 from placement.cluster.cluster import Cluster, check
 from placement.cluster.jobs import JobView
+from placement.planning.failing_nodes import avoid_slow
 from placement.planning.plan import make_plan
-from placement.planning.slow_nodes import avoid_slow
 from placement.policies.goodput.policy import GoodputPolicy
 from tests.placement.views import cluster, view
 

@@ -17,8 +17,7 @@ from placement.allocator.events import JobHeartbeat, NodesChanged, TimePassed
 from placement.allocator.instructions import Allocate, Instruction
 from placement.allocator.snapshot import DecisionRecord, Trigger
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
-from placement.cluster.oracle import TraceJobView
+from placement.cluster.jobs import JobView, TraceJobView
 from placement.cluster.progress import Progress
 from placement.goodput.fitting import Observation, fit
 from placement.goodput.model import GoodputModel, NoiseScale

@@ -6,8 +6,7 @@ from typing import Any
 
 from placement.allocator.config import AllocatorConfig
 from placement.cluster.cluster import Cluster, Node
-from placement.cluster.jobs import JobView
-from placement.cluster.oracle import TraceJobView
+from placement.cluster.jobs import JobView, TraceJobView
 from placement.goodput.model import GoodputModel, NoiseScale
 from placement.goodput.step_time import ThroughputModel
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ray.state.codec import decode, encode
 from elastic_ray.sync import StrategyError
 from elastic_ray.sync.choosing.candidates import candidates, consider, describe, what_is_done
 from elastic_ray.sync.choosing.choice import (
@@ -234,5 +234,5 @@ def test_it_travels_at_any_moment(order: list[int], real: list[float], steps: in
     for _ in range(steps):
         measured = Measured(step_s=real[STRATEGIES.index(choice.strategy)])
         choice = advance(choice, measured, ChoiceSettings(), lambda *_: options_of(order))
-        assert Choice.from_state(json.loads(json.dumps(choice.to_state()))) == choice
+        assert Choice.from_state(decode(encode(choice.to_state()))) == choice
         assert resume(choice) == dataclasses.replace(choice, times=())

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_ray.state.codec import decode, encode
 from elastic_ray.sync.choosing.choice import ChoiceSettings, Phase
 from elastic_ray.sync.plan import SyncPlan, lower
 from elastic_ray.sync.profile import ModelProfile, ParamInfo, Topology
 from elastic_ray.sync.spec import Strategy
-from elastic_ray.sync.switching.tuner import StrategyTuner
+from elastic_ray.sync.switching.strategy_in_force import StrategyTuner
 
 PARAMS = (
     ParamInfo(names=("table",), shape=(1000, 64), table=True, sparse=True),
@@ -185,7 +185,7 @@ def test_it_chooses_anew_when_other_rows_are_touched() -> None:
 def test_a_joiner_goes_on_where_the_others_are(steps: int) -> None:
     run, joiner = Run(), Run(("a",))
     run.train(steps)
-    joiner.tuner.restore(json.loads(json.dumps(run.tuner.capture())))
+    joiner.tuner.restore(decode(encode(run.tuner.capture())))
     assert joiner.tuner.capture() == run.tuner.capture()
     for each in (run, joiner):
         each.group_of("a", "b")

@@ -26,8 +26,7 @@ import elastic_ray
 import tuning
 from elastic_ray.worker.train_loop import call, pack, with_config
 from tests.tuning.sweeps import trainable
-from tuning.in_tune import in_tune
-from tuning.ray_tune import read_promise
+from tuning.ray_tune import in_tune, read_promise
 
 
 def loop(config: dict[str, Any]) -> None:
@@ -141,7 +140,7 @@ def test_a_trainers_settings_are_not_given_twice() -> None:
 _IN_TUNE = """
 import elastic_ray
 from elastic_ray.worker.train_loop import call, pack, with_config
-from tuning.in_tune import in_tune
+from tuning.ray_tune import in_tune
 
 def loop(config):
     import sys

@@ -117,16 +117,19 @@ class Choice:
             "strategy": self.strategy.to_json(),
             "phase": self.phase.value,
             "present": None if self.present is None else _option_state(self.present),
-            "options": [_option_state(option) for option in self.options],
+            "options": tuple(map(_option_state, self.options)),
         }
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
         """The inverse of :meth:`to_state`."""
-        given = dict(tree)
-        given["strategy"], given["phase"] = Strategy.from_json(tree["strategy"]), Phase(tree["phase"])
-        given["present"] = None if tree["present"] is None else _option(tree["present"])
-        return cls(**{**given, "options": tuple(map(_option, tree["options"]))})
+        given = {
+            "strategy": Strategy.from_json(tree["strategy"]),
+            "phase": Phase(tree["phase"]),
+            "present": None if tree["present"] is None else _option(tree["present"]),
+            "options": tuple(map(_option, tree["options"])),
+        }
+        return cls(**{**tree, **given})
 
 
 Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
@@ -283,8 +286,8 @@ def _shown(option: Option) -> str:
     return f"{option.strategy.name or 'the given strategy'} ({_seconds(option) * 1e3:.3g} ms a step)"
 
 
-def _option_state(option: Option) -> list[Any]:
-    return [option.strategy.to_json(), option.measured_s, option.plain, option.present]
+def _option_state(option: Option) -> tuple[Any, ...]:
+    return option.strategy.to_json(), option.measured_s, option.plain, option.present
 
 
 def _option(row: Sequence[Any]) -> Option:

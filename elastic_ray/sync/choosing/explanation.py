@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from elastic_ray.sync.choosing.candidates import describe
+from elastic_ray.sync.choosing.candidates import describe, sent_bytes
 from elastic_ray.sync.choosing.choice import Choice
-from elastic_ray.sync.choosing.traffic import sent_bytes
 from elastic_ray.sync.plan import BucketPlan, SyncPlan
 from elastic_ray.sync.profile import ModelProfile, Topology
 from elastic_ray.sync.spec import Rows

@@ -13,8 +13,7 @@ from torch.nn import Parameter
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.state.pieces import Pieces
 from elastic_ray.sync.optimizer_tiles.moves import StateLostError, carry_out
-from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, assemble, cut_tile
-from elastic_ray.sync.optimizer_tiles.stored import StoredStates
+from elastic_ray.sync.optimizer_tiles.states import HeldTiles, State, StoredStates, assemble, cut_tile
 from elastic_ray.sync.optimizer_tiles.tiling import Span, Tiling
 from elastic_ray.sync.sharded.placement import Move, hand_over, lost, moves, place
 from elastic_ray.sync.sharded.tiles import from_words, to_words

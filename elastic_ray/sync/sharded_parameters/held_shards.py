@@ -15,8 +15,7 @@ from elastic_ray.state.pieces import Pieces
 from elastic_ray.state.tree import receive_state, send_state
 from elastic_ray.state.unread import UnreadTensor
 from elastic_ray.sync.optimizer_tiles.moves import peers
-from elastic_ray.sync.optimizer_tiles.states import State
-from elastic_ray.sync.optimizer_tiles.stored import placed_state
+from elastic_ray.sync.optimizer_tiles.states import State, placed_state
 from elastic_ray.sync.sharded_parameters.fsdp_fields import ShardedParam
 from elastic_ray.sync.sharded_parameters.row_layout import Piece, RowMove, ShardId, by_pair, pieces_of, rows_of
 

@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from placement.cluster.cluster import Cluster
-from placement.cluster.jobs import JobView
-from placement.cluster.oracle import requested_workers
+from placement.cluster.jobs import JobView, requested_workers
 from placement.policies.shared.base import Target, admit, grow, held_reason
 from placement.policies.shared.worst_fit import WorstFitPlacer
 

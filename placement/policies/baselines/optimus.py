@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from placement.cluster.cluster import Cluster
 from placement.cluster.free_resources import FreeResources
-from placement.cluster.jobs import JobView, speeds
-from placement.cluster.oracle import oracle_of
+from placement.cluster.jobs import JobView, oracle_of, speeds
 from placement.policies.shared.base import Admission, Target, admit, held_reason
 from placement.policies.shared.greedy_growth import climb
 from placement.policies.shared.worst_fit import WorstFitPlacer

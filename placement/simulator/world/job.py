@@ -8,8 +8,7 @@ import math
 import random
 from collections.abc import Mapping
 
-from placement.cluster.jobs import SpotUse
-from placement.cluster.oracle import Oracle, TraceJobView
+from placement.cluster.jobs import Oracle, SpotUse, TraceJobView
 from placement.cluster.progress import Progress
 from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 from placement.goodput.fitting import Observation, fit

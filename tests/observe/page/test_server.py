@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ray.observe.page import doors
+from elastic_ray.observe.page import gate
 from elastic_ray.observe.page.feed import Feed
 from elastic_ray.observe.page.gate import MOST_OF_ONE
 from elastic_ray.observe.page.model import JobDetail, PageJob, PageSnapshot, PageSource, Strip
@@ -153,7 +153,7 @@ def test_connections_that_send_nothing_whole_take_nobody_s_place(page: Page) -> 
 
 
 def test_half_a_request_has_its_time(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "LONGEST_WAIT_S", 0.5)
+    monkeypatch.setattr(gate, "LONGEST_WAIT_S", 0.5)
     with socket.create_connection(("127.0.0.1", page.port), timeout=60) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nHost: 127")
         with contextlib.suppress(ConnectionResetError):

@@ -19,9 +19,10 @@ from elastic_ray.checkpoints.sharded.completing import PartsMissingError, await_
 from elastic_ray.checkpoints.sharded.manifest import Manifest, ManifestError, account_name, complete
 from elastic_ray.checkpoints.sharded.reading import BLOCK_BYTES, PartFile, open_checkpoint
 from elastic_ray.checkpoints.sharded.saver import write_part
-from elastic_ray.state.codec import NotPlainError, decode, encode
+from elastic_ray.state.codec import decode, encode
 from elastic_ray.state.pieces import Pieces, shared_out, take_apart
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.state.tree import UnsafeStateError
 from tests.sync.tiles.saving import read_checkpoint
 
 RANKS = 3
@@ -238,7 +239,7 @@ def test_an_account_that_is_being_written_is_waited_for(storage: RunStorage) -> 
 
 def test_what_only_running_code_could_load_is_refused(storage: RunStorage) -> None:
     skeleton, tensors = take_apart({"x": {"thing": storage}})
-    with pytest.raises(NotPlainError, match=r"\['x'\]\['thing'\] is a .*RunStorage"):
+    with pytest.raises(UnsafeStateError, match=r"\['x'\]\['thing'\] is a .*RunStorage"):
         write_part(storage, f"{storage.path}/automatic/step_7", rank=0, steps=7, skeleton=skeleton, tensors=tensors)
     assert not list(Path(storage.path).rglob("*.distcp"))
 

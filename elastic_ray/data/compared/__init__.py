@@ -1,1 +1,0 @@
-"""What can be told of a dataset without loading a sample."""

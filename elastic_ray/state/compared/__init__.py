@@ -1,1 +1,0 @@
-"""What ranks compare, and how they tell each other apart."""
