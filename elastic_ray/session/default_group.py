@@ -22,7 +22,7 @@ from torch import Tensor
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.ended_work import BACKEND, EndedWork
 from elastic_ray.run.current import check_thread, session_of_thread
-from elastic_ray.state.tree_bytes import from_bytes, to_bytes
+from elastic_ray.state.tree import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
