@@ -202,9 +202,6 @@ class FlatPreconditioner:
         groups: the optimizer's options for each.
         functions: what finds denominators of each; None for 1.
         steps: made so far of each.
-
-    Attributes:
-        elapsed: steps since then, which count as made of all: to read counts may be to wait for a GPU.
     """
 
     def __init__(
@@ -217,13 +214,17 @@ class FlatPreconditioner:
     ) -> None:
         self._optimizer, self._params, self._groups = optimizer, params, groups
         self._functions, self._steps = functions, steps
-        self.elapsed = 0
+        self._elapsed = 0
         self._counts = [real_count(p) for p in params]
         self._dtype = torch.promote_types(torch.float32, params[0].dtype.to_real())
         self._device = params[0].device
         self._floors: list[Tensor] = []
         self._parts = list(self._cut(0, sum(self._counts)))
         self._floors = self._find_floors()
+
+    def advance_to(self, elapsed: int) -> None:
+        """Count so many steps since it was made as made of all parameters: to read counts may be to wait for a GPU."""
+        self._elapsed = elapsed
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
         """Elements of the whole, some at a time."""
@@ -266,7 +267,7 @@ class FlatPreconditioner:
 
     def _state(self, piece: _Piece) -> _State:
         """What the optimizer keeps of a piece."""
-        found: dict[str, Any] = {"step": self._steps[piece.place] + self.elapsed}
+        found: dict[str, Any] = {"step": self._steps[piece.place] + self._elapsed}
         for key, value in self._optimizer.state[self._params[piece.place]].items():
             if key in _USED and isinstance(value, Tensor):
                 found[key] = as_real(value).reshape(-1)[piece.start : piece.stop]
@@ -351,7 +352,7 @@ class BucketPreconditioner:
         if current != self._round or (self._found is None and step <= WARM_STEPS):
             self._found, self._round, self._found_at = find(), current, step
         if isinstance(self._found, FlatPreconditioner):
-            self._found.elapsed = step - self._found_at
+            self._found.advance_to(step - self._found_at)
         return self._found
 
     def invalidate(self) -> None:

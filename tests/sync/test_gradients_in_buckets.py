@@ -66,7 +66,7 @@ def kept(wrapped: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer
     return grad.detach(), grad.clone()
 
 
-def test_a_gradient_that_user_code_keeps_stays_what_it_was() -> None:
+def test_a_gradient_that_user_code_keeps_stays() -> None:
     _, told, _ = trained(kept, 2)
     assert len(told) == STEPS
     assert all(torch.equal(*pair) for pair in told)

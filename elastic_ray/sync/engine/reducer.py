@@ -505,6 +505,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _measure_alone(self) -> None:
+        """Look at the gradients of a rank alone."""
         self._tried = True  # what buckets refuse is better told with the first gradient
         for bucket in self._buckets:
             if self._measures:
