@@ -399,7 +399,9 @@ class AllocatorCore:
             job = self._jobs[change.job]
             self._record(now_s, trigger, change.job, sum(change.before.values()), change.after, job.reason)
             job.give(change.after)
-            if trigger in _UNFORCED and sum(change.before.values()) != sum(change.after.values()):
+            workers = sum(change.after.values())
+            explores = job.view.growth_limit is not None and workers > job.view.most_workers
+            if trigger in _UNFORCED and workers != sum(change.before.values()) and not explores:
                 job.swayed(steady_s)
             self._changed_s = steady_s
             goes = self._draining_of(change.before)
