@@ -59,7 +59,7 @@ def job(step: Callable[[], Any] = lambda: None, behind: Callable[[], Any] = lamb
     return run_job(lambda: train(step, behind), GROWS, first=(1, 2))
 
 
-def test_rank_and_size_and_sums_are_those_of_the_present_group() -> None:
+def test_rank_size_and_sums_of_the_present_group() -> None:
     def step() -> tuple[int, int, float]:
         size, rank = dist.get_world_size(), dist.get_rank()
         assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(size))
