@@ -117,6 +117,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(tensors)
 
     def _reduced(self, what: str, tensor: Tensor, op: Any, *, root: int = 0) -> list[Tensor]:
+        """Return the reduction over all ranks."""
         name = _check_reduces(what, tensor, op)
 
         def perform(communicator: Communicator, device: Any) -> list[Tensor]:
@@ -207,6 +208,8 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(tensors)
 
     def _gathered(self, what: str, tensor: Tensor, *, root: int = 0) -> list[Tensor]:
+        """Return every rank's tensor, by rank."""
+
         def perform(communicator: Communicator, device: Any) -> list[Tensor]:
             world, sent = communicator.world_size, _bytes_of(tensor, device)
             received = sent.new_empty(world * sent.numel())
@@ -334,6 +337,7 @@ class Transfer(EndedWork):
         return self._work is None
 
     def _tried(self, act: Callable[[], Any]) -> Any:
+        """Return what ``act`` does; None in a step that is lost, or by it."""
         ledger = self._run.ledger
         if ledger.failed or ledger.replaying:
             return None

@@ -233,6 +233,24 @@ _TORCH = (
         instead="torch.futures.Future, which process groups do not return",
     ),
     PrivateNames(
+        home="torch.distributed:ProcessGroup",
+        names=("_register_backend", "_set_default_backend", "_set_group_name"),
+        why="torch looks for a name, and a backend by device, in the default group",
+        instead="a default group of torch's own, which cannot change size",
+    ),
+    PrivateNames(
+        home="torch.distributed:Backend",
+        names=("_plugins",),
+        why="the default group's backend is registered once a process",
+        instead="a flag of our own",
+    ),
+    PrivateNames(
+        home="torch.distributed.distributed_c10d",
+        names=("_world",),
+        why="ranks of the default group, which change with it",
+        instead="get_process_group_ranks() of the group as it began",
+    ),
+    PrivateNames(
         home="torch.distributed:ProcessGroupGloo",
         names=("_Options", "_set_default_timeout", "_allgather_base", "_start_coalescing", "_end_coalescing"),
         why="a group of its own for each generation, with interfaces and time-outs",

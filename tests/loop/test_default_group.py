@@ -59,7 +59,7 @@ def job(step: Callable[[], Any] = lambda: None, behind: Callable[[], Any] = lamb
     return run_job(lambda: train(step, behind), GROWS, first=(1, 2))
 
 
-def test_rank_and_size_and_sums_are_those_of_the_present_group() -> None:
+def test_rank_size_and_sums_of_the_present_group() -> None:
     def step() -> tuple[int, int, float]:
         size, rank = dist.get_world_size(), dist.get_rank()
         assert dist.get_process_group_ranks(dist.group.WORLD) == list(range(size))
@@ -253,3 +253,25 @@ def test_zero_redundancy_is_refused_by_name() -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r'ZeroRedundancyOptimizer divides its state.*strategy="zero1"'):
         er.AdaptiveDataParallel(model, optimizer)
+
+
+def test_a_collective_between_gradients_of_two_layers() -> None:
+    def two_layers() -> list[int]:
+        model, sizes = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), list[int]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = er.AdaptiveDataParallel(model, optimizer)
+
+        def reduced(gradient: Tensor) -> None:
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            sizes.append(int(value.item()) - dist.get_world_size())
+
+        model[0].register_forward_hook(lambda layer, given, hidden: hidden.register_hook(reduced) and None)
+        for _ in er.remaining_epochs_until(EPOCHS):
+            for (x,) in er.AdaptiveDataLoader(rows(), batch_size=BATCH):
+                optimizer.zero_grad()
+                wrapped(x).mean().backward()
+                optimizer.step()
+        return sizes
+
+    assert all(set(each) == {0} for each in run_job(two_layers, GROWS, first=(1, 2)).results.values())

@@ -128,6 +128,7 @@ class GradientReducer:
         self._announcements = Announcements(self._number, self._layout)
         if self._group.group.world_size == 1:
             self._layout.release()
+        self._knows = False  # as a joiner: what user code sends within a backward pass is in one order on all ranks
 
     def follow(self, *, changed: bool) -> None:
         """The model is called: take in what was unfrozen, or else has ``changed``, between two steps' passes."""
