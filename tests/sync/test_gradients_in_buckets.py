@@ -114,3 +114,23 @@ def test_two_ranks_train_as_one(step: Step) -> None:
     assert told[0] in (None, True) and len(set(map(str, told))) == 1
     for end in ends:
         torch.testing.assert_close(end, one, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_keep_another_memory_format() -> None:
+    strides: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def train() -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 1)).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(module.parameters())
+        wrapped = er.AdaptiveDataParallel(module, optimizer)
+        data = torch.utils.data.TensorDataset(torch.randn(24, 3, 4, 4))
+        for _ in er.remaining_epochs_until(1):
+            for (x,) in er.AdaptiveDataLoader(data, batch_size=BATCH):
+                plain(wrapped, module, optimizer, x.to(memory_format=torch.channels_last))
+                weight = next(module.parameters())
+                assert weight.grad is not None
+                strides.append((weight.stride(), weight.grad.stride()))
+
+    run_job(train, first=(1, 2))
+    assert all(ours == theirs for ours, theirs in strides) and strides

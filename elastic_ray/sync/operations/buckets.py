@@ -57,7 +57,8 @@ class Bucket:
         self.index, self.group, self.params = index, group, list(params)
         self.dtype = params[0].dtype.to_real()
         self.size, self._tail = sum(real_count(p) for p in params), tail
-        self._may_show, self._shows = shows, False
+        # A view has the strides of a contiguous tensor, which those of a parameter in another memory format are not.
+        self._may_show, self._shows = shows and all(p.is_contiguous() for p in params), False
         self._memory: _Memory | None = None
         self._waiting: list[int] = []  # parameters whose gradients are in memory of their own yet
         self._room, self._waits = max(self.size >> 5, _LARGE), 0  # elements of these: at most, and at present
