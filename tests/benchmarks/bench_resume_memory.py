@@ -117,8 +117,9 @@ def go_on(folder: str, kind: str, how: str) -> tuple[float, float]:
     import elastic_ray as er
     from elastic_ray.checkpoints.automatic import state_files
     from elastic_ray.checkpoints.run_directory import RunStorage
-    from elastic_ray.checkpoints.sharded.reading import open_checkpoint, read_checkpoint  # type: ignore[attr-defined]
+    from elastic_ray.checkpoints.sharded.reading import open_checkpoint
     from elastic_ray.loop.api import current_session
+    from elastic_ray.state.unread import read_all
 
     made = _make(kind, "meta")
     session, storage = current_session(), RunStorage(folder)
@@ -128,7 +129,8 @@ def go_on(folder: str, kind: str, how: str) -> tuple[float, float]:
     before_mib = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     begin_s = time.perf_counter()
-    session.states.resume((read_checkpoint if how == "whole" else open_checkpoint)(storage, state), loaded=True)
+    trees = open_checkpoint(storage, state)
+    session.states.resume(read_all(trees) if how == "whole" else trees, loaded=True)
     for _ in er.remaining_epochs_until(1):
         for _ in er.AdaptiveDataLoader(common.Rows(), batch_size=common.GLOBAL_BATCH, drop_last=True):
             assert made  # the model lives
