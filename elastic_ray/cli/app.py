@@ -31,7 +31,7 @@ _HOMES = {
     "metrics": "observe.metrics",
     "simulate": "what_if",
     "doctor": "doctor",
-    "completion": "completion",
+    "completion": "app",
 }
 
 

@@ -369,6 +369,9 @@ def _call(
         perform: carries it out in a group of several, with tensors on a device.
         alone: its result for this rank alone.
     """
+    if session_of_thread() is None:
+        check_thread()
+        return alone()  # code of this process that no run of ours is in: its rank is 0 of 1
     session = _session()
     found: list[list[Tensor]] = []
 

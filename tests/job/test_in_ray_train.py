@@ -60,7 +60,7 @@ def test_a_loop_in_ray_train_s_words() -> None:
             RuntimeError,
             "elastic_ray.AdaptiveDataLoader",
         ),
-        (lambda: trains_without_optimizer(), RuntimeError, "there are 0: make it before the loop over epochs"),
+        (lambda: trains_without_optimizer(), RuntimeError, "there is none: make it before the loop over epochs"),
         (lambda: ray.train.get_dataset_shard("train"), RuntimeError, r"datasets=\{\.\.\.\}\): without a trainer"),
         (lambda: ray.train.report({}, checkpoint_dir_name="mine"), ValueError, "checkpoint_dir_name"),
         (lambda: ray.train.get_context().get_storage(), AttributeError, "'get_storage' in an elastic job; it has get_"),
