@@ -18,6 +18,7 @@ from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.run.dismissal import WorkerDismissed
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.session.group_changes import GroupChanges
+from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.proof import Link
 from elastic_ray.state.shared_state import Exchanged
 
@@ -56,7 +57,10 @@ class Group:
 class States:
     """The shared state, whose exchange fails so many times."""
 
-    unique = False
+    unique = joined = False
+
+    def alike(self) -> dict[str, Any]:
+        return {}
 
     def __init__(self, failing: int) -> None:
         self.shape: BatchChoice | None = SHAPE
@@ -228,7 +232,7 @@ class Run:
         self.ledger = self.clock = self.consensus = Steps()
         self.group, self.adaptation = Group(), Held()
         self.membership, self.controller = Membership(), Controller()
-        self.worker, self.elastic, self.shape_changes, self.progress = "a", elastic, 0, None
+        self.worker, self.elastic, self.shape_changes, self.progress = "a", elastic, 0, RunProgress()
         self.done: list[Any] = []
         self.changes = GroupChanges(
             self,

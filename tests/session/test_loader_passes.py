@@ -18,6 +18,7 @@ from elastic_ray.monitoring.monitoring import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
 from elastic_ray.steps.ledger import StepLedger, StepSums
+from elastic_ray.steps.sample_tally import SampleTally
 from elastic_ray.steps.step import LoaderStep
 from elastic_ray.stragglers.gpu_types import TypeShares
 from tests.session.steps import step_of
@@ -170,6 +171,7 @@ class Run:
         self.meter.ask()
         self.gpu_types = TypeShares(members=lambda: (), measured=lambda: ())
         self.ledger, self.agreed = StepLedger(self.states), AgreedChanges(SimpleNamespace())
+        self.tally = SampleTally(self.ledger)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
         self.moment, self.told = self.moments.append, list[tuple[str, str, int]]()

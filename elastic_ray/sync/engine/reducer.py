@@ -159,8 +159,7 @@ class GradientReducer:
     def drop_halves(self) -> None:
         """The step is over: what its first half has left is of no use any more."""
         if self._step is not None and self._step.halved:
-            for bucket in self._buckets:
-                bucket.drop_carried()
+            self._layout.release()  # a rank that is alone uses it in such steps only
 
     def close(self, *, refuses_own: bool) -> None:
         """The optimizer was asked to step: what backward adds from here on, as a GAN's other loss does, is not its."""
