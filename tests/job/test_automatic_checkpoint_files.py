@@ -98,7 +98,7 @@ def test_equal_one_takes_nothing_away_until_it_is_there(storage: RunStorage) -> 
     assert torch.equal(open_checkpoint(storage, second)["model/0"]["weight"], torch.full((3, 4), 2.0))
 
 
-def test_a_state_is_on_the_disk_before_its_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_on_disk_before_its_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, noted, fsync = list[int](), list[int](), os.fsync
 
     def synced(file: int) -> None:
@@ -125,7 +125,7 @@ class Thing:
     """Something that only its own code can build."""
 
 
-def test_what_could_only_be_loaded_by_running_code_is_refused_and_named(storage: RunStorage) -> None:
+def test_what_only_running_code_loads_is_refused(storage: RunStorage) -> None:
     with pytest.raises(UnsafeStateError, match=r"plain values: \['lr_scheduler/0/0'\]\['thing'\] is a"):
         write_state(storage, {**trees(), "lr_scheduler/0/0": {"thing": Thing()}}, point(5))
     assert state_files(storage) == ()

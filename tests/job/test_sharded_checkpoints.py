@@ -148,7 +148,7 @@ def test_a_preempted_job_is_saved_by_all_ranks(ray_cluster: Any, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_worker_that_ran_out_of_memory_goes_on_and_all_save_again(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_worker_out_of_memory_continues_all_save(ray_cluster: Any, tmp_path: Path) -> None:
     faults = Faults().out_of_memory(rank=1, step=20, moment="forward")
     adapt = {"max_batch_size": 96, "local_bsz_bounds": (2, 96), "gradient_accumulation": True}
     storage = RunStorage(str(tmp_path / "runs" / "tiled"))

@@ -54,9 +54,7 @@ def saver_of(session: Any, folder: Path, told: list[StateSaved]) -> StateSaver:
     return StateSaver(session, RunStorage(str(folder)), tell, keep=2, interval_s=1e-3)
 
 
-def test_a_state_without_memory_for_its_copy_is_given_up_once_and_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_without_memory_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     session, told = Rank0(torch.ones(1).expand(1 << 55)), list[StateSaved]()  # in memory it is one number
     saver = saver_of(session, tmp_path, told)
     with caplog.at_level(logging.WARNING, "elastic_ray"):

@@ -149,7 +149,7 @@ def seen(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unknown_pool_is_the_jobs_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(VARIABLE, "on")
     cluster = LocalCluster(num_cpus=1)
     try:
@@ -161,9 +161,7 @@ def test_a_pool_that_is_not_understood_is_the_jobs_error(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_job_and_its_controller_run_in_processes_that_were_warm_before_and_see_nothing_of_the_job_before(
-    pool_cluster: LocalCluster, tmp_path: Path
-) -> None:
+def test_warm_processes_show_nothing_of_the_job_before(pool_cluster: LocalCluster, tmp_path: Path) -> None:
     """Two scripts in two directories: each has its own modules, actors' names, path and output.
 
     A warm controller that dies comes back with its job.

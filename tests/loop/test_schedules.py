@@ -91,9 +91,7 @@ class _State:
     batches=st.lists(st.integers(1, 200), min_size=1, max_size=600),
 )
 @settings(max_examples=200, deadline=None)
-def test_over_a_pass_the_steps_add_up_to_those_of_the_initial_batch(
-    samples: int, first: int, batches: list[int]
-) -> None:
+def test_steps_of_a_pass_add_up(samples: int, first: int, batches: list[int]) -> None:
     ledger = StepLedger(_State())
     counted, position = 0, 0
     while position < samples:

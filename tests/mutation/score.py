@@ -66,7 +66,7 @@ PARTS = {
     ),
     "replicas": ("elastic_ray/state/replicas.py", "tests/loop/test_replicas.py"),
     "allocator": (
-        "placement/allocator/{core,known_job,significance,explaining}.py",
+        "placement/allocator/{core,significance,explaining}.py",
         "tests/placement/test_{core,explaining,significance,notices}.py",
     ),
     "goodput": (

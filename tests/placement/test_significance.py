@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from placement.allocator.known_job import KnownJob
-from placement.allocator.significance import trigger_of
+from placement.allocator.significance import KnownJob, trigger_of
 from placement.allocator.snapshot import Trigger
 from placement.cluster.node_record import NodeFailure
 from placement.goodput.model import GoodputModel

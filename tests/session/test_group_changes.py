@@ -39,8 +39,9 @@ class Peers:
         self.world_size = world_size
 
     def gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Each further rank has one more."""
-        return [[value + rank for value in values] for rank in range(self.world_size)]
+        """Each further rank needs one sample more; all hold the same."""
+        more = len(values) == 1
+        return [[value + rank * more for value in values] for rank in range(self.world_size)]
 
 
 class Group:
@@ -492,5 +493,5 @@ def test_a_group_is_entered_by_state_buffers_shape(world_size: int) -> None:
     run.registry.done = run.consensus.done = run.states.done = run.done
     assert run.changes.regroup("x") == 5
     announced = [Intent.BUFFERS, ("shares", 2)] if world_size > 1 else []  # another rank has BatchNorm in training
-    entered = ["receiving", "exchange", "enter", "consensus", *announced, "buffers", "collectives", SHAPE]
+    entered = ["receiving", "exchange", "enter", "consensus", *announced, "buffers", "received", "collectives", SHAPE]
     assert run.done == entered and run.controller.switches == [(2, 1.5)]

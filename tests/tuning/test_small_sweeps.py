@@ -181,7 +181,7 @@ SHOWN = ("jobs", "status stopped", "pause stopped")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["sweep", "submission"])
-def test_a_sweep_that_is_stopped_ends_with_what_there_is(
+def test_a_stopped_sweep_ends_with_its_trials(
     shared_cluster: LocalCluster, tmp_path: Path, of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", shared_cluster.address)

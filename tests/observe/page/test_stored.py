@@ -72,7 +72,7 @@ def test_files_tell_parameters_and_rungs(tmp_path: Path) -> None:
     assert (two.sweep, two.parameters) == ("sweep", {}), "what cannot be read is left out"
 
 
-def test_a_run_that_died_with_its_cluster_is_unfinished_and_ends_with_its_last_event(tmp_path: Path) -> None:
+def test_a_run_that_died_ends_with_its_last_event(tmp_path: Path) -> None:
     write(tmp_path / "run")
     events = tmp_path / "run" / "events.jsonl"
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:2]))

@@ -67,7 +67,7 @@ def test_job_continues_at_another_size_and_under_another_strategy(tmp_path: Path
     assert_same_state(found.state, wanted.state)
 
 
-def test_a_replicated_job_writes_one_part_which_tiles_go_on_from(tmp_path: Path) -> None:
+def test_tiles_continue_from_a_replicated_jobs_part(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", strategy="all_reduce", at=(3,))
     job.run(FOUR)
     (state,) = job.files()

@@ -1,0 +1,37 @@
+"""SHELL: NNI's functions for trial code, in the workers of an elastic trial."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import nni.trial
+from nni.runtime.trial_command_channel import TrialCommandChannel, set_default_trial_command_channel
+
+import elastic_ray
+from tuning.nni.wire import DEFAULT, FINAL, PARAMETER, TrialId
+
+
+class ReportChannel(TrialCommandChannel):  # type: ignore[misc]  # NNI has no types
+    """What NNI is told to talk through; every worker calls, and rank 0's reports count, as for all reports."""
+
+    def receive_parameter(self) -> Any:
+        """What the tuner chose, for every worker alike."""
+        return json.loads(os.environ[PARAMETER])
+
+    def send_metric(self, type: str, parameter_id: Any, trial_job_id: Any, sequence: int, value: Any) -> None:
+        """Report to the experiment, by way of the job, so that nothing is told twice after a restart or a join."""
+        metrics = dict(value) if isinstance(value, Mapping) else {DEFAULT: value}
+        elastic_ray.report({**metrics, FINAL: True} if type == "FINAL" else metrics)
+
+
+def adopt(trial: TrialId) -> None:
+    """Let this process's NNI, which is another trial's so far, be this one's."""
+    nni.trial._experiment_id = trial.experiment
+    nni.trial._trial_id = trial.trial
+    nni.trial._sequence_id = trial.sequence
+    nni.trial._params = None
+    nni.trial.overwrite_intermediate_seq(0)
+    set_default_trial_command_channel(ReportChannel())
