@@ -268,7 +268,9 @@ def test_nothing_outlives_a_killed_driver(ray_cluster: Any, tmp_path: Path) -> N
 def test_events_are_written_beside_the_results(ray_cluster: Any, tmp_path: Path) -> None:
     handle, _ = run(tmp_path, workers=1, name="written", epochs=1)
     lines = (tmp_path / "runs" / "written" / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["kind"] for line in lines] == [event.kind.value for event in handle.events()]
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert [kind for kind in kinds if kind != "pass"] == [event.kind.value for event in handle.events()]
+    assert kinds.count("pass") == 1, "what the epoch proves is for the file"
 
 
 @pytest.mark.thorough

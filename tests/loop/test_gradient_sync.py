@@ -67,6 +67,6 @@ def test_a_model_trains_with_another_way_of_synchronising(monkeypatch: pytest.Mo
     assert torch.allclose(model.weight, before - 0.4), "two steps of two samples"
     assert Counting.calls == [
         "enter_group",
-        *["before_forward", "before_update", "applied", "after_step"] * 2,
+        *["remember", "before_forward", "before_update", "applied", "after_step"] * 2,
         "collapse",
     ]
