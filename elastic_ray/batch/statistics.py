@@ -26,6 +26,9 @@ WARM_STEPS = 5
 REFRESHED_EVERY = 16
 """Steps after which preconditioners are computed anew."""
 
+SETTLED_STEPS = 2 * REFRESHED_EVERY
+"""Steps in which moments move too fast for denominators that are sent to others to be used in several steps."""
+
 LEAST_PART = 1e-2
 """Part of the root mean square of a parameter's denominators under which one counts as this."""
 
@@ -329,7 +332,7 @@ class BucketPreconditioner:
     Args:
         interval: steps.
 
-    ``at(step)`` looks anew where step // interval changes, so ranks that count the same steps do so together.
+    ``at(step)`` looks anew in the first steps and where step // interval changes, on all ranks that count alike.
     """
 
     def __init__(self, *, interval: int = REFRESHED_EVERY) -> None:
@@ -348,8 +351,7 @@ class BucketPreconditioner:
             find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
         """
         current = step // self._interval
-        # A fresh state must not stay the identity for a whole interval once the moments are warm.
-        if current != self._round or (self._found is None and step <= WARM_STEPS):
+        if current != self._round or step <= SETTLED_STEPS:
             self._found, self._round, self._found_at = find(), current, step
         if isinstance(self._found, FlatPreconditioner):
             self._found.advance_to(step - self._found_at)

@@ -205,15 +205,15 @@ def test_preconditioner_is_kept_between_refreshes() -> None:
     model, optimizer = trained("adam", 10)
     bucket = BucketPreconditioner(interval=4)
     compute = lambda: preconditioner(optimizer, list(model.parameters()))  # noqa: E731
-    first = bucket.at(8, compute)
+    first = bucket.at(40, compute)
     x, y = batch(8)
     nn.functional.cross_entropy(model(x), y).backward()
     optimizer.step()
-    assert bucket.at(11, compute) is first
-    assert bucket.at(12, compute) is not first
-    again = bucket.at(13, compute)
+    assert bucket.at(43, compute) is first
+    assert bucket.at(44, compute) is not first
+    again = bucket.at(45, compute)
     bucket.invalidate()
-    assert bucket.at(13, compute) is not again
+    assert bucket.at(45, compute) is not again
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from elastic_ray.batch.device_numbers import read, with_steps_read
-from elastic_ray.batch.statistics import DENOMINATOR, REFRESHED_EVERY, WARM_STEPS, denominators, is_adam_like
+from elastic_ray.batch.statistics import DENOMINATOR, REFRESHED_EVERY, SETTLED_STEPS, denominators, is_adam_like
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.sync.optimizer_tiles.publishing import Publisher
 from elastic_ray.sync.optimizer_tiles.states import HeldTiles, part_of
@@ -70,7 +70,7 @@ class Denominators:
 
     def due(self, step: int) -> bool:
         """Whether all ranks receive them before this step."""
-        early = step <= WARM_STEPS or step % REFRESHED_EVERY == 0
+        early = step <= SETTLED_STEPS or step % REFRESHED_EVERY == 0
         return is_adam_like(self._optimizer) and (self._outdated or early)
 
     @torch.no_grad()

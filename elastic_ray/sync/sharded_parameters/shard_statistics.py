@@ -20,7 +20,7 @@ from elastic_ray.batch.device_numbers import as_real, read, real_shape, with_ste
 from elastic_ray.batch.statistics import (
     LEAST_PART,
     REFRESHED_EVERY,
-    WARM_STEPS,
+    SETTLED_STEPS,
     compact,
     denominators,
     is_adam_like,
@@ -82,7 +82,7 @@ class RowDenominators:
 
     def due(self, step: int) -> bool:
         """Whether they are to be found before a step that is measured; the same on all ranks."""
-        fresh = step // REFRESHED_EVERY == self._round and (bool(self._found) or step > WARM_STEPS)
+        fresh = step // REFRESHED_EVERY == self._round and step > SETTLED_STEPS
         return self.adam_like and not fresh
 
     @torch.no_grad()

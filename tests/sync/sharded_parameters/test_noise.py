@@ -90,8 +90,8 @@ def run(case: Case, *, sharded: bool, workers: int = 2, script: Any = ()) -> Out
     return run_job(lambda: train(case, sharded=sharded), script, first=tuple(range(1, workers + 1)))
 
 
-def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], *, rel: float = 2e-3) -> None:
-    """One noise scale by group is another but for rounding."""
+def near(found: list[tuple[float, float]], wanted: list[tuple[float, float]], *, rel: float = 1.5e-2) -> None:
+    """One noise scale by group is another but for rounding: of shards, denominators are kept in bfloat16."""
     assert len(found) == len(wanted)
     for (sqr, var), (exact_sqr, exact_var) in zip(found, wanted, strict=True):
         assert var == pytest.approx(exact_var, rel=rel)

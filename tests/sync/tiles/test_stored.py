@@ -372,6 +372,6 @@ def test_worker_holds_its_tiles_and_never_the_whole_state(tmp_path: Path) -> Non
         )
 
     Job(tmp_path, make=_model, data=dataset, at=(2,)).run(FOUR)
-    # The model, its gradients' buckets, and either its parameters in the checkpoint or half of two states.
+    # The model, and either its parameters in the checkpoint or half of two states; a worker alone has no buckets.
     assert _peak(tmp_path, functools.partial(open_checkpoint, least_bytes=1024)) < 3.6
-    assert 4.5 < _peak(tmp_path, read_checkpoint) < 5.5, "as is seen where all is read, once also by rank 0"
+    assert 4.0 < _peak(tmp_path, read_checkpoint) < 5.5, "as is seen where all is read, once also by rank 0"
