@@ -289,19 +289,19 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        vars(self)["_called"] = True
-        self._sync.before_forward()
-        if (step := self._run.ledger.outermost) is not self._forwarded:
-            vars(self)["_forwarded"] = step
-            if step is not None and self._sync.is_open:
-                self._look_for_carried(step)
-        if self._saved_buffers is not None and self.module.training:
-            self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
-        if self._bounded_tables:
-            refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
         try:
             if self._run.faults is not None:
                 self._run.moment("forward")
+            vars(self)["_called"] = True
+            self._sync.before_forward()
+            if (step := self._run.ledger.outermost) is not self._forwarded:
+                vars(self)["_forwarded"] = step
+                if step is not None and self._sync.is_open:
+                    self._look_for_carried(step)
+            if self._saved_buffers is not None and self.module.training:
+                self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
+            if self._bounded_tables:
+                refuse_bounded_tables(self._bounded_tables, self._run.group.world_size)
             if self._flops is not None and self._run.ledger.outermost is not None:
                 return self._flops.call(self.module, args, kwargs)
             return self.module(*args, **kwargs)
