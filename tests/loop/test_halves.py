@@ -366,7 +366,9 @@ def test_the_halves_make_the_step_s_gradient(options: dict[str, Any]) -> None:
     halved = trained(**options)
     whole = trained(adapts=False, **options)
     assert 2 in halved.micro_steps and set(whole.micro_steps) == {1}
-    assert whole.noise[-1] is None and halved.updates[-1] == halved.micro_steps.count(2)
+    # Once Adam's second moments are warm, noise is in its units, and what was found in others before is dropped.
+    dropped = int(options.get("optimizer") == "adam")
+    assert whole.noise[-1] is None and halved.updates[-1] == halved.micro_steps.count(2) - dropped
     torch.testing.assert_close(halved.parameters, whole.parameters, rtol=1e-9, atol=1e-12)
     ratio(halved.noise[-1])
 
