@@ -87,14 +87,14 @@ PARTS = {
         "tests/placement/test_{knowledge,knowledge_store,knowledge_sync,lengths}.py",
     ),
     "adaptation": (
-        "elastic_ray/adaptation/{requests,runner,watched,policies/*}.py",
+        "elastic_ray/adaptation/{requests,runner,policies/*}.py",
         "tests/adaptation/test_{requests,runner,ballot,batch_policies,scaling_policies,metric_policies,interference}.py",
     ),
     "stragglers": ("elastic_ray/stragglers/*.py", "tests/stragglers/test_*.py"),
     "warm pool": ("elastic_ray/warm_pool/sizing.py", "tests/job/test_pool_sizing.py"),
     "record": (
-        "elastic_ray/record/{outlook,usage,ended,history,losses,report_queue,bounded_log}.py",
-        "tests/job/test_{outlook,usage,ended,history,losses,worker_errors,report_queue,bounded_reports}.py",
+        "elastic_ray/record/{outlook,usage,ended,losses,report_queue,bounded_log}.py",
+        "tests/job/test_{outlook,usage,ended,losses,worker_errors,report_queue,bounded_reports}.py",
     ),
     "tuning": ("tuning/{trials,nni/spaces,nni/results}.py", "tests/tuning/test_{trials,nni_pure}.py"),
 }
