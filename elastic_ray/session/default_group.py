@@ -369,10 +369,10 @@ def _call(
         perform: carries it out in a group of several, with tensors on a device.
         alone: its result for this rank alone.
     """
-    if session_of_thread() is None:
+    session = session_of_thread()
+    if session is None:
         check_thread()
         return alone()  # code of this process that no run of ours is in: its rank is 0 of 1
-    session = _session()
     found: list[list[Tensor]] = []
 
     def told(world_size: int, result: list[Tensor]) -> bytes:

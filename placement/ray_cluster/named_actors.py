@@ -60,7 +60,9 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 def find_actor(name: str) -> Any | None:
     """The actor of this name, or alias; None if there is none. Blocks for a moment."""
-    for own in (name, *(own for own, _ in aliases(name, whole=True))):
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(name, namespace=NAMESPACE)
+    for own, _ in aliases(name, whole=True):
         with contextlib.suppress(ValueError):
             return ray.get_actor(own, namespace=NAMESPACE)
     return None

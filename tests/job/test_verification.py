@@ -109,6 +109,33 @@ def test_an_epoch_is_judged_by_its_samples(changes: dict[str, Any], proven: bool
     assert (found[-1].proven, text in found[-1].text) == (proven, True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"epoch": "x"}, {"epoch": 1 << 70}, {"of": -1}, {"of": [1]}, {"samples": None}, {"steps": True}, {"hash": "x"}],
+    ids=str,
+)
+def test_a_strangers_file_is_no_proof(changes: dict[str, Any]) -> None:
+    first = group(0, 0)
+    lines = [event(EventKind.STARTED, first), event(EventKind.PASS, epoch(first.link, 0, **changes))]
+    assert any(each.proven is False for each in verify_events([line.to_json() for line in lines]))
+
+
+@pytest.mark.timeout(20)
+def test_a_strangers_file_keeps_nobody_busy() -> None:
+    first = group(0, 0)
+    last = epoch(first.link, 10**15, of=10**18, samples=10**18)
+    found = verify_events([event(EventKind.STARTED, first).to_json(), event(EventKind.PASS, last).to_json()])
+    assert "epochs 0 to 999999999999999: no line says" in found[0].text
+    assert "are not counted here" in found[-1].text
+
+
+@pytest.mark.parametrize("changes", [{"digest": "x"}, {"step": [1]}, {"bytes": None}], ids=str)
+def test_a_group_without_numbers_is_no_proof(changes: dict[str, Any]) -> None:
+    strange = Link.after(0, {**group(0, 1).facts, **changes})
+    found = verify_events([event(EventKind.RESIZE, strange).to_json()])
+    assert any("a proof that is none" in each.text for each in found)
+
+
 def test_redone_steps_are_named(lines: list[str]) -> None:
     again = group(json.loads(lines[1])["detail"]["proof"]["link"], 3)
     found = verify_events([*lines, event(EventKind.STARTED, again, 6).to_json()])
