@@ -37,7 +37,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("batches that do not divide", "resumed", "resumed by torch's functions", "join"), SAME),
         "find_unused_parameters": "AdaptiveDataParallel has no find_unused_parameters=.*it is not needed: leave it out",
         "static_graph": "AdaptiveDataParallel has no static_graph=.*it is not needed: leave it out",
-        "SyncBatchNorm": "SyncBatchNorm expected input tensor to be on cuda",
+        "SyncBatchNorm": "SyncBatchNorm expected input tensor to be on ",
         "a communication hook": "register_comm_hook.*AdaptiveDataParallel.strategy=",
         "parameters that are left out": "second.weight of the model are to be left out.*set requires_grad=False",
     },
@@ -55,7 +55,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         **dict.fromkeys(("a schedule per epoch", "no_sync", "gather_for_metrics", "collectives"), SAME),
         **dict.fromkeys(("save_state and load_state", "accumulation by the loader"), SAME),
         "a short last batch": DIFFERS,
-        "accumulation": "gradient_accumulation_steps cannot be kept.*Accelerator.max_batch_size=",
+        "accumulation": CUT_ANEW,
         "find_unused_parameters": "DistributedDataParallelKwargs cannot be kept.*leave them out",
     },
     "transformers": {
@@ -113,6 +113,12 @@ def near(values: Any) -> Any:
     return pytest.approx(values, abs=1e-5, rel=1e-5, nan_ok=True) if number else values
 
 
+def steps_of(record: dict[str, Any]) -> Any:
+    """Where a run has ended, as its program tells it."""
+    last = record["seen"][-1]
+    return last[:2] if isinstance(last, list) else record["optimizer"]["0"]["step"]
+
+
 def cases() -> list[tuple[str, str]]:
     return [(program, case) for program, table in EXPECTED.items() for case in table]
 
@@ -127,7 +133,7 @@ def test_a_case(program: str, case: str, records: dict[str, list[dict[str, Any]]
             continue
         if wanted == CUT_ANEW:
             assert "error" not in ours[case] and "error" not in theirs[case]
-            assert ours[case]["seen"][-1][:2] == theirs[case]["seen"][-1][:2], "as many steps"
+            assert steps_of(ours[case]) == steps_of(theirs[case]), "as many steps"
             continue
         if wanted != SAME:
             assert re.search(wanted, ours[case].get("error", "no error")), ours[case]
