@@ -55,7 +55,7 @@ def script(config: dict[str, Any]) -> None:
         if epoch % 3 != 2:
             ray.train.report(metrics)
             continue
-        with tempfile.TemporaryDirectory() as path:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
             torch.save(state, os.path.join(path, "state.pt"))
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(path))

@@ -24,7 +24,8 @@ def ray_nodes() -> Iterator[object]:
     }
     with (
         pytest.MonkeyPatch.context() as patch,
-        tempfile.TemporaryDirectory(prefix="er", dir="/tmp") as folder,
+        # Ray's processes may still write their last lines when the folder goes.
+        tempfile.TemporaryDirectory(prefix="er", dir="/tmp", ignore_cleanup_errors=True) as folder,
     ):
         for name, value in {**environment, "RAY_TMPDIR": folder}.items():
             patch.setenv(name, value)

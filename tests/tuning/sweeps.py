@@ -63,7 +63,7 @@ def train(config: dict[str, Any]) -> None:
         if not config.get("checkpoint"):
             er.report(metrics)
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             if er.get_context().get_world_rank() == 0:
                 torch.save({"model": model.state_dict(), "score": score}, Path(folder) / "state.pt")
             er.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
@@ -112,7 +112,7 @@ def in_tune_words(config: dict[str, Any]) -> None:
             "resumed_from": resumed_from,
             "trial": tune.get_context().get_trial_id(),
         }
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             (Path(folder) / "epoch").write_text(str(epoch))
             tune.report(metrics, checkpoint=tune.Checkpoint.from_directory(folder))
 
