@@ -27,7 +27,10 @@ def wait(reached, limit_s, what):
         time.sleep(0.1)
     return time.monotonic() - begun
 
-with LocalAutoscalingCluster(NODE_TYPES, idle_s=60.0) as cluster, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+with (
+    LocalAutoscalingCluster(NODE_TYPES, idle_s=60.0) as cluster,
+    tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+):
     job = submit("alone", folder, workers=(1, 2), epochs=1, spot="prefer")
     allocator = get_or_create_allocator()
     wait(lambda: "alone" in ray.get(allocator.snapshot.remote()).jobs, 120.0, "the allocator knows the job")
