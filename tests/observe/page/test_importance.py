@@ -25,6 +25,8 @@ def test_the_parameter_that_matters_comes_first() -> None:
     pytest.importorskip("optuna")
     found, why = importance([*trials(24, seed=3), {"parameters": {}, "score": None, "mode": "max"}])
     assert not why and next(iter(found)) == "lr" and found["lr"] > 0.6
+    turned, _ = importance([{**row, "mode": "min", "score": -row["score"]} for row in trials(24)])
+    assert turned == pytest.approx(found), "what is better is the best of a loss as well"
     assert set(found) == {"lr", "width", "net"} and sum(found.values()) == pytest.approx(1.0)
 
 
