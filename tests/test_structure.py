@@ -17,6 +17,7 @@ MOST_MODULES, MOST_LINES, MOST_FUNCTION_LINES, MOST_UNDOCUMENTED_LINES = 20, 600
 FOREIGN = ("TuneController", "launcher", "nni.trial", "theirs", "self._tuner")
 # Attributes of Python's, torch's, NumPy's and Ray's objects that are there to be written, or that we patch on purpose.
 FOREIGN_ATTRIBUTES = (
+    "config.blocking",  # of an NCCL group's options, which torch has no argument for
     *("__class__", "__traceback__", ".loader.exec_module"),
     *(".grad", "optimizer.step", "optimizer.zero_grad", "layer.sparse", "ctx.param", ".bit_generator.state"),
     "Queue._on_queue_feeder_error",

@@ -73,9 +73,9 @@ def moved(port: int, rank: int) -> str:
         group.wait(group.all_reduce(torch.ones(1)))
         torch.cuda.synchronize()
         begin_s = time.monotonic()
-        took_s = 0.0
         if rank == 0:
             send_state(group, 1, {"x": tree})
+            took_s = time.monotonic() - begin_s
         else:
             trees, _ = receive_state(group, 0, lambda key: None)
             took_s = time.monotonic() - begin_s
