@@ -1,4 +1,4 @@
-"""How the replicas of a model are kept together: strategies per parameter, and what carries them out."""
+"""Gradient synchronisation: a strategy for each parameter, and the engines that carry it out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users write for a strategy: a name, a builder, a ``Strategy``, or the path of one as JSON (pure)."""
+"""Resolution of a strategy that users give as a name, a builder, a ``Strategy``, or a path to JSON (pure)."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class _Ready:
     strategy: Strategy
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """It."""
+        """Return the given strategy unchanged."""
         return self.strategy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Everywhere:
-    """One way for all parameters."""
+    """Builder that applies one `sync` to all dense parameters."""
 
     sync: Reduce | Owner
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """But for those whose gradients are sparse."""
+        """Build the strategy; parameters with sparse gradients are excepted."""
         return builders.dense(self.sync, profile, "")
 
 

@@ -19,7 +19,7 @@ _MOST_OF_MODEL = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BucketPlan:
-    """One bucket.
+    """Plan of one bucket: its parameters, their parameter group, and their synchronisation.
 
     Attributes:
         params: positions in ``ModelProfile.params``, in the bucket's order.
@@ -49,13 +49,13 @@ class TilePlan:
     divided: bool
 
     def holds(self, params: Sequence[int]) -> bool:
-        """Whether the state of all these is."""
+        """True if the optimizer state of all `params` is in tiles."""
         return set(params) <= set(self.params)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """All buckets, in the order in which they are reduced: that of a backward pass, last parameters first.
+    """Plan of all buckets in reduction order, which is that of a backward pass: last parameters first.
 
     Attributes:
         buckets: of at least one parameter each.
@@ -99,7 +99,7 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
 
 
 def _reduction(sync: Sync, *, divided: bool) -> Sync:
-    """How gradients are reduced: those of tiles by all-reduce where every rank needs all of them."""
+    """Return the synchronisation of gradients: all-reduce for tiles if every rank needs all gradients."""
     if isinstance(sync, Owner) and sync.owns_tiles and not (divided and sync.slices_gradients):
         return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
     return sync
@@ -121,7 +121,7 @@ def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
 
 
 def _assign(strategy: Strategy, profile: ModelProfile) -> list[Sync]:
-    """What is done with each parameter: the first rule that matches one of its names, else the default."""
+    """Return each parameter's `sync`: that of the first rule that matches one of its names, else the default."""
     matched: set[int] = set()
     found: list[Sync] = []
     for param in profile.params:

@@ -1,4 +1,4 @@
-"""What user code changes in parameters besides its optimizer's steps, as averages of weights do (torch).
+"""Changes that user code makes to parameters besides optimizer steps, such as averages of weights (torch).
 
 Of a sharded model a rank has rows that it owns, in the model's parameters, and rows that it follows, of which the
 model knows nothing. A change that is made with an update must reach both, as the update does.
@@ -135,7 +135,7 @@ class HandChanges:
         self.note()
 
     def note(self) -> None:
-        """All is well so far."""
+        """Take the present values as the reference, without suspicion."""
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
@@ -145,12 +145,12 @@ class HandChanges:
 
     @property
     def suspected(self) -> bool:
-        """Whether holders of the same rows are to be compared before the next update."""
+        """True if holders of the same rows must be compared before the next update."""
         return self._suspected or self.found
 
     @contextmanager
     def served(self) -> Iterator[None]:
-        """What is changed within is changed on all that have copies as well."""
+        """Accept changes made within the context, which all holders of copies make as well."""
         found = self.found
         yield
         self.note()
@@ -161,7 +161,7 @@ class HandChanges:
 
     @property
     def found(self) -> bool:
-        """Whether there were any."""
+        """True if a change by hand was found."""
         now, seen = self._now(), self._seen
         return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 

@@ -16,7 +16,7 @@ import torch
 
 
 class InnerHook:
-    """One that belongs to the step itself, whatever it is made of."""
+    """Hook that belongs to the step itself, whatever parts the step has."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer, Any, Any], None]) -> None:
         self._call = call
@@ -27,7 +27,7 @@ class InnerHook:
 
 
 class StepHooks:
-    """See the module's text."""
+    """Calls the user's hooks once per step, however many inner optimizer steps it takes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
@@ -78,6 +78,6 @@ class StepHooks:
 
 
 def _become(hooks: dict[int, Any], others: Mapping[int, Any]) -> None:
-    """In place: the handles by which they are removed refer to it."""
+    """Replace the hooks in place, because the handles that remove them refer to the dictionary."""
     hooks.clear()
     hooks.update(others)

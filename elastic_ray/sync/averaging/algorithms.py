@@ -1,4 +1,4 @@
-"""What is done with models at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
+"""Model averaging at the end of a period: local SGD, DiLoCo, SMA and pair averaging (torch)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from elastic_ray.sync.spec import Average
 
 
 class AveragedModel(Protocol):
-    """One model's trained parameters on this rank, and those of others. Collectives raise CommunicationFailedError."""
+    """View of a model for an averager: this rank's parameters, and means over ranks.
+
+    Collectives raise CommunicationFailedError.
+    """
 
     @property
     def world_size(self) -> int:
@@ -20,7 +23,7 @@ class AveragedModel(Protocol):
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters, in the same order on every rank."""
+        """Trained parameters of this rank by name, in the same order on every rank."""
 
     def mean(self) -> list[torch.Tensor]:
         """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
@@ -30,7 +33,7 @@ class AveragedModel(Protocol):
 
 
 class Averager(Protocol):
-    """One algorithm, for one model. All ranks call it after the same steps.
+    """Averaging algorithm for one model. All ranks call it after the same steps.
 
     What it does to parameters, and to its own state, it does after its collectives have ended: one that fails leaves
     both as they were.
@@ -51,7 +54,7 @@ class Averager(Protocol):
         """The first step begins for this algorithm, or for some of the parameters, which are alike on all ranks."""
 
     def capture(self) -> Any:
-        """What all ranks share of its state, for joiners and checkpoints."""
+        """Return the averager's shared state for joiners and checkpoints; equal on all ranks."""
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state of the same algorithm."""
@@ -166,7 +169,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def begin(self, model: AveragedModel) -> None:
-        """Where the first round begins; parameters that are new begin here as well."""
+        """Set the anchor to the present parameters and the momentum to zero; parameters known already keep theirs."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
             if anchor is not None and anchor.shape == p.shape:  # those of a checkpoint are on the CPU

@@ -1,4 +1,4 @@
-"""One model whose replicas differ from rank to rank: when they are averaged, and how they come to be one (torch)."""
+"""Averaging of one model whose replicas diverge: when replicas are averaged and made identical (torch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCALE, _TRACKER = "scale", "_growth_tracker"
 
 
 class Drift:
-    """See the module's text.
+    """Runs one model's averager on schedule and makes its replicas identical when required.
 
     Averages are made between two steps, when all ranks have committed the same one. The *consensus* is the mean over
     ranks of parameters and of the optimizer's floating state. It is made wherever all ranks have to hold the same: a
@@ -79,19 +79,19 @@ class Drift:
 
     @property
     def on(self) -> bool:
-        """Whether ranks step with gradients of their own."""
+        """True while ranks update with their local gradients."""
         average = self.average
         return average is not None and (average.until is None or self._context.ledger.steps < average.until)
 
     @property
     def settled(self) -> bool:
-        """Whether all ranks hold the same after the steps that are committed."""
+        """True if all replicas are identical after the committed steps."""
         alone = self._context.group.world_size == 1
         return alone or self.average is None or not self.on or self._settled_at == self._context.ledger.steps
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end here; larger is later, 0 before the first.
+        """Marker of the last average that ended on this rank: larger is later, 0 before the first.
 
         Where some ranks were through with an average and others were not when the group broke, only those count that
         were: their models hold what the others have added to it.
@@ -121,7 +121,7 @@ class Drift:
             self._context.tell("warning", _OUTSIDE)
 
     def after_step(self, *, ends: bool) -> None:
-        """All ranks have committed a step that trained: average, if a period ends with it."""
+        """Average the replicas if the step that all ranks have committed ends a period."""
         average, steps = self.average, self._context.ledger.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
@@ -199,7 +199,7 @@ class Drift:
                 self._averager = make_averager(self.average)
 
     def _trees(self) -> dict[str, Any]:
-        """What the consensus is about: parameters, and the optimizer's state of each."""
+        """Return the trees that replicas agree on: parameters, and the optimizer state of each."""
         state = self._optimizer.state
         found: dict[str, Any] = {}
         for index, p in enumerate(self._trainable.params):
@@ -218,7 +218,7 @@ class Drift:
 
 
 def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """What is on a GPU of an optimizer's state, on that of the parameter: ranks agree on the present one."""
+    """Return the optimizer state with CUDA tensors moved to the parameter's device."""
     return {
         key: value.to(param.device) if isinstance(value, torch.Tensor) and value.is_cuda else value
         for key, value in state.items()
@@ -271,7 +271,7 @@ class _Flat:
 
 
 class Replica:
-    """See the module's text, and ``AveragedModel``, which this is.
+    """Adapter of a rank's model and its communicator to ``AveragedModel``.
 
     Halves are added up in float32. A buffer whose collective has failed is left to it.
     """
@@ -291,7 +291,7 @@ class Replica:
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters."""
+        """Trained parameters of this rank, by name."""
         trained = {id(p) for p in self._trainable.params}
         return {name: p for name, p in self._module.named_parameters() if id(p) in trained}
 

@@ -131,7 +131,7 @@ def candidates(
     exact: bool,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
 ) -> tuple[Candidate, ...]:
-    """All of them, no two of which do the same; plain all-reduce of all that is dense comes first.
+    """Return the distinct candidate strategies in trial order; plain all-reduce of all dense parameters is first.
 
     Args:
         profile: the model.
@@ -219,7 +219,7 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
 
 
 def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
-    """By each of a parameter's names: one that is tied has several."""
+    """Return a rule for each name of the parameters; a tied parameter has several names."""
     return [] if way is None else [Rule(pattern=exactly(name), sync=way) for p in params for name in p.names]
 
 

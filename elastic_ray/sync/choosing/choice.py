@@ -22,7 +22,7 @@ _FINAL = 6  # trials of the present strategy and its best rival in turn
 
 
 class Phase(str, enum.Enum):
-    """What the next steps are for."""
+    """Phase of a choice: profiling, trying, trying again, or kept."""
 
     PROFILING = "profiling"
     TRYING = "trying"
@@ -32,7 +32,7 @@ class Phase(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSettings:
-    """How a choice is made.
+    """Settings of a strategy choice: exactness, number and length of trials, and the required gain.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
@@ -66,7 +66,7 @@ class Option:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One training step, as all ranks know it.
+    """Measurements of one training step that all ranks agree on.
 
     Attributes:
         step_s: of the slowest rank; None where it was not measured.
@@ -79,7 +79,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Where the choice for one topology stands.
+    """State of the strategy choice for one topology.
 
     Attributes:
         strategy: to be in force.
@@ -107,11 +107,11 @@ class Choice:
 
     @property
     def settled(self) -> bool:
-        """Whether a strategy is kept."""
+        """True once a strategy is kept."""
         return self.phase is Phase.KEPT
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values; trials begin anew."""
+        """Return the choice as plain values; trials restart when it is restored."""
         plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return plain | {
             "strategy": self.strategy.to_json(),
@@ -137,7 +137,7 @@ Consider = Callable[[Mapping[str, int], Strategy], Sequence[Option]]
 
 
 def begin(strategy: Strategy) -> Choice:
-    """Nothing is known of this topology yet; training comes with this strategy."""
+    """Return a new choice for an unknown topology; training starts with `strategy`."""
     return Choice(strategy=strategy)
 
 
@@ -147,14 +147,14 @@ def resume(choice: Choice) -> Choice:
 
 
 def leave(choice: Choice) -> Strategy:
-    """What to go on with in a group of which nothing is known: not with one that is only tried."""
+    """Return the strategy to continue with in an unknown group; a strategy on trial is not carried over."""
     if choice.phase in (Phase.TRYING, Phase.RETRYING) and choice.present is not None:
         return choice.present.strategy
     return choice.strategy
 
 
 def advance(choice: Choice, measured: Measured, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """After a training step.
+    """Return the choice after one more training step.
 
     Args:
         choice: before it.
@@ -202,7 +202,7 @@ def _drifted(before: int, now: int) -> bool:
 
 
 def _timed(choice: Choice, measured: Measured) -> Choice:
-    """Another step of the present phase, or trial."""
+    """Return the choice with the time of one more step of the present phase or trial."""
     if measured.step_s is None:
         return choice
     rows = dict(choice.rows)
@@ -212,13 +212,13 @@ def _timed(choice: Choice, measured: Measured) -> Choice:
 
 
 def _is_over(times: Sequence[float], settings: ChoiceSettings) -> bool:
-    """Whether a trial has seen enough."""
+    """True if a trial has enough steps and enough time."""
     enough = len(times) >= _MOST_TRIAL_STEPS * settings.trial_steps or sum(times[1:]) >= _TRIAL_S
     return len(times) >= settings.trial_steps and enough
 
 
 def _median(times: Sequence[float]) -> float:
-    """Of a trial's steps without the first, which pays for the change."""
+    """Return the median time of a trial's steps, without the first, which includes the cost of the change."""
     return statistics.median(times[1:] or times)
 
 

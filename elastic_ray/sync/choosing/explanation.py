@@ -1,4 +1,4 @@
-"""What is done with a model's parameters, and why, as a table for people (pure)."""
+"""Tables for people that explain how a model's parameters are synchronised, and why (pure)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CandidateRow:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTable:
-    """How a model is synchronised; ``str`` of it is for people.
+    """Explanation of how a model is synchronised; ``str()`` formats it for people.
 
     Attributes:
         strategy: its name.
@@ -143,7 +143,7 @@ def _row(
     world_size: int,
     measured_s: float | None,
 ) -> StrategyRow:
-    """One class of parameters."""
+    """Return the table row of one class of parameters."""
     names = [profile.params[i].name for i in sorted(i for bucket in buckets for i in bucket.params)]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     in_buckets = f", {len(buckets)} of them" if len(buckets) > 1 and not isinstance(buckets[0].sync, Rows) else ""
@@ -157,7 +157,7 @@ def _row(
 
 
 def _candidates(choice: Choice) -> tuple[CandidateRow, ...]:
-    """What was considered, in the order of the trials."""
+    """Return the considered candidates in trial order, with their measured times."""
     tried = [choice.present, *choice.options]
     measured = {each.strategy.name: each.measured_s for each in tried if each is not None}
     kept = choice.strategy.name if choice.settled else None

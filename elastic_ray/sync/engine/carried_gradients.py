@@ -21,7 +21,7 @@ _TWICE = (
 
 
 class CarriedGradients:
-    """What one model's ``.grad`` holds for an optimizer step to come. See the module's text.
+    """Tracks what one model's ``.grad`` has accumulated for a future optimizer step.
 
     A loop that applies the gradients of each step at once carries none, and this class costs it nothing. Some loops
     leave gradients after the optimizer's step and then throw them away, as a GAN does with those of its other loss: the
@@ -48,12 +48,12 @@ class CarriedGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if accumulated gradients wait for the optimizer."""
         return self._steps > 0
 
     @property
     def local(self) -> bool:
-        """Whether they differ from rank to rank, because ``no_sync`` has left them unreduced."""
+        """True if the accumulated gradients differ between ranks because ``no_sync`` has left them unreduced."""
         return self._local
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
@@ -69,7 +69,7 @@ class CarriedGradients:
 
     @property
     def note(self) -> int:
-        """What the ranks must have in common when they reduce: 1 if gradients were added to those of the last update.
+        """Value that ranks must share when they reduce: 1 if gradients were added to those of the last update.
 
         How many passes within ``no_sync`` are in them is each rank's own, as under DDP: shares that are cut by tokens
         differ. 0 up to the first update in a group: a rank that has joined lacks what the others have done since their
@@ -96,7 +96,7 @@ class CarriedGradients:
                 self._context.tell("warning", _TWICE)
 
     def mark_reduced(self) -> None:
-        """All that was added up is the same on all ranks now."""
+        """Mark all accumulated gradients as equal on all ranks."""
         self._local = False
 
     def refuse_own(self) -> None:
@@ -135,7 +135,7 @@ class CarriedGradients:
                     return
 
     def remember(self) -> Any:
-        """At the beginning of a step: what it needs to be undone; None where nothing is carried."""
+        """Return what is needed to undo the step that starts now; None if nothing is accumulated."""
         self._asked = self._applied = False
         if not self._steps:
             return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GradientSync(GroupDependent, Protocol):
-    """How the gradients of one model become the same on all ranks.
+    """Protocol of gradient synchronisation for one model.
 
     In a step: :meth:`before_forward`, backward passes (which an implementation sees through hooks of its own), then
     :meth:`before_update`, and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside
@@ -36,14 +36,14 @@ class GradientSync(GroupDependent, Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if accumulated gradients wait for the optimizer."""
 
     @property
     def strategy(self) -> Strategy:
         """The strategy in force, for people."""
 
     def explain_strategy(self) -> StrategyTable:
-        """What it does with which parameters; raises StrategyError where there is nothing to say."""
+        """Return a table of how each parameter is synchronised; raises StrategyError if there is nothing to explain."""
 
     def before_forward(self) -> None:
         """The model is about to be called."""
@@ -62,7 +62,7 @@ class GradientSync(GroupDependent, Protocol):
         """The optimizer was asked to step."""
 
     def applied(self) -> None:
-        """It steps."""
+        """Record that the optimizer has applied the update."""
 
     def rebuild(self) -> None:
         """Other parameters are trainable than before."""

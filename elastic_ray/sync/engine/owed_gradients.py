@@ -39,13 +39,13 @@ class _Debtor:
 
     @property
     def owes(self) -> bool:
-        """Whether that is anything."""
+        """True if the residual has any non-zero value."""
         owed = self.residual.owed
         return owed is not None and owed.flat is not None and bool(owed.flat.any())
 
     @property
     def knows(self) -> bool:
-        """Whether it knows what all ranks owe together, or has nothing to know."""
+        """True if the sum of all ranks' residuals is known, or if there is nothing to know."""
         return self.residual.folded is not None or (self.compression is None and not self.owes)
 
     def owed(self) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _Debtor:
         return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
 
     def by_name(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Its pieces, in the parameters' shapes."""
+        """Split a flat tensor into the bucket's parameters, by name and in their shapes."""
         pieces = torch.split(flat, [real_count(p) for p in self.bucket.params])
         return {
             name: piece.view(real_shape(p))
@@ -74,12 +74,12 @@ class _Debtor:
         return torch.cat(pieces)
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Those of its compression."""
+        """Factors of the bucket's compression, by parameter name."""
         known = self.compression.factors() if self.compression is not None else {}
         return {self.names[place]: each for place, each in known.items()}
 
     def is_among(self, tensors: _Tensors) -> bool:
-        """Whether one of its parameters is."""
+        """True if `tensors` holds an entry for one of the bucket's parameters."""
         return not tensors.keys().isdisjoint(self.names)
 
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
@@ -94,7 +94,7 @@ class _Debtor:
 
 
 class OwedGradients:
-    """One model's, on one rank. See the module's text, and ``Residual``.
+    """Compression residuals of one model on this rank. See the module's text, and ``Residual``.
 
     Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its
@@ -210,7 +210,7 @@ class OwedGradients:
             )
 
     def capture(self) -> Any:
-        """What is the same on all ranks: factors, and the sum of what is owed where that was added up."""
+        """Return the state shared by all ranks: factors, and the sum of residuals where it was computed."""
         if not self._members or not self._all:
             return {}
         factors: dict[str, torch.Tensor] = {}

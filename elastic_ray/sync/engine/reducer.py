@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class GradientReducer:
-    """Hooks on parameters of one model; see the module's text.
+    """Reducer of one model's gradients, driven by hooks on its parameters during backward.
 
     While gradients are accumulated, a micro-step contributes what ``.grad`` holds after the last backward pass before
     ``optimizer.step()``, so user code may zero, clip and unscale gradients in each of them as it always does.
@@ -268,7 +268,7 @@ class GradientReducer:
             self._give_up(str(error))
 
     def _met_before(self) -> bool:
-        """Whether reductions may begin before the others have answered.
+        """True if reductions may start before the other ranks have answered.
 
         Only reductions use the gradient group, so that nothing else can meet them. Reductions of another layout could,
         but there are none once all have had this one.
@@ -304,7 +304,7 @@ class GradientReducer:
         )
 
     def _carry(self) -> None:
-        """Another micro-step begins: keep what the ones before have left in the buckets."""
+        """Start another micro-step and keep the gradients that earlier ones have left in the buckets."""
         self._open, self._carries = True, True
         self._statistics.carry()
         for bucket in self._buckets:
@@ -343,7 +343,7 @@ class GradientReducer:
             self._launch()
 
     def _launch(self) -> None:
-        """As :meth:`_launch_ready`."""
+        """Launch the reductions of ready buckets, in order; called by :meth:`_launch_ready`."""
         try:
             if self._launched == 0 and not self._pending[0]:
                 if self._unanswered and not self._met_before():
@@ -376,7 +376,7 @@ class GradientReducer:
         self._layout.write_tail(head, norms, self._own_sum, None if self._complete else self._used())
 
     def _used(self) -> list[bool]:
-        """Which parameters have a gradient on this rank, from any micro-step."""
+        """Return a flag for each parameter: True if it had a gradient on this rank in any micro-step."""
         flags = [bucket.used if self._accumulates else bucket.has_gradient for bucket in self._buckets]
         return [used for mine in flags for used in mine]
 
@@ -399,7 +399,7 @@ class GradientReducer:
             give_zeros(self._trainable.params)
 
     def _end_pass(self) -> None:
-        """As :meth:`_finish`."""
+        """End the backward pass: launch what is left, and wait for the reductions; called by :meth:`_finish`."""
         self._running, self._knows = False, True
         if self._trainable.left_out:
             self._trainable.drop_strangers()
@@ -477,7 +477,7 @@ class GradientReducer:
             self._conclude_statistics(step, lambda: values[layout.norms])
 
     def _give_up(self, cause: str) -> None:
-        """Nothing of this step is reduced any more; raises CommunicationFailedError outside of steps."""
+        """Abandon the reductions of this step; raises CommunicationFailedError outside of steps."""
         self._ledger.fail(cause)
         self.reduction.void()
         self._layout.replace_buffers()

@@ -1,4 +1,4 @@
-"""What the engine asks of a bucket, of what is done with it, and of the group in which that happens."""
+"""Interfaces of a bucket, of its operation, and of the group's collectives, as the engine uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GradientCollectives(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this worker."""
+        """Rank of this worker."""
 
     @property
     def world_size(self) -> int:
@@ -60,13 +60,13 @@ class MeasuredGradient(Protocol):
 
     @property
     def sliced(self) -> bool:
-        """Whether other ranks have the rest of the mean."""
+        """True if other ranks hold the rest of the mean."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What the optimizer multiplies these gradients with, for :meth:`squared_norm`; None is the identity."""
+        """Return the optimizer's factors for these gradients, for :meth:`squared_norm`; None is the identity."""
 
     def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Of what it holds, each element times the preconditioner's; a scalar tensor."""
+        """Return the squared norm of the gradients, each times the preconditioner's element; a scalar tensor."""
 
 
 class GradientBucket(MeasuredGradient, Protocol):
@@ -82,34 +82,34 @@ class GradientBucket(MeasuredGradient, Protocol):
 
     @property
     def params(self) -> Sequence[torch.nn.Parameter]:
-        """Its parameters."""
+        """Parameters of the bucket."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gradients."""
+        """Dtype of the gradients."""
 
     @property
     def sliced(self) -> bool:
-        """Whether each rank receives the mean of some parts only."""
+        """True if each rank receives the mean of some parts only."""
 
     @property
     def complete(self) -> bool:
-        """Whether the backward pass has reached all its parameters."""
+        """True if the backward pass has reached all parameters of the bucket."""
 
     @property
     def used(self) -> Sequence[bool]:
-        """Which parameters had a gradient in any micro-step of an accumulation."""
+        """Flag for each parameter: True if it had a gradient in any micro-step of an accumulation."""
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """Which parameters had a gradient on this rank when it was filled."""
+        """Flag for each parameter: True if it had a gradient on this rank when the bucket was filled."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether ``.grad`` still holds what was reduced: this pass has added to it, and nothing has zeroed it."""
+        """True if ``.grad`` still holds the reduced gradients: this pass has added to them and nothing zeroed them."""
 
     def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+        """Discard what an earlier step has left."""
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -127,16 +127,16 @@ class GradientBucket(MeasuredGradient, Protocol):
         """The backward pass has ended without having reached all parameters."""
 
     def carry(self) -> None:
-        """Another micro-step begins: keep what the ones before have left."""
+        """Start another micro-step and keep what earlier ones have left."""
 
     def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
+        """Discard what :meth:`carry` has kept."""
 
     def share(self, factor: float) -> Any:
-        """What it holds times ``factor``, for :meth:`add`."""
+        """Return the bucket's gradients times ``factor``, for :meth:`add`."""
 
     def carried_share(self, factor: float = 1.0) -> Any:
-        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
+        """Return the gradients kept by :meth:`carry` times ``factor``, for :meth:`add`."""
 
     def put(self, weight: float) -> None:
         """Take the gradients in, times ``weight``; zeros where there is none.
@@ -152,7 +152,7 @@ class GradientBucket(MeasuredGradient, Protocol):
         """Give memory back until it is needed."""
 
     def flat_gradient(self) -> torch.Tensor:
-        """What it holds as one vector."""
+        """Return the bucket's gradients as one vector."""
 
     def add(self, share: Any) -> None:
         """Add a share to what it holds."""
@@ -164,16 +164,16 @@ class GradientBucket(MeasuredGradient, Protocol):
         """Remember for the step's later micro-steps which parameters had a gradient."""
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
-        """What the optimizer multiplies these gradients with, for :meth:`squared_norm`; None is the identity."""
+        """Return the optimizer's factors for these gradients, for :meth:`squared_norm`; None is the identity."""
 
     def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Of what it holds, each element times the preconditioner's; a scalar tensor."""
+        """Return the squared norm of the gradients, each times the preconditioner's element; a scalar tensor."""
 
     def total(self) -> torch.Tensor:
         """The sum of all that it holds, a scalar float32 tensor: not finite where an element is not."""
 
     def is_finite(self) -> bool:
-        """Whether all that it holds is finite."""
+        """True if all gradients in the bucket are finite."""
 
     def sum_up(self) -> torch.Tensor | None:
         """Remember the sum of what this rank has put in, where the reduction takes its place.
@@ -184,20 +184,20 @@ class GradientBucket(MeasuredGradient, Protocol):
 
     @property
     def is_summed_up(self) -> bool:
-        """Whether :meth:`sum_up` has told whether what this rank has put in is finite."""
+        """True if :meth:`sum_up` has determined whether this rank's gradients are finite."""
 
     def own_is_finite(self) -> bool:
-        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """What it holds into ``.grad``; ``used`` tells which parameters had a gradient on any rank."""
+        """Copy the bucket into ``.grad``; ``used`` returns which parameters had a gradient on any rank."""
 
     def replace_buffer(self) -> None:
         """Leave its memory to a reduction that was given up and may still write to it."""
 
 
 class BucketOperation(Protocol):
-    """How the weighted gradients of one bucket become their sum on all ranks: in rounds of collectives.
+    """Protocol of an operation that sums one bucket's weighted gradients over all ranks, in rounds of collectives.
 
     :meth:`launch` is called when backward has filled the bucket, :meth:`go_on` after all works of the round before have
     ended, on all buckets in order, until it returns none. What an operation keeps from step to step changes in two
@@ -214,7 +214,7 @@ class BucketOperation(Protocol):
         """The step counts."""
 
     def void(self) -> None:
-        """It does not: what the operation keeps is as before."""
+        """Discard the pass: the operation's state stays as it was before."""
 
 
 _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -239,7 +239,7 @@ class WireForm:
         return dtype if self._dtype is None or dtype.itemsize <= self._dtype.itemsize else self._dtype
 
     def pack(self, flat: torch.Tensor) -> torch.Tensor:
-        """What travels: the buffer itself where its form is right, else one of this object's."""
+        """Return the buffer that travels: `flat` itself if it has the wire's dtype, else this object's own."""
         if self.of(flat.dtype) == flat.dtype:
             return flat
         if self._buffer is None or self._buffer.shape != flat.shape:
@@ -247,7 +247,7 @@ class WireForm:
         return self._buffer.copy_(flat)
 
     def unpack(self, flat: torch.Tensor) -> None:
-        """What has arrived, back into the buffer."""
+        """Copy what has arrived back into `flat`."""
         if self._buffer is not None and self.of(flat.dtype) != flat.dtype:
             flat.copy_(self._buffer)
 

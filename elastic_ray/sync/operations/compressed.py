@@ -1,4 +1,4 @@
-"""All-reduce in a compressed form, with error feedback: what it leaves out is part of the next step (torch)."""
+"""Compressed all-reduce with error feedback: the residual is added to the next step (torch)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Compression(Protocol):
         """The step counts."""
 
     def void(self) -> None:
-        """It does not, and collectives may have been given up."""
+        """Discard the pass, whose collectives may have been abandoned."""
 
     def drop(self) -> None:
         """The last pass counts for nothing."""
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """What it keeps that is the same on all ranks, by parameter of the bucket."""
+        """Return the factors that are equal on all ranks, by parameter of the bucket."""
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
         """Go on from these."""
@@ -61,7 +61,7 @@ class CompressedOperation(OwingOperation):
         self._left_out: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """What is owed and the gradients, compressed."""
+        """Launch the compressed all-reduce of the gradients plus the residual."""
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
@@ -95,7 +95,7 @@ class CompressedOperation(OwingOperation):
         self.compression.commit()
 
     def void(self) -> None:
-        """It does not."""
+        """Discard the pass: the residual and the compression stay as they were before."""
         super().void()
         self.compression.void()
         self._vector = self._left_out = None

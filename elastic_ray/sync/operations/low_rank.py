@@ -34,7 +34,7 @@ class _Matrix:
     rank: int
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """It."""
+        """Return the view of `vector` that holds this matrix."""
         return vector[self.first : self.first + self.rows * self.columns].view(self.rows, self.columns)
 
 
@@ -103,11 +103,11 @@ class LowRankCompression:
             self._factors, self._fresh = self._fresh, []
 
     def void(self) -> None:
-        """They are not."""
+        """Discard the factors of the pass."""
         self._fresh = []
 
     def drop(self) -> None:
-        """They are not."""
+        """Discard the factors of the pass."""
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
@@ -156,7 +156,7 @@ class LowRankCompression:
         return [piece.view(m.rank, m.columns) for m, piece in zip(self._matrices, pieces, strict=True)]
 
     def _copy_whole(self, vector: torch.Tensor, *, back: bool) -> None:
-        """What travels whole, into what travels first or back."""
+        """Copy what is not compressed into the buffer of the first round, or back from it."""
         position = sum(m.rows * m.rank for m in self._matrices)
         for each in self._whole:
             mine, place = vector[each], self._first[position : position + each.stop - each.start]
@@ -206,7 +206,7 @@ def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice,
 
 
 def _sums(vectors: torch.Tensor) -> torch.Tensor:
-    """Of each row, [..., 1]: the second half is added to the first until one element is left. Overwrites them."""
+    """Return the sum of each row, [..., 1]: halves are added until one element is left. Overwrites `vectors`."""
     size = vectors.shape[-1]
     while size > 1:
         half = size // 2

@@ -1,4 +1,4 @@
-"""What operations have in common that owe a part of gradients for some time, and the simplest of them (torch)."""
+"""Base of the operations that owe a part of the gradients for some time, and the simplest of them (torch)."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class OwingOperation(abc.ABC):
         self.residual.commit()
 
     def void(self) -> None:
-        """It does not."""
+        """Discard the pass: the residual stays as it was before."""
         self.residual.void()
 
     def drop(self) -> None:
@@ -71,14 +71,14 @@ class OwingOperation(abc.ABC):
 
 
 class SettlingOperation(OwingOperation):
-    """Another operation, which adds once what a strategy before has left owed."""
+    """Wrapper of an operation that adds once the residual left by the strategy before."""
 
     def __init__(self, operation: BucketOperation) -> None:
         super().__init__()
         self._operation = operation
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """What is owed and the gradients."""
+        """Launch the operation with the residual added to the gradients."""
         if not self._plain:
             owed = self.residual.take(self._scale)
             if owed is not None:
@@ -87,7 +87,7 @@ class SettlingOperation(OwingOperation):
         return self._operation.launch(bucket, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """As the other."""
+        """Continue the wrapped operation."""
         return self._operation.go_on(bucket, group, finished)
 
     def commit(self) -> None:
@@ -96,6 +96,6 @@ class SettlingOperation(OwingOperation):
         self._operation.commit()
 
     def void(self) -> None:
-        """It does not."""
+        """Discard the pass: the residual and the wrapped operation stay as they were before."""
         super().void()
         self._operation.void()

@@ -35,7 +35,7 @@ class PartitionedReduceOperation:
         self._cut_from: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """All parts."""
+        """Launch an all-reduce of each part."""
         flat = bucket.flat_gradient()
         if self._axis == 0:
             pieces = torch.tensor_split(self._form.pack(flat), self._parts)
@@ -54,10 +54,10 @@ class PartitionedReduceOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but buffers."""
+        """Release the buffers; the operation keeps no other state."""
         self._form.drop()
         self._cut_from = None
 
@@ -114,7 +114,7 @@ class OwnerOperation:
         self._sent: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """To the owner."""
+        """Launch the reduction to the owner."""
         self._sent = self._form.pack(bucket.flat_gradient())
         return (group.reduce(self._sent, self._owner),)
 
@@ -127,10 +127,10 @@ class OwnerOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but a buffer."""
+        """Release the buffer; the operation keeps no other state."""
         self._sent = None
         self._form.drop()
 
@@ -155,8 +155,8 @@ class CastReduceOperation:
         return ()
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but a buffer."""
+        """Release the buffer; the operation keeps no other state."""
         self._form.drop()

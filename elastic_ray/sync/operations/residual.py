@@ -1,4 +1,4 @@
-"""What a compression has left out of the gradients of one bucket on this rank, changed in two phases (torch)."""
+"""Residual that a compression has left out of one bucket's gradients on this rank, changed in two phases (torch)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Owed:
 
 
 class Residual:
-    """See the module's text.
+    """Residual of one bucket: what is owed, what the pass in progress leaves, and what ranks owe together.
 
     A pass adds what is owed to its gradients and then owes what it has left out itself. Several passes of one step
     follow each other. None of that counts before :meth:`commit`, and :meth:`void` goes back to the last one.
@@ -42,12 +42,12 @@ class Residual:
 
     @property
     def owed(self) -> Owed | None:
-        """What is owed after the last committed step; None for nothing."""
+        """Residual after the last committed step; None if nothing is owed."""
         return self._kept
 
     @property
     def in_use(self) -> bool:
-        """Whether there is anything that a pass has to look at."""
+        """True if a pass has a residual to add."""
         return self._kept is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
@@ -88,11 +88,11 @@ class Residual:
         self._latest = self._fresh = None
 
     def void(self) -> None:
-        """It does not."""
+        """Discard the pass: the residual stays as it was before."""
         self._latest = self._fresh = None
 
     def fold(self, total: torch.Tensor) -> None:
-        """All ranks are about to leave the group: the sum of what they owe, without a loss scale."""
+        """Store the sum of all ranks' residuals, without a loss scale, before the ranks leave the group."""
         self.folded = total
 
     def share(self, ranks: int) -> None:

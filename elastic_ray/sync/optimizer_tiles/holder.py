@@ -1,4 +1,4 @@
-"""What one rank holds of a model's optimizer state, and how that follows the group (torch)."""
+"""Optimizer state of a model that one rank holds, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Owners = tuple[tuple[int, ...], ...]
 
 
 def needed_at_once(moves: Sequence[Move], target: Owners, held: Sequence[Set[int]]) -> tuple[Move, ...]:
-    """Of moves that lead to a target, what the next step needs: what ranks are to update first that hold nothing."""
+    """Return the moves that the next step needs: those to first owners that hold nothing yet."""
     return tuple(move for move in moves if not held[move.destination] and target[move.tile][0] == move.destination)
 
 
 def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int]]:
-    """What each rank holds once moves are made."""
+    """Return the tiles that each rank holds once the moves are made."""
     return [
         frozenset(tiles) | {move.tile for move in moves if move.destination == rank} for rank, tiles in enumerate(held)
     ]
@@ -54,7 +54,7 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
 
 
 def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int) -> tuple[Move, ...]:
-    """What moves behind the next step: each rank receives one tile, or more as long as they are small.
+    """Return the moves after the next step: each rank receives one tile, or more while they are small.
 
     Args:
         target: owners by tile.
@@ -78,7 +78,7 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everyone:
-    """What the ranks of a group hold.
+    """Tiles that each rank of a group holds, and flags of the whole group.
 
     Attributes:
         tiles: of each.
@@ -100,7 +100,9 @@ class Everyone:
 
 
 class TileHolder:
-    """See the module's text. A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
+    """Holds this rank's part of the optimizer state: some tiles, the whole state, or nothing.
+
+    A rank holds some tiles, or the optimizer the whole state, or the rank nothing.
 
     Methods that communicate raise CommunicationFailedError where the group breaks; then all that was held is.
 
@@ -146,7 +148,7 @@ class TileHolder:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
-        """What all ranks hold; all call it, with what they know themselves.
+        """Gather what all ranks hold; called on every rank.
 
         Raises:
             StateLostError: none holds some tiles; raised on every rank.
@@ -189,7 +191,7 @@ class TileHolder:
 
     @property
     def restores(self) -> bool:
-        """Whether some tiles have others owners than they are to have."""
+        """True if some tiles have other owners than the target gives."""
         return self.owners != self._target
 
     def restore_some(self, group: Group, most: int) -> None:
@@ -214,7 +216,7 @@ class TileHolder:
         return self._tiling.elements(tile) * self.params[self._tiling.tiles[tile][0].name].element_size()
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
         if given := hand_over(self.owners, stays):
             self._receive(communicator, given)
 
@@ -230,7 +232,7 @@ class TileHolder:
         return assemble(tiling, self.params, states, torch.device("cpu"))  # no GPU may have room for it
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """What this rank writes into a checkpoint of all ranks; None where it holds the whole state."""
+        """Return the states that this rank writes into a joint checkpoint; None if it holds the whole state."""
         return written_states(self.held, self.params, self.owners, rank) if self.held is not None else None
 
     @property
@@ -239,7 +241,7 @@ class TileHolder:
         return self.tiling
 
     def _lost_text(self, gone: Sequence[int]) -> str:
-        """Whose loss it was, and whether second copies would have been there some steps later."""
+        """Name the workers whose loss it was, and say if second copies had not been restored yet."""
         whose = sorted({self._workers[rank] for tile in gone if self.owners for rank in self.owners[tile]})
         named = f" ({', '.join(whose)})" if whose else ""
         early = any(len(self.owners[tile]) < self._copies for tile in gone) if self.owners else False
@@ -250,7 +252,7 @@ class TileHolder:
         )
 
     def _states_of(self, tile: int) -> list[State]:
-        """Of a tile that this rank holds."""
+        """Return the states of a tile that this rank holds."""
         if self.held is not None:
             return self.held.states_of(tile)
         return cut_tile(self._tiling, tile, self.params, self.stored.states())
@@ -293,7 +295,7 @@ class TileHolder:
         self.stored.take(self.params.values())
 
     def drop(self) -> None:
-        """Nothing is held, and others hold what counts."""
+        """Release everything held; other ranks hold the valid state."""
         self._clear()
         self.stored.forget()
         self.held, self._whole = None, False
@@ -336,7 +338,7 @@ class TileHolder:
 
 
 def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
-    """Which of its owners writes each tile: about as many elements for each rank; the same on every rank."""
+    """Return the owner that writes each tile, balanced by elements; the same on every rank."""
     load: dict[int, int] = {}
     found = [0] * len(tiling)
     for tile in sorted(range(len(tiling)), key=lambda tile: (-tiling.elements(tile), tile)):

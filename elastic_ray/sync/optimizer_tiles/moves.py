@@ -50,7 +50,7 @@ def carry_out(
 
 
 def peers(rank: int, world_size: int) -> Iterator[int]:
-    """Whom a rank meets, round by round, so that each pair meets once, and both in the same round."""
+    """Yield the peers of `rank`, round by round: each pair meets once, and both in the same round."""
     even = world_size + world_size % 2
     for number in range(even - 1):
         places = [0, *((number + i) % (even - 1) + 1 for i in range(even - 1))]

@@ -38,7 +38,7 @@ class Update:
 
 
 class PendingUpdate:
-    """See the module's text: copies of what it takes to make the update later, when it is heard to be decided.
+    """Copies of what is needed to make the update once it is known to be decided.
 
     By then the model has other ranks' new parameters, and the optimizer the options of a later step.
     """
@@ -120,7 +120,7 @@ class PendingUpdate:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Those of each group, for :func:`as_then`."""
+    """Return the options of each parameter group, for :func:`as_then`."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 

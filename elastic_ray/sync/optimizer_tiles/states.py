@@ -86,12 +86,12 @@ class HeldTiles:
 
     @property
     def tiles(self) -> list[int]:
-        """In order."""
+        """Tiles that this rank holds, in order."""
         return sorted(self._views)
 
     @property
     def everything(self) -> bool:
-        """Whether they are all that there are."""
+        """True if this rank holds every tile."""
         return len(self._views) == len(self.tiling)
 
     def take(self, tile: int, states: Sequence[State], *, borrowed: bool = False) -> None:
@@ -126,11 +126,11 @@ class HeldTiles:
                 self.states[view] = {key: _owned(value) for key, value in self.states[view].items()}
 
     def states_of(self, tile: int) -> list[State]:
-        """Of its spans."""
+        """Return the states of a tile's spans."""
         return [self.states[view] for view in self._views[tile]]
 
     def spans(self) -> Iterator[tuple[Span, Parameter]]:
-        """All, with their views."""
+        """Yield all spans with their views."""
         for tile in self.tiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
@@ -158,7 +158,7 @@ class HeldTiles:
                 view.grad = None if grad is None else grad.reshape(-1)[span.start : span.start + span.length]
 
     def drop_gradients(self) -> None:
-        """They belong to user code."""
+        """Restore ``.grad`` to user code and drop the gradients of the views."""
         for span, view in self.spans():
             if not span.whole:
                 view.grad = None
@@ -203,7 +203,9 @@ def assemble(
 
 
 class StoredStates:
-    """See the module's text. They are kept until they count no more, so that rank 0 can be asked for all of them.
+    """Optimizer states that were loaded and are not cut into tiles yet.
+
+    They are kept until they count no more, so that rank 0 can be asked for all of them.
 
     Errors of reading are those of `UnreadTensor`.
 
@@ -248,11 +250,11 @@ class StoredStates:
         self.follow(())
 
     def forget(self) -> None:
-        """They count no more."""
+        """Drop the stored states."""
         self._states = {}
 
     def states(self) -> dict[Any, State]:
-        """By parameter, with those that the optimizer holds; these were given later."""
+        """Return the stored states by parameter; those that the optimizer holds take precedence."""
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
@@ -285,7 +287,7 @@ def placed_state(state: Mapping[str, Any], device: torch.device, options: Mappin
 
 
 def _to(device: torch.device, value: Tensor | UnreadTensor) -> Tensor | UnreadTensor:
-    """Where the device may have no room for all of it, a tensor is not there before its tiles are taken."""
+    """Move a tensor to the device; a large one becomes unread, so that only its tiles take memory there."""
     if isinstance(value, UnreadTensor) or value.device == device or value.layout != torch.strided:
         return value.to(device)
     flat = value.reshape(-1)

@@ -39,7 +39,9 @@ RESTORED_IN_A_STEP = 8 << 20
 
 
 class TiledOptimizer:
-    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Optimizer of one model with its state in tiles.
+
+    Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
         run: that the model is trained in.
@@ -106,12 +108,12 @@ class TiledOptimizer:
 
     @property
     def divided(self) -> bool:
-        """Whether optimizer state lies with several ranks, so that updates are voted on."""
+        """True if optimizer state is divided among ranks, so that updates are voted on."""
         return self._holder.held is not None and self._begun
 
     @property
     def unsettled(self) -> bool:
-        """Whether the state is not divided as the strategy wants it in the present group."""
+        """True if the state is not yet divided as the strategy requires in the present group."""
         several = self._run.group.world_size > self._copies
         held, tiling = self._holder.held, self._holder.tiling
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
@@ -191,7 +193,7 @@ class TiledOptimizer:
         return result
 
     def _call_hooks(self, kwargs: Mapping[str, Any]) -> None:
-        """All parameters are as the update has them: the user's hooks may look."""
+        """Call the user's step hooks, once all parameters hold the update."""
         owes, self._owes_hooks = self._owes_hooks, False
         if owes:
             self._hooks.after(kwargs)
@@ -249,7 +251,7 @@ class TiledOptimizer:
             self._arrange(self._copies)
 
     def _cut_anew(self) -> None:
-        """Where ranks hold tiles of another tiling than is wanted: have all of them hold the whole state first."""
+        """Make every rank hold the whole state if ranks hold tiles of another tiling than is wanted."""
         group, held = self._run.group, self._holder.held
         wanted = self._wanted.digest if self._wanted is not None else 0
         own = held.tiling.digest if held is not None else 0
@@ -276,7 +278,7 @@ class TiledOptimizer:
         self._call_hooks({})
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: what only they own goes to others; all ranks call it."""
+        """Hand over what only leaving ranks own to the ranks that stay; called on every rank."""
         if self.divided:
             self._holder.hand_over(self._run.group.communicator, stays)
 
@@ -284,12 +286,12 @@ class TiledOptimizer:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save the whole state."""
+        """True if this rank can save the whole state."""
         return not self.divided or self._gathered is not None or self._reads
 
     @property
     def _reads(self) -> bool:
-        """Whether this rank goes on from the whole state, and reads it once it is asked for it."""
+        """True if this rank continues from the whole stored state, and reads it on demand."""
         return self._stored and self._run.group.rank == 0
 
     def _at_hand(self) -> dict[str, State] | None:
@@ -308,7 +310,7 @@ class TiledOptimizer:
         self._open = True
 
     def whole_states(self) -> dict[Tensor, State] | None:
-        """Those of parameters in tiles, by parameter, on rank 0 and none on the others; None where nothing is divided.
+        """Return the whole states on rank 0 by parameter, empty on other ranks; None if nothing is divided.
 
         Between an update and the end of a pass all ranks call it.
 
@@ -337,7 +339,7 @@ class TiledOptimizer:
         return list(self._holder.params.values())
 
     def capture(self) -> dict[str, Any] | None:
-        """What all ranks share, without states; None where no state is in tiles."""
+        """Return what all ranks share, without states; None if no state is in tiles."""
         if self._holder.tiling is None:
             return None
         owes = {"owes_hooks": True} if self._owes_hooks else {}
@@ -352,7 +354,7 @@ class TiledOptimizer:
         return None if whole is None else {self._holder.params[name]: state for name, state in whole.items()}
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """What this rank writes into a checkpoint of all ranks; None where the optimizer holds the whole state."""
+        """Return the states that this rank writes into a joint checkpoint; None if the optimizer holds all of it."""
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ModelTables:
-    """See the module's text. A model without any costs nothing.
+    """All sharded tables of one wrapped model. A model without any costs nothing.
 
     Args:
         run: that the model is trained in.
@@ -62,7 +62,7 @@ class ModelTables:
         return rule
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample, and others have announced that they fetch rows of a table."""
+        """Take part in a table's row exchange that others announced, without samples of this rank."""
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
@@ -109,7 +109,7 @@ class ModelTables:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save all tables."""
+        """True if this rank can save all tables."""
         return all(table.settled for table in self.tables)
 
     def gather(self) -> None:

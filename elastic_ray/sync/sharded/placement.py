@@ -1,4 +1,4 @@
-"""Which ranks own which tiles, and which tiles move when the group changes (pure)."""
+"""Owners of tiles, and the moves of tiles when the group changes (pure)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
 
 
 def _room(total: int, sizes: Sequence[int]) -> list[int]:
-    """How many copies each rank is to own: as many on each, and one more where most are held."""
+    """Return the number of copies that each rank is to own: equal, with one more where most are held."""
     each, more = divmod(total, len(sizes))
     largest = sorted(range(len(sizes)), key=lambda rank: (-sizes[rank], rank))[:more]
     return [each + (rank in set(largest)) for rank in range(len(sizes))]
@@ -138,7 +138,7 @@ class _Matching:
 
 
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
-    """What owners that do not hold their tiles receive, from holders that send about equally much.
+    """Return the moves to owners that lack their tiles, from holders that send about equally much.
 
     Raises:
         ValueError: no rank holds a tile; see :func:`lost`.
@@ -159,7 +159,7 @@ def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Mo
 
 
 def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[Move, ...]:
-    """What ranks that leave give to those that stay: the tiles that only the former own.
+    """Return the moves from leaving ranks to staying ones: the tiles that only leavers own.
 
     Args:
         owners: of each tile.

@@ -1,4 +1,4 @@
-"""One rank's part of a table: what it holds, and how it follows the group (torch)."""
+"""One rank's shard of a table, and its moves when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class RowsLostError(LostGroupError):
 
 
 class TableShard:
-    """One rank's rows of a table. Methods raise CommunicationFailedError where the group breaks; rows held are kept.
+    """Shard of a table on one rank.
+
+    Methods raise CommunicationFailedError if the group breaks; rows held are kept. Methods raise
+    CommunicationFailedError where the group breaks; rows held are kept.
 
     Args:
         tiling: of the table.
@@ -45,24 +48,24 @@ class TableShard:
 
     @property
     def store(self) -> TileStore | None:
-        """What this rank holds in the present group; None before the first."""
+        """Rows that this rank holds in the present group; None before the first."""
         return self._stores[0] if self._stores else None
 
     @property
     def device(self) -> torch.device:
-        """Of the rows."""
+        """Device of the rows."""
         return self._like["weight"].device
 
     def begin(self, source: InitialRows) -> None:
-        """Nothing is held; rows come from there."""
+        """Drop all rows and take new ones from `source`."""
         self._stores, self._source = [], source
 
     def drop(self) -> None:
-        """Nothing is held, and others hold what counts."""
+        """Drop all rows; other ranks hold the valid ones."""
         self._stores, self._source = [], None
 
     def take(self, store: TileStore) -> None:
-        """What was held before a rerun."""
+        """Restore the rows that were held before a rerun."""
         self._stores, self._source = [store], None
 
     def make_whole(self) -> None:
@@ -125,7 +128,7 @@ class TableShard:
         self._by_tile = torch.tensor(owners, dtype=torch.int64, device=self.device)
 
     def hand_over(self, communicator: Communicator, stays: Sequence[bool]) -> None:
-        """Before some ranks leave: have those that stay hold what only the leavers own; all ranks call it.
+        """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank.
 
         Args:
             communicator: the present group.
@@ -141,7 +144,7 @@ class TableShard:
 
     @property
     def everywhere(self) -> bool:
-        """Whether all ranks hold all rows."""
+        """True if all ranks hold all rows."""
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
@@ -155,7 +158,7 @@ class TableShard:
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
     def push(self, communicator: Communicator, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """All ranks' gradients of rows that this rank owns, added up in rank order; all ranks call it.
+        """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
 
         Args:
             communicator: the group.
@@ -261,7 +264,10 @@ def carry_out(
 def collect(
     communicator: Communicator, owners: Sequence[Sequence[int]], store: TileStore, height: int, names: Sequence[str]
 ) -> TileStore | None:
-    """All tiles to rank 0, of these tensors, from their first owners; all ranks call it, None on the others."""
+    """Collect the named tensors of all tiles on rank 0 from their first owners; None on other ranks.
+
+    Called on every rank.
+    """
     tiles = [tile for tile, mine in enumerate(owners) if 0 not in mine]
     moves = [Move(tile, owners[tile][0], 0) for tile in tiles]
     like: Mapping[str, Tensor] = {name: store.tensors[name] for name in names}
@@ -275,7 +281,7 @@ def _holder(stores: Sequence[TileStore], tile: int) -> TileStore:
 
 
 def _counts(communicator: Communicator, to: Tensor) -> _Matrix:
-    """How many rows each rank sends to each, from the destinations of this one's."""
+    """Return the number of rows that each rank sends to each, given this rank's destinations."""
     return communicator.gather_ints(torch.bincount(to, minlength=communicator.world_size).tolist(), with_gradients=True)
 
 

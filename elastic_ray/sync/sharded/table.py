@@ -26,7 +26,7 @@ _Piece = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TableShape:
-    """What a table is made as.
+    """Shape and initialisation of a table.
 
     Attributes:
         rows: of the table.
@@ -58,7 +58,7 @@ class _Update:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _PendingRows:
-    """What owners have received for the next update."""
+    """Gradient rows that owners have received for the next update."""
 
     update: _Update
     ids: Tensor
@@ -66,7 +66,7 @@ class _PendingRows:
 
 
 class ShardedTable:
-    """See the module's text.
+    """Sharded table in training: fetches rows, exchanges their gradients, and updates the rows it owns.
 
     An update is decided when all ranks have received their gradients, and a vote has ended that follows. Then it can be
     made on each rank that lives: a rank that has voted and not updated takes over the others' state, in which is what
@@ -117,7 +117,7 @@ class ShardedTable:
 
     @property
     def updates(self) -> int:
-        """How many have been made."""
+        """Number of updates that have been made."""
         return self._last.number
 
     def load(self, whole: Mapping[str, Tensor], updates: int = 0) -> None:
@@ -169,7 +169,7 @@ class ShardedTable:
         return Announced(Intent.ROWS, self._number[0], self._number[1] * 4 + what)
 
     def join(self) -> None:
-        """Others fetch rows, and this rank none."""
+        """Take part in a fetch of rows without fetching any."""
         self._shard.fetch(self._run.group.communicator, self._nothing[0])
 
     def _check_place(self) -> None:
@@ -284,7 +284,7 @@ class ShardedTable:
         self._begun, self._unused, self._pending, self._gathered = True, False, None, None
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave; see ``TableShard.hand_over``."""
+        """Hand over rows before ranks leave; see ``TableShard.hand_over``."""
         self._gathered = None
         self._shard.hand_over(self._run.group.communicator, stays)
 
@@ -294,7 +294,7 @@ class ShardedTable:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save the whole table."""
+        """True if this rank can save the whole table."""
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
@@ -331,7 +331,7 @@ class ShardedTable:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Any:
-        """What all ranks share, without rows."""
+        """Return what all ranks share, without rows."""
         return {
             "rows": [self._shape.rows, self._shape.width],
             "rule": repr(self.rule),
@@ -342,14 +342,14 @@ class ShardedTable:
         }
 
     def capture_to_save(self) -> Any:
-        """The same with the whole table, where this rank can save it."""
+        """Return the shared state with the whole table, if this rank can save it."""
         if not self._begun or not self.settled:
             return self.capture()
         whole = self._gathered or self._shard.whole(self._run.group.communicator, self._names)
         return {**self.capture(), "whole": whole}
 
     def capture_to_keep(self) -> Any:
-        """The same with the rows that this rank holds."""
+        """Return the shared state with the rows that this rank holds."""
         store = self._shard.store
         kept = {"tiles": list(store.tiles), "tensors": dict(store.tensors)} if store is not None else {}
         return {**self.capture(), "kept": kept}
@@ -392,7 +392,7 @@ class ShardedTable:
 
 
 class LocalGradients:
-    """See the module's text. They mean what ``.grad`` of a parameter would.
+    """Gradients of table rows on this rank, with the meaning of a parameter's ``.grad``.
 
     Each micro-step adds what its backward passes give until ``optimizer.step()`` is called in it, less what
     ``zero_grad()`` has cleared there; what comes after ``optimizer.step()`` belongs to another loss.
@@ -422,7 +422,7 @@ class LocalGradients:
         return first
 
     def add(self, ids: Tensor, gradient: Tensor) -> None:
-        """Another piece, weighted by samples; each id once."""
+        """Add a gradient weighted by samples; each id occurs once."""
         if not self._closed:
             self._present.append((ids, gradient))
             self.waits = True
@@ -435,12 +435,12 @@ class LocalGradients:
         self._closed = True
 
     def zero(self) -> None:
-        """What the present micro-step has added is cleared."""
+        """Clear the gradients that the present micro-step has added."""
         self._present = []
         self._carried_sent = self.waits = False
 
     def take(self) -> _Piece:
-        """What has not been sent yet, each id once; it counts as sent."""
+        """Return the gradients not sent yet, each id once, and mark them as sent."""
         pieces = self._present if self._carried_sent else [*self._carried, *self._present]
         self._carried_sent, self.waits = True, False
         self._present = []

@@ -23,7 +23,7 @@ _ONE_AT_A_TIME = threading.Lock()  # torch's generators are the process's
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Initialisation:
-    """Of one module.
+    """Initialisation of one module: function, device and buffers.
 
     Attributes:
         function: that it is given to; None for its own ``reset_parameters``.
@@ -114,7 +114,7 @@ def initialise(
 
 
 def _made(name: str, module: nn.Module, places: Mapping[int, int]) -> Iterator[tuple[int, Tensor]]:
-    """What one module holds itself: positions, and whole parameters."""
+    """Initialise one module and yield the positions and the whole values of its own parameters."""
     how = _KNOWN[module]
     shards = {key: p for key, p in module._parameters.items() if p is not None and id(p) in places}
     whole = {key: nn.Parameter(_blank(p, how.device), requires_grad=p.requires_grad) for key, p in shards.items()}

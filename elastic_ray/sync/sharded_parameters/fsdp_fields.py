@@ -83,7 +83,7 @@ class UnknownTorchError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardedParam:
-    """One parameter of a sharded module.
+    """Parameter of a sharded module, with torch's private object of it.
 
     Attributes:
         name: the first of its names in the model.
@@ -99,12 +99,12 @@ class ShardedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows, in the memory that they have."""
+        """Local rows of this rank, in their own memory."""
         return self.param._local_tensor  # type: ignore[attr-defined,no-any-return]
 
     @property
     def local_grad(self) -> Tensor | None:
-        """Their gradient."""
+        """Gradient of the local rows."""
         grad: Any = self.param.grad
         return None if grad is None else grad._local_tensor
 
@@ -125,7 +125,7 @@ def check_torch() -> None:
 
 @functools.cache
 def _missing_fields() -> tuple[str, ...]:
-    """What a small sharded module lacks; names with those of their classes."""
+    """Return the private fields that a small sharded module lacks, with the names of their classes."""
     if "_rank" not in inspect.signature(DeviceMesh).parameters:
         return ("DeviceMesh(_rank=)",)
     dispatcher: Any = DTensor._op_dispatcher
@@ -167,7 +167,7 @@ def _param_groups(state: Any) -> list[Any]:
 
 
 def states_of(module: nn.Module) -> list[Any]:
-    """What torch keeps of the sharded modules in a model, each once; the outermost first."""
+    """Return torch's states of the sharded modules in a model, each once, outermost first."""
     found: dict[int, Any] = {}
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -211,7 +211,7 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 
 
 def check_places(module: nn.Module) -> None:
-    """Whether a sharded model has the parameters that torch has sharded, each in its place.
+    """Check that each parameter sharded by torch is still in its place in the model.
 
     Raises:
         StrategyError: another one is in the place of one of them.
@@ -309,12 +309,12 @@ def hollow_out(module: nn.Module, device: torch.device) -> None:
 
 
 def stands_in(param: Tensor) -> bool:
-    """Whether a parameter of a sharded module has no memory yet."""
+    """True if a parameter of a sharded module has no memory yet."""
     return bool(getattr(param, "elastic_ray_stands_in", False))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a parameter is one of a sharded module."""
+    """True if the tensor is a parameter of a sharded module."""
     return isinstance(tensor, DTensor)
 
 
@@ -359,7 +359,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_backward_over(module: nn.Module) -> bool:
-    """Whether torch is through with a backward pass, whose last reductions it makes at the very end."""
+    """True if torch has ended the backward pass, including its last reductions."""
     return not any(state._state_ctx.post_backward_final_callback_queued for state in states_of(module))
 
 
@@ -419,7 +419,7 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
 
 
 def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
-    """One parameter's mesh and shard."""
+    """Replace the mesh and the shard of one parameter."""
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     field = param.field

@@ -124,7 +124,7 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
 
 
 def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
-    """Whether a module has parameters or buffers without memory.
+    """True if a module has parameters or buffers without memory.
 
     Raises:
         ValueError: its parameters are in memory, and not all else fits that.
@@ -150,7 +150,7 @@ def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:
-    """Where parameters go that are on no device yet."""
+    """Return the device for parameters that are on none yet."""
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     found = torch.device(device)

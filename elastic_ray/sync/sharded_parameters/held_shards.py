@@ -34,7 +34,7 @@ Written = dict[int, tuple[Pieces, State]]
 
 
 class Shard:
-    """One shard.
+    """Shard of the model: views of parameter rows, with their optimizer state.
 
     Attributes:
         views: the rows of each parameter of which it has any, by the parameter's position.
@@ -50,13 +50,13 @@ class Shard:
         self.views[param], self.states[view] = view, state
 
     def rows(self, param: int) -> Rows:
-        """All rows of a parameter that it has."""
+        """Return all rows of a parameter in this shard: values and optimizer state."""
         view = self.views[param]
         return {VALUE: view.detach(), **self.states[view]}
 
 
 class HeldShards:
-    """See the module's text.
+    """Shards that this rank holds.
 
     Attributes:
         unread: by parameter, all rows in a checkpoint that this rank goes on from, which are read when they are given
@@ -75,7 +75,7 @@ class HeldShards:
 
     @property
     def ids(self) -> set[ShardId]:
-        """Those that this rank can give."""
+        """Ids of the shards that this rank can give."""
         return {*self.shards, WHOLE} if self.unread else set(self.shards)
 
     def take(
@@ -165,7 +165,7 @@ def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows
 
 
 def apart(shard: Shard, *, values: bool) -> Shard:
-    """The same, in memory that nothing else lies in.
+    """Return a copy of the shard in memory of its own.
 
     Args:
         shard: it.
@@ -220,7 +220,7 @@ def _name(piece: Piece) -> str:
 def _checked(
     communicator: Communicator, peer: int, wanted: Sequence[Piece], trees: Mapping[str, Any]
 ) -> list[tuple[Piece, Rows]]:
-    """What a peer has sent, if it is what was agreed on."""
+    """Return what a peer has sent, if it is what was agreed on."""
     found = [(piece, trees.get(_name(piece))) for piece in wanted]
     for piece, rows in found:
         value = rows.get(VALUE) if isinstance(rows, dict) else None

@@ -1,4 +1,4 @@
-"""Which models are sharded, and what cannot be, or not trained so, said with the way out (torch).
+"""Checks of sharded models: what cannot be sharded or trained so, with the way out (torch).
 
 Every model is asked: torch's side of it, which takes a second to load, is not loaded for the answer.
 """
@@ -73,7 +73,7 @@ def strategy_of(model: nn.Module) -> Strategy:
 
 
 def is_sharded_model(module: nn.Module) -> bool:
-    """Whether some of a model's modules are sharded by torch's ``fully_shard``, ours or not."""
+    """True if any module of the model is sharded by torch's ``fully_shard``, ours or not."""
     return any(hasattr(type(each), "_get_fsdp_state") for each in module.modules())
 
 
@@ -83,7 +83,7 @@ def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def shard_size_of(model: nn.Module) -> int | None:
-    """What all sharded modules of a model were sharded with.
+    """Return the shard size that all sharded modules of a model have in common.
 
     Raises:
         ValueError: some with another value than others.
@@ -127,7 +127,7 @@ def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
 
 
 def check_module(module: nn.Module, shard_size: int | None = None) -> str:
-    """What torch would say later or not at all; returns the kind of device of the parameters.
+    """Check a module before torch shards it; return the device type of its parameters.
 
     Raises:
         TypeError: ``shard_size`` is no number.
@@ -176,7 +176,7 @@ def check_module(module: nn.Module, shard_size: int | None = None) -> str:
 
 
 def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: Any) -> None:
-    """Whether a model with sharded modules can be trained.
+    """Check that a model with sharded modules can be trained.
 
     Raises:
         StrategyError: it cannot be; the message says why, and the way out.

@@ -14,7 +14,9 @@ from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimiz
 
 
 class ShardedModelState:
-    """See the module's text: ranks that join get buffers; rows they get as shards. A checkpoint has whole parameters.
+    """State of a sharded model: joining ranks receive buffers here, and rows as shards.
+
+    A checkpoint has whole parameters.
 
     Attributes:
         takes_unread: parameters in a checkpoint are read row by row, as their ranks need them.
@@ -46,7 +48,7 @@ class ShardedModelState:
         return {**self.capture(), **rows} if rank == 0 else rows
 
     def capture_to_keep(self) -> Any:
-        """What all hold: this rank's rows are kept with the optimizer's state."""
+        """Return the state that all ranks hold; this rank's rows are kept with the optimizer's state."""
         return self.capture()
 
     @torch.no_grad()
@@ -69,12 +71,12 @@ class ShardedModelState:
 
 
 def _key(prefix: str, name: str) -> str:
-    """Of a parameter in a state dict: torch's activation checkpointing wraps modules, and keeps its own name out."""
+    """Return a parameter's key in a state dict, without the name that activation checkpointing inserts."""
     return prefix + name.replace("_checkpoint_wrapped_module.", "")
 
 
 def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Before a sharded module loads a state dict: whole parameters in it become this rank's rows; see torch's hooks."""
+    """Replace whole parameters in a state dict by this rank's rows, before a sharded module loads it; a torch hook."""
     for name, param in module.named_parameters():
         key = _key(prefix, name)
         value = state_dict.get(key)

@@ -1,4 +1,4 @@
-"""What a sharded model's tensors take for their process group: ranks, and collectives that are ours (torch).
+"""Process group that a sharded model's tensors use: its ranks, with collectives that are ours (torch).
 
 Torch's own ``ProcessGroup`` of a generation would block in a collective whose peer is gone, and raise inside user code.
 This one has no connections: what user code asks of sharded tensors (``clip_grad_norm_``, ``full_tensor()``) comes by
@@ -41,7 +41,7 @@ _MAKING = threading.Lock()
 
 
 class ShardProcessGroup(dist.ProcessGroup):
-    """See the module's text.
+    """Process group of a sharded model's tensors, which carries out their collectives in the present generation.
 
     Args:
         rank: of this process.
@@ -57,7 +57,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 
     @property
     def _collectives(self) -> ShardCollectives | None:
-        """None for a group of one.
+        """Collectives of the model; None for a group of one.
 
         Raises:
             RuntimeError: the model whose collectives they were is gone.
@@ -140,7 +140,7 @@ def forget_mesh(mesh: DeviceMesh) -> None:
 
 
 def _number(call: Any, arguments: Any, options: Any) -> Any:
-    """What ``item()`` of a sharded tensor is; of tensors on meshes of others, what torch makes of it."""
+    """Return ``item()`` of a sharded tensor as a global value; tensors on other meshes give torch's result."""
     tensor: Any = arguments[0]
     ours = (tensor.device_mesh.mesh_dim_names or ("",))[0].startswith(_NAME)
     alike = all(each.is_replicate() for each in tensor.placements)

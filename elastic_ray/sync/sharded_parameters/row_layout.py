@@ -1,4 +1,4 @@
-"""Which rows of which parameters each rank holds, and which move when the group changes (pure).
+"""Rows of parameters that each rank holds, and the moves when the group changes (pure).
 
 Torch cuts each parameter along its first dimension as ``torch.chunk`` does: among ``W`` ranks, rank ``r`` owns rows
 ``[r * c, (r + 1) * c)`` with ``c = ceil(rows / W)``, as far as there are so many. So a shard is known by two numbers,
@@ -66,14 +66,14 @@ def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
 
 
 def pieces_of(rows: Sequence[int], shard: ShardId) -> tuple[Piece, ...]:
-    """What a shard holds, without parameters of which it has no row."""
+    """Return the pieces of a shard, without parameters of which it has no row."""
     ranges = [(param, *rows_of(count, shard)) for param, count in enumerate(rows)]
     return tuple(Piece(param, start, stop) for param, start, stop in ranges if start < stop)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """Which ranks cut the rows among them.
+    """Assignment of shards to ranks: groups of ranks that divide the rows, and followers that hold copies.
 
     Attributes:
         groups: the ranks of each shard group, ascending: those in which a rank's shard has its place. One group of all
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return len(self.groups) * self.parts
 
     @property
@@ -116,7 +116,7 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether each shard has an owner in each of several groups, and no follower."""
+        """True if each shard has an owner in each of several groups, and no follower."""
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class Layout:
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
-        """What a rank holds: its own shard first, then those that it follows in a lone group, by the rank before it."""
+        """Return the shards that a rank holds: its own first, then those that it follows, in a lone group."""
         own = self.owned_by(rank)
         before = [(own.index - i) % self.parts for i in range(1, self.parts)]
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
@@ -150,7 +150,7 @@ class Layout:
 
 
 def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = ()) -> Layout:
-    """How the rows are cut in a group.
+    """Return the layout of the rows in a group of `world` ranks.
 
     Args:
         world: its ranks.
@@ -226,7 +226,7 @@ def check_shard_sizes(sizes: Sequence[int]) -> None:
 
 
 def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[int, int]]]:
-    """By parameter, the ranges of rows that some shards hold together; in order, apart from each other."""
+    """Return for each parameter the ranges of rows that the shards hold together; in order and disjoint."""
     found: list[list[tuple[int, int]]] = []
     shards = sorted(shards)
     for count in rows:
@@ -260,7 +260,7 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
 def moves(
     rows: Sequence[int], held: Sequence[Set[ShardId]], layout: Layout, widths: Sequence[int] | None = None
 ) -> tuple[RowMove, ...]:
-    """What each rank receives so that it holds its shards of the present layout; nothing that it has already.
+    """Return the moves after which each rank holds its shards of the layout; nothing is sent that it has already.
 
     Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
 
@@ -290,7 +290,7 @@ def moves(
 
 
 def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tuple[ShardId, int, int], ...]:
-    """What is given to ranks that stay, so that after the others have left a loss of one more loses nothing.
+    """Return the shards given to staying ranks, so that one more loss after the others leave loses nothing.
 
     Args:
         held: the shards of each rank.
@@ -367,7 +367,7 @@ def _from_holders(
 
 
 def by_pair(moved: Sequence[RowMove]) -> Mapping[tuple[int, int], tuple[Piece, ...]]:
-    """What each pair of ranks (source, destination) exchanges, in order."""
+    """Return the pieces that each pair of ranks (source, destination) exchanges, in order."""
     found: dict[tuple[int, int], list[Piece]] = {}
     for move in moved:
         found.setdefault((move.source, move.destination), []).append(move.piece)

@@ -28,7 +28,7 @@ _REDUCES = 1  # what is announced; see Intent.SHARDS
 
 
 class _Sequence:
-    """Which collective follows which, as far as all ranks have made them so; the same on all of them."""
+    """Order of collectives seen so far, the same on all ranks."""
 
     def __init__(self) -> None:
         self._next: dict[int, set[int]] = {}
@@ -39,17 +39,17 @@ class _Sequence:
         self._at = place
 
     def knows(self, code: int) -> bool:
-        """Whether this one has always come next so far."""
+        """True if `code` has always been the next collective so far."""
         return self._next.get(self._at) == {code}
 
     def note(self, code: int) -> None:
-        """It was made."""
+        """Record that the collective `code` was made."""
         self._next.setdefault(self._at, set()).add(code)
         self._at = code
 
 
 class ShardCollectives:
-    """See the module's text.
+    """Collectives of one sharded model among the ranks of the present group.
 
     Ranks whose models do different things, as one with a branch that follows from a rank's own samples, must not meet
     in one collective. So a collective that has not always followed the one before is announced first. One that has is
@@ -114,12 +114,12 @@ class ShardCollectives:
 
     @property
     def _some_are_idle(self) -> bool:
-        """Whether some ranks have no sample in the step in progress, and know of it only what is announced."""
+        """True if some ranks have no sample in the step in progress, and know of it only what is announced."""
         step = self._run.ledger.step
         return step is not None and step.leaves_ranks_idle
 
     def join(self, units: Sequence[FSDPModule], what: Announced) -> None:
-        """On a rank without a sample: have torch gather what others gather, and let it go again.
+        """Join another rank's gather on a rank without a sample: let torch gather the unit, then reshard it.
 
         Args:
             units: the model's sharded modules.
@@ -137,7 +137,7 @@ class ShardCollectives:
             unit.reshard()
 
     def comes_next(self, what: str) -> None:
-        """What is to come is this on all ranks, as they have agreed, or agree now; ``reductions_started`` ends it.
+        """Agree with all ranks that `what` is the next collective; ``reductions_started`` ends it.
 
         Raises:
             CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
@@ -183,7 +183,7 @@ class ShardCollectives:
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:
-        """This rank's part of the weighted sum of all ranks' ``tensor``; zeros if that fails.
+        """Write this rank's part of the weighted sum of all ranks' ``tensor`` into `output`; zeros if that fails.
 
         Parts are added up in rank order, in single precision or that of the tensor, whichever is higher: first those of
         the shard group, then those of the owners of the same rows in all groups, who end with the same bits.
@@ -278,7 +278,7 @@ class ShardCollectives:
 
     @property
     def is_first_owner(self) -> bool:
-        """Whether this rank, of those that own its rows, is the one by which they are counted once."""
+        """True if this rank is the one, of those that own its rows, by which they are counted once."""
         rank = self._run.group.rank
         return self.layout.owners(self.layout.owned_by(rank).index)[0] == rank
 
@@ -288,13 +288,13 @@ class ShardCollectives:
         return self.layout.group_of(self._run.group.rank)
 
     def _gathered(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> bool:
-        """Whether the ``tensor`` of each of some ranks, this one among them, lies in ``output``."""
+        """Gather ``tensor`` of `ranks`, this one among them, into ``output``; True if it succeeded."""
         if len(ranks) == self._run.group.world_size:
             return self._carry_out(what, lambda: self._gradients.all_gather(_bytes(output), _bytes(tensor)))
         return self._exchanged(what, output, _bytes(tensor).repeat(len(ranks)), ranks)
 
     def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
-        """This rank's part of the sum of ``tensor`` over some ranks, this one among them, into ``output``.
+        """Write this rank's part of the sum of ``tensor`` over `ranks`, this one among them, into ``output``.
 
         Returns:
             What was added up, [ranks, elements]; None in a step that is lost.
@@ -308,7 +308,7 @@ class ShardCollectives:
         return parts
 
     def _exchanged(self, what: str, output: Tensor, sent: Tensor, ranks: Sequence[int]) -> bool:
-        """Whether each of some ranks has given each of them its part of what it has; ``sent`` is in bytes."""
+        """Exchange parts of ``sent`` (bytes) among `ranks`, each with every other; True if it succeeded."""
         world, splits = self._run.group.world_size, list[int]()  # none: equal parts for all
         if len(ranks) < world:
             splits = [sent.numel() // len(ranks) if rank in ranks else 0 for rank in range(world)]
@@ -380,6 +380,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _joined(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Their memory, one after the other."""
+    """Concatenate the bytes of the tensors."""
     parts = [_bytes(each.detach().contiguous()) for each in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)

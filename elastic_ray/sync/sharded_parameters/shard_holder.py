@@ -66,7 +66,9 @@ _LOW = (1 << 32) - 1
 
 
 class ShardHolder:
-    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Holds this rank's shards and moves shards between ranks when the group changes.
+
+    Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
         module: the model, sharded on a mesh of one.
@@ -106,7 +108,7 @@ class ShardHolder:
         self._held.keep({WHOLE: shard})
 
     def _state_of(self, param: ShardedParam) -> State:
-        """What the optimizer has of a whole parameter; it has it no more."""
+        """Take the optimizer's state of a whole parameter out of the optimizer."""
         state = self._optimizer.state.pop(param.param, {})
         return {key: value.to_local() if hasattr(value, "to_local") else value for key, value in state.items()}
 
@@ -116,7 +118,7 @@ class ShardHolder:
         return tuple(self._held.shards[each] for each in self._layout.held_by(self._rank))
 
     def written(self) -> Written:
-        """What this rank writes into a checkpoint of all ranks: its share of the rows that it owns."""
+        """Return what this rank writes into a joint checkpoint: its share of the rows that it owns."""
         own = self._layout.owned_by(self._rank)
         owners = self._layout.owners(own.index)
         share = ShardId(len(owners), owners.index(self._rank))
@@ -124,11 +126,11 @@ class ShardHolder:
 
     @property
     def holds(self) -> bool:
-        """Whether anything is held."""
+        """True if this rank holds any shard."""
         return bool(self._held.ids)
 
     def drop(self) -> None:
-        """Nothing is held, and others hold what counts."""
+        """Release all shards; other ranks hold the valid ones."""
         self._held.keep({})
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -153,7 +155,9 @@ class ShardHolder:
         self._held.keep({own: shard})
 
     def look_around(self, group: Group, *, opened: bool, begun: bool) -> tuple[list[set[ShardId]], bool]:
-        """What all ranks hold, and whether one is ``opened``; all call it. A model without memory is made.
+        """Gather the shards of all ranks, and whether one is ``opened``; called on every rank.
+
+        A model without memory is made.
 
         Args:
             group: it.
@@ -231,7 +235,7 @@ class ShardHolder:
         self._first = None
 
     def _received(self, group: Group, everyone: Sequence[set[ShardId]], layout: Layout) -> list[tuple[Piece, Rows]]:
-        """What this rank lacks of a layout; all ranks send."""
+        """Receive the pieces of a layout that this rank lacks; all ranks send."""
         widths = [max(1, each.param.numel() // each.shape[0]) for each in self.params]
         sent = moves(self._held.counts, everyone, layout, widths)
         return carry_out(group.communicator, sent, self._held.give) if sent else []
@@ -242,7 +246,7 @@ class ShardHolder:
 
     @property
     def settles(self) -> bool:
-        """Whether what this rank holds is not yet what, or as, it is to be in the present group; equal on all ranks."""
+        """True if shards still have to be moved or copied to be as the present group requires; equal on all ranks."""
         return self._shares_memory
 
     def settle(self, group: Group) -> None:
@@ -273,7 +277,7 @@ class ShardHolder:
         )
 
     def hand_over(self, group: Group, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
         counts, layout = self._held.counts, self._layout
         given = hand_over([set(layout.held_by(rank)) for rank in range(group.world_size)], stays)
         sent = [
@@ -289,7 +293,7 @@ class ShardHolder:
     # -- the whole -----------------------------------------------------------------------------------------------------
 
     def compare(self, communicator: Communicator) -> None:
-        """Whether each rank's shard is, bit by bit, what its other holders have.
+        """Check that each rank's shard is bit by bit equal to the copies of its other holders.
 
         Raises:
             ReplicasDifferError: it is not; raised on every rank.

@@ -58,7 +58,7 @@ class RowDenominators:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of the optimizer."""
+        """Parameter groups of the optimizer."""
         return self._optimizer.param_groups
 
     @property
@@ -68,7 +68,7 @@ class RowDenominators:
 
     @property
     def adam_like(self) -> bool:
-        """Whether it divides gradients by a running size of theirs."""
+        """True if the optimizer divides gradients by a running estimate of their size."""
         return is_adam_like(self._optimizer)
 
     @property
@@ -81,7 +81,7 @@ class RowDenominators:
         self._found, self._round = {}, None
 
     def due(self, step: int) -> bool:
-        """Whether they are to be found before a step that is measured; the same on all ranks."""
+        """True if denominators are computed before a measured step; the same on all ranks."""
         fresh = step // REFRESHED_EVERY == self._round and step > SETTLED_STEPS
         return self.adam_like and not fresh
 
@@ -114,7 +114,7 @@ class RowDenominators:
 
 
 class MovedRows:
-    """See the module's text.
+    """Norms of the update, measured on the rows that each rank owns and summed over ranks.
 
     Args:
         optimizer: the user's.
@@ -127,7 +127,7 @@ class MovedRows:
         self._waiting: tuple[GradientNorms, list[float]] | None = None  # with squares of this rank's rows, by group
 
     def size(self, groups: int) -> int:
-        """How many numbers ride, for so many parameter groups; the same on all ranks, whatever they have measured."""
+        """Return how many numbers travel for `groups` parameter groups; the same on all ranks, measured or not."""
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def forget(self) -> None:
@@ -153,7 +153,7 @@ class MovedRows:
         return result
 
     def _rows(self, *, counts: bool) -> list[list[Parameter]]:
-        """Those that the update moves on this rank, by parameter group."""
+        """Return the rows that the update moves on this rank, by parameter group."""
         rows: list[list[Parameter]] = [[] for _ in self._optimizer.param_groups]
         groups = self._shards.groups
         for place, view in self._shards.own.views.items() if counts else ():
@@ -162,7 +162,7 @@ class MovedRows:
         return rows
 
     def values(self, groups: int) -> list[float]:
-        """What rides: whether this rank has measured an update, and its squares; see :meth:`size`."""
+        """Return the numbers to send: a flag for a measured update, and its squared norms; see :meth:`size`."""
         if self._waiting is not None and len(self._waiting[1]) != groups:
             self._waiting = None  # the optimizer was given another group since
         if not self.size(groups) or self._waiting is None:
@@ -170,7 +170,7 @@ class MovedRows:
         return [1.0, *self._waiting[1]]
 
     def take(self, sums: Sequence[float], *, ranks: int) -> None:
-        """The same, added up over so many ranks."""
+        """Take the numbers of :meth:`values` summed over `ranks`."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and round(sums[0]) == ranks:
             norms, _ = waiting
@@ -178,7 +178,7 @@ class MovedRows:
 
 
 class ShardStatistics:
-    """See the module's text.
+    """Gradient statistics of one sharded model, taken while torch scatters its gradients.
 
     Args:
         run: that the model is trained in.
@@ -239,7 +239,7 @@ class ShardStatistics:
 
     @property
     def layout(self) -> tuple[int, bool]:
-        """What ranks must have alike: how many numbers ride, and whether denominators are found before."""
+        """Layout that ranks must share: how many numbers travel, and whether denominators are computed first."""
         return self._size, self._refreshes
 
     @property
@@ -285,7 +285,7 @@ class ShardStatistics:
         self._micro, self._passes, self._open = micro, 0, True
 
     def find_denominators(self) -> None:
-        """All ranks begin the pass: find what gradients are divided by, once in some steps."""
+        """Compute the denominators of gradients at the start of a pass that refreshes them, on all ranks."""
         if self._refreshes:
             first = self._collectives.is_first_owner
             self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up, counts=first)
@@ -318,7 +318,7 @@ class ShardStatistics:
         assert start == parts.shape[1], "torch has scattered the gradients of other parameters"
 
     def _mean_rows(self) -> list[MeanRows]:
-        """What ``.grad`` holds of the rows that this rank owns."""
+        """Return the entries of ``.grad`` for the rows that this rank owns."""
         groups = self._groups
         grads = [(place, each.local_grad) for place, each in enumerate(self._optimizer.params) if place in groups]
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
@@ -330,7 +330,10 @@ class ShardStatistics:
                 self._statistics.add(rows, step.weight(0))
 
     def conclude_alone(self, step: LoaderStep) -> None:
-        """The same; in the last micro-step ``.grad`` holds the sum of all. A group of one has nobody to ask."""
+        """Conclude the statistics in a group of one.
+
+        In the last micro-step ``.grad`` holds the sum of all micro-steps.
+        """
         if not self._concludes or self._run.group.world_size > 1:
             return
         if step.micro_steps == 1:
@@ -344,7 +347,7 @@ class ShardStatistics:
         return self._measures and self._step is not None and self._step.is_last_micro
 
     def values(self) -> list[float]:
-        """What rides on the end of the pass."""
+        """Return the numbers that travel with the end of the pass."""
         statistics = self._statistics
         own = [0.0] * (statistics.norms_size + statistics.mean_size)
         if self._concludes:
@@ -355,7 +358,7 @@ class ShardStatistics:
         return [*own, *(statistics.shared_values() if first else [0.0] * statistics.shared_size), *moved]
 
     def take(self, sums: Sequence[float], *, counts: bool) -> None:
-        """The same, added up over all ranks.
+        """Take the numbers of :meth:`values` summed over all ranks.
 
         Args:
             sums: these.
@@ -399,7 +402,7 @@ class _Rows:
         self.index, self.group = place, group
 
     def preconditioner(self, source: Any) -> Tensor | None:
-        """What the optimizer multiplies their gradients with, [elements]; ``source`` is ``RowDenominators``."""
+        """Return the denominators of these gradients, [elements]; ``source`` is ``RowDenominators``."""
         found: Tensor | None = source.state.get(self.index)
         return found
 
@@ -417,12 +420,12 @@ class MeanRows(_Rows):
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:
-        """Of the rows, a scalar tensor."""
+        """Return the squared norm of the rows, a scalar tensor."""
         return squared_norm(self._grad, preconditioner)
 
 
 class ScatteredRows(_Rows):
-    """All ranks' gradients, before they are added up.
+    """Rows of all ranks' gradients, before they are summed.
 
     Args:
         place, group: see above.

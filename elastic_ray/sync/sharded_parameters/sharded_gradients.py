@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class ShardedGradients:
-    """See the module's text, and ``GradientSync``, which this is.
+    """Gradient synchronisation of one sharded model around torch's own gathers and scatters; a ``GradientSync``.
 
     Args:
         run: that the model is trained in.
@@ -86,7 +86,7 @@ class ShardedGradients:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """All ranks call the model at the same place.
+        """Prepare a forward pass, which all ranks make at the same place.
 
         Raises:
             RanksDisagreeError: others do something else here.
@@ -116,7 +116,7 @@ class ShardedGradients:
 
     @property
     def _meets(self) -> bool:
-        """Whether other ranks are met in what comes next."""
+        """True if the next collective includes other ranks."""
         ledger = self._run.ledger
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
@@ -144,7 +144,7 @@ class ShardedGradients:
                 each.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: gather parameters with those that call the model."""
+        """Gather parameters with the ranks that call the model, because this rank has no sample."""
         self._collectives.join(units_of(self._module), what)
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -287,13 +287,13 @@ class ShardedGradients:
             run.ledger.mark_reduced()
 
     def _fail(self, cause: str) -> None:
-        """Nothing of this step counts any more; raises CommunicationFailedError outside of steps."""
+        """Mark the step as failed; raises CommunicationFailedError outside of steps."""
         self._run.ledger.fail(cause)
         if self._step is None:
             raise CommunicationFailedError(cause)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Not for sharded models.
+        """Raise RuntimeError: ``no_sync`` is not supported for sharded models.
 
         Raises:
             RuntimeError: always.
@@ -307,7 +307,7 @@ class ShardedGradients:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if gradients wait for the optimizer."""
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
@@ -325,7 +325,7 @@ class ShardedGradients:
             self._waits = False
 
     def applied(self) -> None:
-        """It steps."""
+        """Do nothing when the optimizer steps."""
 
     def rebuild(self) -> None:
         """Other parameters are trainable than before: torch looks at each backward pass anew."""
@@ -337,12 +337,12 @@ class ShardedGradients:
         return True
 
     def require_statistics(self, user: str) -> None:
-        """They are taken."""
+        """Do nothing: statistics are always taken."""
 
     # -- steps that are lost -------------------------------------------------------------------------------------------
 
     def remember(self) -> Any:
-        """What a step needs to be undone: nothing, since each begins without gradients that count."""
+        """Return None: a step starts without earlier gradients, so there is nothing to undo."""
         return None
 
     def roll_back(self, remembered: Any) -> None:
@@ -403,20 +403,20 @@ class ShardedGradients:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank holds all that is to be saved."""
+        """True if this rank holds everything that is to be saved."""
         return self._optimizer.settled
 
     @property
     def divided(self) -> bool:
-        """Whether other ranks hold some of the rows."""
+        """True if other ranks hold some of the rows."""
         return self._optimizer.divided
 
     def fix_drift(self) -> int:
-        """Nothing differs by design that all ranks hold."""
+        """Return 0: replicated state never diverges intentionally."""
         return 0
 
     def after_step(self, *, agree_on_scale: bool) -> None:
-        """All ranks have committed a step that trained."""
+        """Do nothing after a committed step."""
 
     def collapse(self, *, gather: bool = True) -> None:
         """The end of a pass: rank 0 holds the whole model and the whole state of the optimizer, unless all must ask."""
@@ -428,7 +428,7 @@ class ShardedGradients:
         self._optimizer.gather()
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Nothing differs by design that all ranks hold."""
+        """Do nothing: replicated state never diverges intentionally."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Leavers hand over what only they hold."""
@@ -446,7 +446,7 @@ class ShardedGradients:
 # User code zeroes gradients in each micro-step as it always does: a micro-step contributes what `.grad` holds after
 # its last backward pass, and in the last one `.grad` holds the sum.
 class MicroSteps:
-    """See the module's text.
+    """Sums gradients over the micro-steps of one step.
 
     Args:
         gradients: gives those of this rank's rows, None for parameters without any.
@@ -460,7 +460,7 @@ class MicroSteps:
         self._added = False  # that sum is in .grad
 
     def forget(self) -> None:
-        """Another step begins, or the one in progress is lost."""
+        """Clear the sums, because another step starts or the step in progress is lost."""
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
@@ -472,7 +472,7 @@ class MicroSteps:
 
     @torch.no_grad()
     def end_pass(self, step: LoaderStep) -> None:
-        """It has ended."""
+        """End a pass: save the sum so far, and add it to ``.grad`` in the last micro-step."""
         if step.micro_steps == 1:
             return
         own = self._gradients()
@@ -496,7 +496,7 @@ class MicroSteps:
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Of two gradients, each None for zero; in memory of its own."""
+    """Return the sum of two gradients as a new tensor; None stands for zero."""
     if one is None:
         return None if other is None else other.clone()
     return one.clone() if other is None else one + other

@@ -45,7 +45,7 @@ _ONE_GROUP = (
 
 
 class ShardedOptimizer:
-    """See the module's text. Methods that communicate raise CommunicationFailedError where the group breaks.
+    """Optimizer of one sharded model. Methods that communicate raise CommunicationFailedError where the group breaks.
 
     Args:
         run: that the model is trained in.
@@ -80,7 +80,7 @@ class ShardedOptimizer:
 
     @property
     def params(self) -> Sequence[ShardedParam]:
-        """Of the model, in its order."""
+        """Parameters of the model, in its order."""
         return self._holder.params
 
     @property
@@ -98,7 +98,7 @@ class ShardedOptimizer:
 
     @property
     def divided(self) -> bool:
-        """Whether other ranks hold some of the shards: updates are voted on."""
+        """True if other ranks hold some of the shards, so that updates are voted on."""
         return self._begun and self._run.group.world_size > 1
 
     def before_step(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -163,7 +163,7 @@ class ShardedOptimizer:
         return grad.dtype
 
     def _own_grads(self) -> dict[int, Tensor]:
-        """Those of the rows that this rank owns."""
+        """Return the gradients of the rows that this rank owns, by parameter."""
         own = self._holder.mine[0]
         found = {place: each.local_grad for place, each in enumerate(self.params) if place in own.views}
         return {place: grad for place, grad in found.items() if grad is not None}
@@ -232,7 +232,7 @@ class ShardedOptimizer:
         self._run.tell("warning", _ONE_GROUP.format(number=self._number, size=size, world=world))
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Some ranks are about to leave: each shard is to lie with two that stay; all ranks call it."""
+        """Move shards before ranks leave, so that two staying ranks hold each; called on every rank."""
         if self.divided and not all(stays):
             self._holder.hand_over(self._run.group, stays)
 
@@ -240,7 +240,7 @@ class ShardedOptimizer:
 
     @property
     def settled(self) -> bool:
-        """Whether this rank can save the whole model."""
+        """True if this rank can save the whole model."""
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
@@ -294,7 +294,7 @@ class ShardedOptimizer:
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
     def whole_params(self) -> dict[str, Tensor]:
-        """The same of parameters, by name."""
+        """Return whole parameters by name, where this rank has them."""
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
     def loaded(self) -> None:
@@ -327,7 +327,7 @@ class ShardedOptimizer:
         return [each.param for each in self.params]
 
     def capture(self) -> dict[str, Any]:
-        """What all ranks share, without rows."""
+        """Return what all ranks share, without rows."""
         return {
             "update": [*self._last.key, list(self._last.rates)],
             "begun": self._begun,
@@ -340,19 +340,19 @@ class ShardedOptimizer:
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
     def gathered_whole(self) -> Whole | None:
-        """All that there is, where this rank has it."""
+        """Return the whole parameters and states, if this rank has them."""
         if self.divided:
             return self._gathered
         return self._holder.whole() if self._holder.holds else None
 
     def written(self, rank: int) -> dict[Parameter, State] | None:
-        """What this rank writes of states into a checkpoint of all ranks; None where it holds the whole of them."""
+        """Return the states that this rank writes into a joint checkpoint; None if it holds all of them."""
         if not self.divided:
             return None
         return {self.params[place].param: state for place, (_, state) in self._holder.written().items()}
 
     def written_params(self) -> dict[str, Pieces]:
-        """The same of parameters, by name, where other ranks hold some of the rows."""
+        """Return the parameter rows that this rank writes, by name, if other ranks hold some of the rows."""
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
@@ -443,7 +443,7 @@ class ShardUpdate:
 
 
 class PendingShards:
-    """See the module's text: what it takes to make an update later, when it is heard to be decided.
+    """Copies of what is needed to make an update once it is known to be decided.
 
     By then the optimizer may have the options of a later step, and the gradients are gone.
 

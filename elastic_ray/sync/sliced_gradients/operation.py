@@ -48,7 +48,7 @@ class SlicedOperation:
         self._arrived: Tensor | None = None
 
     def launch(self, bucket: SlicedBucket, group: GradientCollectives) -> Sequence[Any]:
-        """All pieces to their first owners."""
+        """Launch the exchange that sends all pieces to their first owners."""
         self._follow(bucket, group)
         made, buffers = self._known
         pieces = [bucket.body[piece.at : piece.at + piece.length] for piece in made.sent]
@@ -97,10 +97,10 @@ class SlicedOperation:
             self._buffers = _Buffers(sent, sent_views, kept, kept_views, passed, passed_views, followed, followed_views)
 
     def commit(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: the operation keeps no state."""
 
     def void(self) -> None:
-        """Nothing is kept but buffers."""
+        """Release the buffers; the operation keeps no other state."""
         self._buffers = self._arrived = None
 
 

@@ -25,7 +25,7 @@ class Known:
 
 
 class GradientMeter:
-    """See the module's text.
+    """Meter of one model's gradient variance, gradient norms and update norms, when they are requested.
 
     Rank 0 measures. What it finds travels with the next gradient reduction, so that after each committed step of
     training all ranks know the very same numbers, however their hardware rounds. What the optimizer does not apply does
@@ -50,7 +50,7 @@ class GradientMeter:
 
     @property
     def outdated(self) -> bool:
-        """Whether something else is asked for than is measured."""
+        """True if the requested measurements differ from the present ones."""
         return self._request() != self.monitor
 
     def rebuilt(self, groups: int) -> None:
@@ -89,7 +89,7 @@ class GradientMeter:
         return every is not None and gradients > 1 and (halved or self._step % every < spacing)
 
     def wants_norms(self, spacing: int) -> bool:
-        """Whether norms are; see :meth:`wants_variance`."""
+        """True if norms are measured in this step; see :meth:`wants_variance`."""
         every = self.monitor.norms_every
         return every is not None and self._step % every < spacing
 
@@ -125,7 +125,7 @@ class GradientMeter:
 
     @property
     def wants_update(self) -> bool:
-        """Whether the update that follows is to be measured: its gradient was."""
+        """True if the next update is measured, because its gradient was."""
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
@@ -141,13 +141,13 @@ class GradientMeter:
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
     def updated(self, norms: tuple[float, ...]) -> None:
-        """It has moved the parameters by so much, by parameter group."""
+        """Store the norms of the update, by parameter group."""
         found = self.take_unmoved()
         if found is not None:
             self._found(dataclasses.replace(self._own, norms=dataclasses.replace(found, updates=norms)))
 
     def found_by_all(self, norms: GradientNorms) -> None:
-        """What all ranks have measured together, so that all of them know it now."""
+        """Store norms that all ranks have measured together, so that all know them at once."""
         self._own = dataclasses.replace(self._own, norms=norms)
         self.known = dataclasses.replace(self.known, norms=norms)
 
@@ -157,7 +157,7 @@ class GradientMeter:
             self.known = own  # nobody to agree with
 
     def shared_size(self, groups: int) -> int:
-        """How many values travel."""
+        """Return how many values are sent for `groups` parameter groups."""
         variance = 3 + groups if self.monitor.variance_every is not None else 0
         return variance + (2 + 2 * groups if self.monitor.norms_every is not None else 0)
 
@@ -196,7 +196,7 @@ class GradientMeter:
         self.known = Known(variance, norms)
 
     def follow_first(self) -> None:
-        """This rank does not measure: should it become rank 0, it goes on from what is known."""
+        """Adopt rank 0's values, so that this rank can continue from them should it become rank 0."""
         self._own = self.known
 
 

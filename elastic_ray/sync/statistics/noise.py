@@ -24,7 +24,7 @@ _EVERY = 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pending:
-    """What a backward pass has found, to count once the optimizer has applied its gradients.
+    """Estimates of a backward pass, which count once the optimizer has applied its gradients.
 
     Attributes:
         estimates: raw noise scale of each group.
@@ -44,15 +44,15 @@ class StatesSource(Protocol):
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """By parameter."""
+        """Optimizer state by parameter."""
 
     @property
     def adam_like(self) -> bool:
-        """Whether it divides gradients by a running size of theirs."""
+        """True if the optimizer divides gradients by a running estimate of their size."""
 
     @property
     def outdated(self) -> bool:
-        """Whether nothing can be measured at present; the same on all ranks."""
+        """True if nothing can be measured at present; the same on all ranks."""
 
 
 class NoiseTracker:
@@ -104,7 +104,7 @@ class NoiseTracker:
 
     @property
     def signal(self) -> NoiseSignal:
-        """What rank 0 knows of the signal beside its noise."""
+        """Signal beside its noise, as rank 0 knows it."""
         return self._smoothed.signal
 
     @property
@@ -131,7 +131,7 @@ class NoiseTracker:
         return step < _DENSE_STEPS or step % _EVERY == 0
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
-        """What the optimizer multiplies the bucket's gradients with at present; None where it is not of Adam's kind."""
+        """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
         source: Any = self._source or self._optimizer
         if self._adam_like is None and source.state:
             self._adam_like = self._source.adam_like if self._source is not None else is_adam_like(self._optimizer)
@@ -178,7 +178,7 @@ class NoiseTracker:
             self._pending = _Pending(estimates, step, replicas, preconditioned)
 
     def preconditions(self, buckets: Sequence[MeasuredGradient]) -> bool:
-        """Whether norms of these are in the optimizer's units."""
+        """True if norms of these buckets are in the optimizer's units."""
         return any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
@@ -206,7 +206,7 @@ class NoiseTracker:
 
     @property
     def shared_size(self) -> int:
-        """How many values these are."""
+        """Number of values that rank 0 shares."""
         return 2 * self._groups + 2
 
     def take_shared(self, values: list[float]) -> None:

@@ -52,7 +52,7 @@ _WATCH_EVERY = 64
 
 
 def settings_of(auto: Auto) -> ChoiceSettings:
-    """How a choice is made that a user asks for."""
+    """Return the choice settings that an ``Auto`` builder asks for."""
     return ChoiceSettings(exact=auto.exact, trials=auto.trials, trial_steps=auto.trial_steps, gain=auto.gain)
 
 
@@ -84,17 +84,17 @@ class StrategyTuner:
 
     @property
     def strategy(self) -> Strategy:
-        """To be in force from the next step on."""
+        """Strategy to be in force from the next step."""
         return self._choice.strategy
 
     @property
     def choice(self) -> Choice:
-        """Where the choice stands."""
+        """State of the choice."""
         return self._choice
 
     @property
     def agenda(self) -> str:
-        """What must be equal on all ranks, that their measurements meet."""
+        """Settings as text, equal on all ranks so that their measurements are comparable."""
         return repr(self._settings)
 
     def tell(self, table: Callable[[], str]) -> None:
@@ -178,7 +178,7 @@ class StrategyTuner:
         self._before = self._choice
 
     def roll_back(self) -> None:
-        """It was lost, and with it what was measured in it."""
+        """Restore the choice from before the lost step, without its measurements."""
         self._choice = self._before
         self._since_s, self._step = None, None
 
@@ -202,7 +202,7 @@ class StrategyTuner:
 
 
 def _alone(strategy: Strategy) -> Choice:
-    """One worker has nothing to synchronise, and nothing to choose."""
+    """Return the final choice of a single worker, which has nothing to synchronise."""
     return Choice(strategy=strategy, phase=Phase.KEPT)
 
 
@@ -218,7 +218,7 @@ class _Asked:
 
 
 class StrategyInForce:
-    """See the module's text.
+    """Strategy of one model with its plan, and the change to another strategy or tuner.
 
     Args:
         context: the run.
@@ -263,12 +263,12 @@ class StrategyInForce:
 
     @property
     def profile(self) -> ModelProfile:
-        """What a planner needs to know of the model."""
+        """Profile of the model for a planner."""
         return self._model.profile
 
     @property
     def device(self) -> torch.device:
-        """Of the model's gradients."""
+        """Device of the model's gradients."""
         return self._model.device
 
     @property
@@ -283,12 +283,12 @@ class StrategyInForce:
 
     @property
     def pending(self) -> bool:
-        """Whether another strategy, or another tuner, is to take effect."""
+        """True if another strategy or tuner is about to take effect."""
         return self._asked is not None or self._wanted is not None
 
     @property
     def label(self) -> str:
-        """What a user calls the present strategy, and the one that is to take effect."""
+        """Name of the present strategy, and of the one about to take effect."""
         asked = self._asked.strategy if self._asked is not None else self._wanted
         present = self.plan.strategy.label
         return present if asked is None else f"{present}, then {asked.label}"
@@ -304,7 +304,7 @@ class StrategyInForce:
 
     @property
     def agenda(self) -> str:
-        """What follows a step's reductions, on all ranks alike; empty for nothing."""
+        """Measurement agenda of a step, equal on all ranks; empty if there is none."""
         return self.tuner.agenda if self.tuner is not None else ""
 
     @property
@@ -319,7 +319,7 @@ class StrategyInForce:
         return f"{CHOSEN}{self._key}" if in_force else None
 
     def works(self, plan: SyncPlan) -> bool:
-        """Whether a plan can be carried out."""
+        """True if the model can carry out the plan."""
         try:
             self._model.check(plan)
         except StrategyError:
@@ -374,7 +374,7 @@ class StrategyInForce:
         return self.plan
 
     def follow_rows(self, tables: Mapping[int, RowBucket]) -> None:
-        """These tables' rows travel, by the position of their buckets."""
+        """Use these row buckets, keyed by their positions in the plan."""
         params = self.profile.params if tables else ()
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
@@ -413,7 +413,7 @@ class StrategyInForce:
             self.tuner.remember()
 
     def roll_back(self) -> None:
-        """It was lost, and with it what its body has asked for."""
+        """Restore the request from before the lost step."""
         self._stepped, self._asked = None, self._asked_before
         if self.tuner is not None:
             self.tuner.roll_back()
@@ -455,7 +455,7 @@ class StrategyInForce:
         return tuner
 
     def explain(self) -> StrategyTable:
-        """What is done, and why."""
+        """Return a table of the synchronisation of each parameter, and why."""
         times: dict[int, float] = {}
         if self._bucket_s:
             times = {index: statistics.median(each) for index, each in enumerate(zip(*self._bucket_s, strict=True))}

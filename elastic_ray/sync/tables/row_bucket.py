@@ -1,4 +1,4 @@
-"""One table's gradient on its way from ``.grad`` and back to it, as touched rows (torch)."""
+"""Gradient of one table as touched rows, on its way from ``.grad`` and back (torch)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RowBucket:
         self._preconditioner: RowPreconditioner | None = None
 
     def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+        """Discard what an earlier step has left."""
         self._used = []
         self._written = None
         self.is_sparse = None
@@ -79,43 +79,43 @@ class RowBucket:
         self.complete = False
 
     def carry(self) -> None:
-        """Another micro-step begins: keep what the ones before have left in the bucket."""
+        """Start another micro-step and keep what earlier ones have left in the bucket."""
         self._carried = self._kept()
 
     def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
+        """Discard what :meth:`carry` has kept."""
         self._carried = None
 
     @property
     def sliced(self) -> bool:
-        """Whether each rank receives a part of the mean."""
+        """False: every rank receives the whole mean."""
         return False
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the gradient."""
+        """Dtype of the gradient."""
         return self.table.param.dtype
 
     @property
     def used(self) -> Sequence[bool]:
-        """Whether the table had a gradient in any micro-step of an accumulation."""
+        """Flag of the table: True if it had a gradient in any micro-step of an accumulation."""
         return self._used
 
     @property
     def has_gradient(self) -> Sequence[bool]:
-        """Whether it had one on this rank when the bucket was filled."""
+        """Flag of the table: True if it had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
     def share(self, factor: float) -> TouchedRows:
-        """What it holds times ``factor``, for :meth:`add`."""
+        """Return the held rows times ``factor``, for :meth:`add`."""
         return self.held.scaled(factor)
 
     def carried_share(self, factor: float = 1.0) -> TouchedRows | None:
-        """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
+        """Return the rows kept by :meth:`carry` times ``factor``, for :meth:`add`."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
     def flat_gradient(self) -> torch.Tensor:
-        """What it holds as one vector of the whole table's size."""
+        """Return the gradient as one vector of the whole table's size."""
         return self.held.to_dense().reshape(-1)
 
     def add(self, share: TouchedRows) -> None:
@@ -127,12 +127,12 @@ class RowBucket:
         self.add(rows_of_dense(vector.view(self.table.param.shape).to(self.held.values.dtype)))
 
     def preconditioner(self, optimizer: torch.optim.Optimizer) -> RowPreconditioner | None:
-        """What the optimizer multiplies rows with."""
+        """Return the optimizer's factors for rows."""
         self._preconditioner = row_preconditioner(optimizer, self.table.param, self._preconditioner)
         return self._preconditioner
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """Of what it holds, each element times the preconditioner's."""
+        """Return the squared norm of the held rows, each element multiplied by the preconditioner's."""
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
@@ -140,7 +140,7 @@ class RowBucket:
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:
-        """Whether all that it holds is finite."""
+        """True if all held values are finite."""
         return bool(self.held.values.isfinite().all())
 
     def sum_up(self) -> None:
@@ -152,7 +152,7 @@ class RowBucket:
         return False
 
     def own_is_finite(self) -> bool:
-        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
+        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
         grad = self.table.param.grad
         tensors = [] if grad is None else [grad._values() if grad.is_sparse else grad]
         if self._carried is not None:
@@ -202,7 +202,7 @@ class RowBucket:
         self.held, self.is_sparse = rows, sparse
 
     def fill_flat(self) -> torch.Tensor:
-        """What it holds as a whole table, to be reduced in place."""
+        """Return the gradient as a whole table, to be reduced in place."""
         if self.held.ids is not None:
             flat = self._memory().zero_()
             flat.index_copy_(0, self.held.ids, self.held.values)
@@ -210,7 +210,7 @@ class RowBucket:
         return self.held.values
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """What it holds into ``.grad``; ``used`` tells whether the table had a gradient on any rank."""
+        """Copy the held rows into ``.grad``; ``used`` returns whether the table had a gradient on any rank."""
         param = self.table.param
         if param.grad is None and not any(used()):
             return
@@ -221,7 +221,7 @@ class RowBucket:
 
     @property
     def goes_on(self) -> bool:
-        """Whether ``.grad`` still holds what was reduced: this backward pass has added to it, and nothing zeroed it."""
+        """True if ``.grad`` still holds the reduced gradient: this pass has added to it and nothing zeroed it."""
         grad = self.table.param.grad
         if self._written is None or grad is None:
             return False
@@ -234,11 +234,11 @@ class RowBucket:
         self._flat = None
 
     def _kept(self) -> TouchedRows:
-        """What it holds, in memory that nothing writes to."""
+        """Return the held rows in memory that nothing writes to."""
         return self.held if self.held.ids is not None else self.held.scaled(1.0)
 
     def _memory(self) -> torch.Tensor:
-        """Of a whole table, kept: fresh memory costs a third of a reduction's time."""
+        """Return the kept memory of a whole table; fresh memory costs a third of a reduction's time."""
         if self._flat is None:
             self._flat = torch.empty_like(self.table.param.detach(), memory_format=torch.contiguous_format)
         return self._flat

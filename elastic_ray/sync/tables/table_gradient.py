@@ -21,7 +21,7 @@ _LONGEST_PAUSE = 64
 
 
 class TableGradient:
-    """See the module's text.
+    """Tracks which rows of a table's ``.grad`` are touched, and in which layout user code sees it.
 
     Args:
         param: the table.
@@ -67,7 +67,7 @@ class TableGradient:
 
     @property
     def gives_sparse(self) -> bool | None:
-        """Whether what is in ``.grad`` has to be sparse; None if there is nothing."""
+        """True if ``.grad`` has to be sparse; None if there is none."""
         if self.param.grad is None:
             return None
         return self.param.grad.is_sparse if self._shows == "auto" else self._shows == "sparse"
@@ -86,7 +86,7 @@ class TableGradient:
             self.param.grad, self._aside = self._aside, None
 
     def rows(self) -> TouchedRows:
-        """Of ``.grad``, which there must be. Its tensors may be those of ``.grad``."""
+        """Return the touched rows of ``.grad``, which must exist; the result may share its tensors."""
         grad = self.param.grad
         assert grad is not None
         if grad.is_sparse:
@@ -125,7 +125,7 @@ class TableGradient:
 
     @torch.no_grad()
     def _after(self, param: torch.Tensor) -> None:
-        """It was added: let ``.grad`` have the layout that it should."""
+        """Give ``.grad`` its expected layout, after autograd has added to it."""
         incoming, self._incoming = self._incoming, None
         grad = param.grad
         if grad is None:
@@ -173,7 +173,7 @@ class TableGradient:
 
 
 def _users(tensor: torch.Tensor) -> int:
-    """How many tensors lie in the memory of this one, itself included."""
+    """Return the number of tensors that use this one's memory, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
