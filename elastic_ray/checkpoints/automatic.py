@@ -150,7 +150,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Those of ``states`` that a job did not finish with, in order.
+    """Return those of ``states`` that are of unfinished jobs, in order.
 
     Raises:
         OSError: storage cannot be read.

@@ -22,7 +22,7 @@ _SYNC_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a file must be.
+    """Size and SHA-256 checksum that a file must have.
 
     Attributes:
         sha256: in hexadecimal.

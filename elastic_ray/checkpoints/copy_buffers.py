@@ -13,7 +13,10 @@ Kind = tuple[torch.Size, torch.dtype, bool]
 
 
 class CopyBuffers:
-    """See the module's text. Writing to fresh memory is several times slower, so it is made, and touched, before."""
+    """Preallocated buffers for copies of tensors.
+
+    Writing to fresh memory is several times slower, so it is made, and touched, before.
+    """
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -48,7 +51,7 @@ class CopyBuffers:
 
 
 def kinds_of(tensors: Iterable[torch.Tensor]) -> list[Kind]:
-    """Of these tensors."""
+    """Return the kinds of the tensors: shape, dtype, and whether they are on a GPU."""
     return [(tensor.shape, tensor.dtype, tensor.is_cuda) for tensor in tensors]
 
 

@@ -25,19 +25,19 @@ _THREADS = 4
 
 
 class SourceError(OSError):
-    """What is to be copied is not there, or may not be read; waiting for the storage that gets the copy is no help."""
+    """Error of the source of a copy: it is missing or unreadable, so waiting for the target's storage is no help."""
 
 
 class MissingSourceError(SourceError, FileNotFoundError):
-    """It is not there."""
+    """Error raised if the source of a copy does not exist."""
 
 
 class DeniedSourceError(SourceError, PermissionError):
-    """It may not be read."""
+    """Error raised if the source of a copy may not be read."""
 
 
 class UnfitSourceError(SourceError):
-    """There is something else in it than files and directories."""
+    """Error raised if the source of a copy holds anything but files and directories."""
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class LineFile:
             self._part, self._lines = self._part + 1, []
 
     def read(self) -> Iterator[str]:
-        """All lines so far."""
+        """Yield all lines written so far."""
         yield from self._read(self._path)
         if self._in_parts:
             for part in self._parts():

@@ -26,14 +26,14 @@ _WITHOUT_S = 10.0  # as long as a rank waits for a checkpoint that rank 0 may no
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNote:
-    """What is written beside a checkpoint: where it stands, and the metrics it was reported with."""
+    """Note beside a checkpoint: its resume point and the metrics it was reported with."""
 
     resume_point: ResumePoint
     metrics: Mapping[str, Any]
 
 
 class ReportedCheckpoints:
-    """See the module's text.
+    """Stores the checkpoints that ranks report, in the background.
 
     Args:
         storage: the run.

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept (pure; the rules are Ray Train's)."""
+"""Retention of a run's checkpoints (pure; the rules are Ray Train's)."""
 
 from __future__ import annotations
 

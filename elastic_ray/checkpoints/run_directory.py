@@ -121,7 +121,7 @@ class RunStorage:
 
     @property
     def local(self) -> bool:
-        """Whether it is a plain directory."""
+        """True if the storage is a local directory."""
         return isinstance(self.filesystem, pyarrow.fs.LocalFileSystem)
 
     def create(self) -> None:
@@ -303,7 +303,7 @@ class RunStorage:
         return sorted(files)
 
     def is_storing(self, index: int) -> bool:
-        """Whether rank 0 has begun to store the checkpoint of this number, as far as that can be seen."""
+        """True if rank 0 has started to store checkpoint `index`, as far as that is visible."""
         target = f"checkpoint_{index:06d}"
         if not self.local:
             return self._exists(posixpath.join(self.path, target))
@@ -311,7 +311,7 @@ class RunStorage:
         return any(info.base_name.startswith((target, f".part_{index:06d}")) for info in infos)
 
     def load_resume_point(self, checkpoint: str | Checkpoint) -> ResumePoint | None:
-        """Where a checkpoint stands; None if it does not say so, or is not one that a job of ours wrote.
+        """Return the resume point of a checkpoint; None if it has none, or was not written by a job of ours.
 
         Args:
             checkpoint: a checkpoint, or the path of one on this run's file system.

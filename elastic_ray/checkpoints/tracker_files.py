@@ -24,7 +24,7 @@ _PIECE_BYTES = 16 << 20
 
 
 class TrackerFiles:
-    """One process's view of the directory."""
+    """Log directory of one process, with its copy on the run's storage."""
 
     def __init__(self, storage: RunStorage) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""What the members of a generation must tell each other before they can connect, in their controller's memory (pure).
+"""Bootstrap data of a generation's members in their controller's memory, needed before they can connect (pure).
 
 It takes the place of a rendezvous server: nothing of ours listens for it. Members reach it through Ray's actor calls,
 so that Ray says who may talk to a controller at all, and each call proves that it comes from a worker of this job.
@@ -25,7 +25,7 @@ class BootstrapRefusedError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapCall:
-    """One call of a member that forms a generation.
+    """Call of a member that forms a generation.
 
     Attributes:
         generation: the generation.
@@ -50,7 +50,7 @@ def call_mac(secret: str, generation: int, worker: str) -> bytes:
 
 
 class _Table:
-    """What the members of one generation have told."""
+    """Values that the members of one generation have published."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -84,7 +84,10 @@ class _Table:
 
 
 class Bootstrap:
-    """See the module's text. Lives in one event loop; what it holds may be lost: then a generation is not formed.
+    """Bootstrap server of a job's generations.
+
+    Lives in one event loop; if its data is lost, a generation is not formed. Lives in one event loop; what it holds may
+    be lost: then a generation is not formed.
 
     Args:
         secret: the job's.

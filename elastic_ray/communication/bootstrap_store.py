@@ -13,7 +13,7 @@ _LOOK_S = 1.0  # between two looks whether the group is still wanted
 
 
 class Caller(Protocol):
-    """One member's way to :class:`elastic_ray.communication.bootstrap.Bootstrap`, for one generation."""
+    """Protocol of one member's calls to :class:`elastic_ray.communication.bootstrap.Bootstrap`, for one generation."""
 
     def tell(self, values: Mapping[str, bytes]) -> None:
         """Let the others know; returns at once."""
@@ -67,7 +67,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         self._untold: dict[str, bytes] = {}
 
     def tell_at_once(self) -> None:
-        """From now on, who sets something need not wait for anything next."""
+        """Publish values at once from now on, instead of with the next wait."""
         self._waits = False
 
     def stay_open(self) -> None:
@@ -109,7 +109,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell(tells)
 
     def _with_others(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """These keys, and what else this member is about to ask for.
+        """Return the keys with those that this member is about to ask for.
 
         gloo asks for one peer's after the other. Where this member has told its own, it wants that of all.
         """
@@ -119,7 +119,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return tuple(dict.fromkeys((*keys, *(key for key in wanted if key not in self._known))))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether these keys are known here; asks no peer, for watchdogs ask it again and again."""
+        """True if all keys are known here; asks no peer, because watchdogs call it often."""
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -137,14 +137,14 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return self._known.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many values are known here."""
+        """Return the number of values known here."""
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline stays."""
 
     def has_extended_api(self) -> bool:
-        """Without append, queues and the like."""
+        """Return False: append, queues and the like are not supported."""
         return False
 
     def add(self, key: str, amount: int) -> int:

@@ -183,7 +183,7 @@ class Communicator:
 
     @property
     def backend(self) -> str:
-        """What carries gradients on a GPU: ``nccl`` or ``gloo``; empty for a rank alone."""
+        """Backend of gradients on a GPU: ``nccl`` or ``gloo``; empty for a rank alone."""
         return "" if self.world_size == 1 else "gloo" if self._nccl is None else "nccl"
 
     def leave(self, timeout_s: float) -> None:
@@ -206,7 +206,7 @@ class Communicator:
 
     @property
     def voided(self) -> bool:
-        """Whether the generation was called off."""
+        """True if the generation was called off."""
         return self._voided.is_set()
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = None, *, timeout_s: float | None = None) -> Any:
@@ -228,7 +228,7 @@ class Communicator:
         return self._guard(lambda: self._backend(tensor).allreduce([tensor], options))
 
     def ends_within(self, work: Any, wait_s: float) -> bool:
-        """Whether a started operation ends within this time; not if the generation is called off before."""
+        """True if `work` ends within `wait_s`; waiting stops when the generation is called off."""
         deadline = time.monotonic() + wait_s
         while not (work.is_completed() or self._voided.is_set()) and time.monotonic() < deadline:
             time.sleep(_PARTING_POLL_S)
@@ -311,7 +311,7 @@ class Communicator:
         return [[int(v) for v in row] for row in mine]
 
     def broadcast_bytes(self, content: bytes, root: int, *, with_gradients: bool = False) -> bytes:
-        """What rank ``root`` gives as ``content``, on every rank; by choice in the gradient group."""
+        """Return the ``content`` of rank ``root`` on every rank; optionally in the gradient group."""
         length = self.gather_ints([len(content)], with_gradients=with_gradients)[root][0]
         told = torch.zeros(length, dtype=torch.uint8)
         if self.rank == root and content:
@@ -388,7 +388,7 @@ class Communicator:
             raise CommunicationFailedError(failure[0] if failure else "the generation was called off")
 
     def _waited_briefly(self, work: Any) -> bool:
-        """Whether gloo's own wait, the cheapest, saw a good end; it cannot be called off, so it must be short."""
+        """True if gloo's own wait saw success. It is the cheapest wait, but cannot be called off, so it is short."""
         try:
             work.wait(_BRIEFLY)
         except RuntimeError:

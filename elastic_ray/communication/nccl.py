@@ -119,7 +119,7 @@ def abort_nccl(backend: Any) -> None:
 
 
 def has_run(works: Sequence[Any], voided: threading.Event, deadline: float) -> bool:
-    """Whether operations that were waited for have run, as far as nobody has aborted them: what is aborted ends, too.
+    """True if the operations have run by the deadline and were not aborted.
 
     Where a peer is gone they never run, though NCCL's own wait has ended: that is for what the GPU does next.
 

@@ -41,7 +41,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
 
 
 def _close(descriptor: int, told: list[bytes]) -> bool:
-    """Whether the descriptor is a socket that listens where peers were told; it takes nothing in any more."""
+    """Close a listening socket at a published address to new connections; True if the descriptor is one."""
     with socket.socket(fileno=os.dup(descriptor)) as listener:
         if listener.family not in (socket.AF_INET, socket.AF_INET6):
             return False

@@ -1,4 +1,4 @@
-"""What all ranks decide together: numbers that ride on collectives, from which each rank concludes the same."""
+"""Joint decisions of all ranks: numbers that travel with collectives, from which each rank concludes the same."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Sums: TypeAlias = Mapping[tuple[int, int], Mapping[str, float]]
 
 
 class AgreedChanges:
-    """What the ranks of the present group have agreed on and not yet carried out.
+    """Decisions that the ranks of the present group have agreed on and not yet carried out.
 
     Attributes:
         generation: generation to go to after this step, 0 for none.
@@ -75,7 +75,7 @@ class AgreedChanges:
         self._wants_comparison = self._wants_comparison or wanted
 
     def compared(self) -> None:
-        """They do."""
+        """Mark the comparison as done."""
         self.comparison = False
 
     def ask_for_consensus(self) -> None:
@@ -83,7 +83,7 @@ class AgreedChanges:
         self._wants_consensus = True
 
     def take_consensus(self) -> bool:
-        """Whether all ranks are to hold the same model now, once."""
+        """Return True once if all ranks must make their models identical now."""
         asked, self._consensus = self._consensus, False
         return asked
 
@@ -98,7 +98,7 @@ class AgreedChanges:
         return batch
 
     def run_out(self) -> None:
-        """This rank has run out of memory."""
+        """Record that this rank has run out of memory."""
         self.ran_out = True
 
     def forget_ran_out(self) -> None:
@@ -110,12 +110,12 @@ class AgreedChanges:
         self.reports = reports
 
     def is_unrecorded(self) -> bool:
-        """Another rank than the first reports: True with the third time, if the first one never has."""
+        """True on the third report of another rank, if rank 0 has never reported."""
         self._others += 1
         return self._others == _UNRECORDED and not self._heard
 
     def values(self, rank: int) -> list[float]:
-        """This rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
+        """Return this rank's contribution to the control sums (``CONTROL_SIZE`` values, exact in float32)."""
         wishes = self._wishes
         ahead = float(wishes.prepared_ahead)
         wish = wishes.wanted_batch if rank == 0 else None
@@ -187,7 +187,7 @@ class AgreedChanges:
 
 
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
-    """What this rank has added, and 0 to what else the first rank has: one without a batch cannot know the names.
+    """Return this rank's sums, with 0 for names that only rank 0 has: a rank without a batch cannot know them.
 
     Raises:
         CommunicationFailedError: the collective failed.

@@ -1,4 +1,4 @@
-"""Before the collectives of a group, its ranks tell each other what they are: a small all-reduce of a fixed size.
+"""Announcements between ranks before collectives: a small all-reduce of fixed size.
 
 Reductions of gradients are announced the first time. From then on a rank announces them only while it waits for long:
 they run in the gradient group, where ranks that do something else cannot meet them and can only make them wait.
@@ -148,12 +148,12 @@ class Announcer:
 
     @property
     def joined_by_idle(self) -> Announced | None:
-        """What ranks with samples have announced last, and those without take part in."""
+        """Latest announcement of the ranks with samples, which the others take part in."""
         return joined_by_idle([int(code) for code in self._values[: self._world]])
 
     @property
     def fingerprints(self) -> list[int]:
-        """By rank, as announced last."""
+        """Fingerprints by rank, as announced last."""
         return [int(value) for value in self._values[2 * self._world : 3 * self._world]]
 
     def announce_finished(self, what: Announced, loader_steps: int, wait_s: float, fingerprint: int = 0) -> bool:
@@ -195,7 +195,7 @@ class Announcer:
         return self._work, self._tensor
 
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> bool:
-        """Whether all ranks have read the same, where all have reduced gradients of the same step.
+        """True if all ranks have read the same data, where all have reduced gradients of the same step.
 
         Args:
             tags: sums of their :meth:`step_tag`.
@@ -219,7 +219,7 @@ class Announcer:
 
     @staticmethod
     def step_tag(loader_steps: int, sample_tag: int = 0) -> tuple[float, float]:
-        """What each rank adds to a reduction of gradients, exact in float32: ranks are never far from each other.
+        """Return a tag and its square, which each rank adds to a reduction; exact in float32.
 
         Args:
             loader_steps: that it has committed.
@@ -249,7 +249,7 @@ class Announcer:
         self._work = self.communicator.all_reduce(self._tensor, timeout_s=timeout_s)
 
     def _speak(self) -> None:
-        """While waiting for long: say what for, and hear what the others say."""
+        """Announce the reason during a long wait, and receive the announcements of others."""
         if self._work is not None:
             if not self._work.is_completed():
                 return
@@ -262,7 +262,7 @@ class Announcer:
             self.communicator.keep_for(self._work)  # the others may need no announcement for as long as they train
 
     def _all_in_phase(self) -> bool:
-        """Whether all ranks have announced the same phase.
+        """True if all ranks have announced the same phase.
 
         Raises:
             RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
@@ -286,7 +286,7 @@ class Announcer:
         raise self._refused
 
     def _strategies(self) -> Sequence[str]:
-        """By rank, the strategies or collectives of what all have announced; empty where some have not told in time.
+        """Return the announced strategies or collectives by rank; empty if some ranks have not sent theirs in time.
 
         All ranks come here, for all know that they disagree; their announcements are over.
         """

@@ -1,4 +1,4 @@
-"""One rank's part in what the ranks agree on: announcements before collectives, votes, and what rides on them."""
+"""Consensus of one rank with the others: announcements before collectives, votes, and control values."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class ControlPart(Protocol):
         """A group was entered: what another one concluded does not count in it."""
 
     def size(self, world_size: int) -> int:
-        """How many; the same on all ranks of a group."""
+        """Return the number of values; the same on all ranks of a group."""
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's contribution; sums of it are exact in float32 where they must be."""
+        """Return this rank's contribution, whose sums are exact in float32 where they must be."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
         """The sums over all ranks, the same on every rank that hears them."""
 
 
 class RankConsensus:
-    """See the module's text.
+    """Consensus of one rank with the ranks of its group.
 
     Args:
         group: the present group.
@@ -146,7 +146,7 @@ class RankConsensus:
         return True
 
     def _compares(self, what: Announced) -> bool:
-        """Whether parameters are compared with this announcement."""
+        """True if parameters are compared with this announcement."""
         steps, saves = self._position.steps, what.intent is Intent.BUFFERS
         if what.index == 0 and what.intent is Intent.END_OF_PASS:
             self._replicas.end_pass()
@@ -209,11 +209,11 @@ class RankConsensus:
 
     @property
     def control_size(self) -> int:
-        """How many control values every reduction of gradients carries in the present group."""
+        """Number of control values that every reduction of gradients carries in the present group."""
         return CONTROL_SIZE + sum(part.size(self._group.world_size) for part in self._parts)
 
     def control_values(self, rank: int) -> list[float]:
-        """This rank's contribution to the control sums (``control_size`` values, exact in float32)."""
+        """Return this rank's contribution to the control sums (``control_size`` values, exact in float32)."""
         return self._changes.values(rank) + self._part_values(rank)
 
     def _part_values(self, rank: int) -> list[float]:
@@ -237,7 +237,7 @@ class RankConsensus:
             first += size
 
     def step_tag(self, note: int = 0) -> tuple[float, float]:
-        """What each rank adds to a reduction, so that :meth:`check_same_step` finds out those of another step.
+        """Return the tag that a rank adds to a reduction, so that :meth:`check_same_step` detects another step.
 
         Args:
             note: of the gradients, see ``notes_differ``.
@@ -246,7 +246,7 @@ class RankConsensus:
         return Announcer.step_tag(self._position.loader_steps, sample_tag + note)
 
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
-        """Whether all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
+        """Check that all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
 
         Ranks that have read other samples for it are told of once: an augmentation may differ, which does no harm.
         """

@@ -1,4 +1,4 @@
-"""What each rank is about to do, as a number that it tells the others before every collective (pure).
+"""Intents of ranks: what each is about to do, as a number announced before every collective (pure).
 
 Ranks that do different things must not meet in one collective: sizes that differ end a process, sizes that agree add up
 what does not belong together.
@@ -19,7 +19,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class Intent(enum.IntEnum):
-    """What comes next on a rank."""
+    """Intent of a rank: what it does next."""
 
     GRADIENTS = 1
     EDGE = 2
@@ -46,7 +46,7 @@ _STEPPED = "which parameters have a gradient, and learning rates"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Announced:
-    """What a rank announces.
+    """Announcement of a rank: its intent with details, and their code.
 
     Attributes:
         intent: its kind.
@@ -122,7 +122,7 @@ class Announced:
 
 
 def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: Sequence[str] = ()) -> str:
-    """What the ranks are about to do, as the text of an error; by rank, with the committed steps of each.
+    """Return what the ranks are about to do as the text of an error; by rank, with the committed steps of each.
 
     Args:
         codes: of what they have announced.
@@ -194,7 +194,7 @@ def notes_differ(notes: Sequence[int], step: int) -> str:
 
 
 def joined_by_idle(codes: Sequence[int]) -> Announced | None:
-    """What all ranks with samples do, where those without can take part: call a model, gather or fetch, end the step.
+    """Return the announcement of the ranks with samples if the others can take part in it; else None.
 
     Args:
         codes: of what they have announced; those of ranks without samples name the end that they wait at.
@@ -217,7 +217,7 @@ def joined_by_idle(codes: Sequence[int]) -> Announced | None:
 
 
 def layouts_differ(codes: Sequence[int]) -> bool:
-    """Whether two ranks reduce gradients of one model, and not in the same layout."""
+    """True if two ranks reduce gradients of one model in different layouts."""
     known = [Announced.from_code(code) for code in codes if code]
     layouts = {(each.index, each.detail) for each in known if each.intent is Intent.GRADIENTS}
     return len(layouts) > len({index for index, _ in layouts})
@@ -230,7 +230,7 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, world_size: int) -> int:
-    """Whether all ranks have prepared the same next generation, from two sums over the ranks.
+    """Return how many generations ahead all ranks have prepared, from two sums over them; 0 if they differ.
 
     Each rank contributes d, how many generations ahead of the present one its prepared group is (0 for none), and
     d squared. All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).

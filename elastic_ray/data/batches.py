@@ -27,7 +27,7 @@ _CHUNK = 1 << 20
 
 
 class StepSplit:
-    """How the next steps are cut; equal on all ranks but for ``rank``.
+    """Division of the next steps among ranks; equal on all ranks except for ``rank``.
 
     Args:
         batch_size: samples of a step.
@@ -151,7 +151,7 @@ class StepBatches:
 
 
 class BatchSource(Protocol):
-    """What a loader takes the batches of one rank from."""
+    """Protocol of a source of one rank's batches, which a loader reads."""
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
         """(Re)start at ``position`` of the epoch: at a pass's beginning, and when group or batch have changed."""
@@ -169,10 +169,10 @@ class BatchSource(Protocol):
         """The step was used."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """What all ranks must have in common to use each sample of the epoch once, as plain values by name."""
+        """Return the facts that all ranks must share to use each sample of the epoch once, as plain values by name."""
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin at ``position``, with ``total`` samples in the pass."""
+        """True if a group of ``world_size`` may start at ``position``, with ``total`` samples in the pass."""
 
 
 @runtime_checkable
@@ -186,7 +186,7 @@ class BringsBatches(Protocol):
     known_rows: int | None
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> BatchSource:
-        """Where a loader's batches come from, with the user's ``collate_fn``."""
+        """Return the source of a loader's batches, with the user's ``collate_fn``."""
 
 
 class _PlannedBatches:
@@ -214,7 +214,7 @@ class _PlannedBatches:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fetching:
-    """How samples are fetched.
+    """Settings for fetching samples: worker processes, epoch hook and DataLoader options.
 
     Attributes:
         num_workers: DataLoader worker processes.
@@ -313,7 +313,7 @@ class MapBatches:
         return sum(int(sample_hashes(piece).sum()) for piece in pieces) & BITS
 
     def fetch(self) -> Any:
-        """This rank's next batch."""
+        """Return this rank's next batch."""
         assert self._batches is not None, "begin() comes first"
         return next(self._batches)
 
@@ -335,7 +335,7 @@ class MapBatches:
         }
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin here."""
+        """True if a group of ``world_size`` may start at ``position``."""
         return can_switch(position=position, total=total, world_size=world_size)
 
 
@@ -347,7 +347,7 @@ def _sum_of(hashes: Mapping[int, int], firsts: Sequence[int]) -> int:
 def _shares(
     order: Order, position: int, cut: StepSplit, hashes: dict[int, int], *, sort: bool
 ) -> Iterator[tuple[int, list[int]]]:
-    """This rank's micro-batches from ``position`` on, each with the position of its first sample.
+    """Yield this rank's micro-batches from ``position``, each with the position of its first sample.
 
     Sorted, each rank reads one stretch of the file in a step.
     """
@@ -384,7 +384,7 @@ def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:
 
 
 def _data_loader(dataset: Any, indices: _PlannedBatches, fetching: Fetching, seed: int) -> DataLoader[Any]:
-    """Its workers persist, whatever the user wants beyond a pass: a resize within one must not fork.
+    """Build a DataLoader whose workers persist within a pass, because a resize must not fork them again.
 
     What they draw for a sample follows from the seed, the epoch and its position, see ``seed_sample``.
     """
@@ -425,7 +425,7 @@ class StreamBatches:
         """The stream is read in this process: nothing has to end."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """As :meth:`MapBatches.step`; the samples of the pass are those that are known to be there."""
+        """Return the batches of the next step of the stream; the pass has the samples known to be there."""
         stream = self._stream
         assert stream is not None, "begin() comes first"
         drawn = stream.next_step(
@@ -449,9 +449,9 @@ class StreamBatches:
             self._stream.commit()
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """None: items are compared as they are read, see ``StepBatches.sample_tag``."""
+        """Return no facts: items are compared as they are read, see ``StepBatches.sample_tag``."""
         return {}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin here."""
+        """True if a group of ``world_size`` may start here."""
         return self._stream is not None and self._stream.can_switch(world_size)

@@ -1,4 +1,4 @@
-"""How a dataset's copies in worker processes learn of a new epoch, and what random numbers they draw for a sample."""
+"""Epochs and random numbers of dataset copies in worker processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import get_worker_info
 
 
 def tell_errors() -> None:
-    """In a DataLoader's worker process: send the error in place of a batch that cannot be sent.
+    """Send an error in place of a batch that cannot be sent, in a DataLoader's worker process.
 
     Python pickles a batch in a thread of the worker process, whose errors it prints and forgets, and the training
     process would wait for the batch for ever.

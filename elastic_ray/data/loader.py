@@ -82,7 +82,7 @@ def order_of(given: LoaderArguments) -> EpochOrder:
 
 
 class PlanFacts:
-    """What all ranks must have in common to share out the samples of one loader.
+    """Facts that all ranks must share to divide the samples of one loader.
 
     Args:
         given: the loader's arguments.
@@ -296,7 +296,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _leads(self) -> bool:
-        """Whether this is the loader that speaks for the job, and that follows the batch it chooses."""
+        """True if this loader reports for the job and adopts the batch size that the job chooses."""
         return self._session.registry.loaders.leads(self)
 
     def join(self, session: Session) -> None:
@@ -307,7 +307,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def shape(self) -> BatchChoice:
-        """How a full step is cut on each worker now."""
+        """Division of a full step on each worker now."""
         session, limits = self._session, self._limits
         if self._given.whole_batches:
             return BatchChoice(atomic_bsz=limits.init_batch_size)
@@ -318,7 +318,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def current_local_bsz(self) -> int:
-        """Most samples a worker takes at once now."""
+        """Largest number of samples that a worker takes at once now."""
         return self.shape.atomic_bsz
 
     @property
@@ -334,7 +334,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def total_batch_size(self) -> int:
-        """The same by accelerate's name, which scripts ask loaders for."""
+        """Global batch size now, by accelerate's name."""
         return self.current_batch_size
 
     def __len__(self) -> int:
@@ -368,7 +368,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def drop_last(self) -> bool:
-        """Whether a tail shorter than a batch is left out."""
+        """True if a tail shorter than a batch is dropped."""
         return self._drop_last
 
     def __getattr__(self, name: str) -> Any:
@@ -516,7 +516,7 @@ class AdaptiveDataLoader(ResumableLoader):
 
     @property
     def _shares(self) -> Shares | None:
-        """What each rank takes of a step, where some are slower than others; None for equal shares."""
+        """Shares of a step for ranks of unequal speed; None for equal shares."""
         weights = self._session.share_weights
         if weights is None:
             return None

@@ -1,4 +1,4 @@
-"""Where a loader's run stands, in the words of torch's ``Stateful``."""
+"""Resume position of a loader's run, in the form of torch's ``Stateful``."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ResumableLoader:
 
     @property
     def drop_last(self) -> bool:
-        """Whether a tail shorter than a batch is left out."""
+        """True if a tail shorter than a batch is dropped."""
         raise NotImplementedError
 
     @property
     def on_last_batch(self) -> bool:
-        """Whether the micro-batch in progress is the last one of its pass, as far as that is known of a stream."""
+        """True if the micro-batch in progress is the last one of its pass, as far as a stream's length is known."""
         step = self._session.passes.step
         if step is None or step.micro_steps - 1 > step.micro:
             return False
@@ -56,9 +56,10 @@ class ResumableLoader:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run stands, as plain values, for a checkpoint of your own: its epoch, and the samples that each
-        pass of it has used. A step whose update is in the model counts as done. It is the same on all ranks, and for
-        all loaders of a run: one of them is enough.
+        """Return the resume point as plain values for a checkpoint of your own.
+
+        It holds the epoch, and the samples that each pass of it has used. A step whose update is in the model counts as
+        done. It is the same on all ranks, and for all loaders of a run: one of them is enough.
 
         Checkpoints that are given to ``report``, and automatic ones, have it already.
         """

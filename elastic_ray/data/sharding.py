@@ -1,4 +1,4 @@
-"""Which samples of an epoch does which rank take next? Pure arithmetic, the same on every rank.
+"""Division of an epoch's samples among ranks: pure arithmetic, the same on every rank.
 
 An epoch is an *order* of ``total`` indices, fixed by the seed and the epoch alone. Progress within it is one
 number, ``position``: how many samples of that order committed steps have used. World size, batch size and
@@ -113,7 +113,7 @@ def _size_before_leftover(remaining: int, batch_size: int, world_size: int, leas
 
 
 def can_switch(*, position: int, total: int, world_size: int) -> bool:
-    """Whether a generation of `world_size` workers may start here; if not, a planned change waits.
+    """True if a generation of `world_size` workers may start here; if not, a planned change waits.
 
     True if the samples that are left give each worker at least two (BatchNorm cannot do with one); at the beginning
     and the end of an epoch, if the next one, taken to be as long as this one, gives each at least one.
@@ -123,7 +123,7 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
 
 
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
-    """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be below `least`.
+    """Return the number of micro-steps for `count` samples: `micro_steps`, or fewer if some would be below `least`.
 
     Returns:
         min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
@@ -172,7 +172,7 @@ def split(
 def rank_slices(
     count: int, *, rank: int, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> list[slice]:
-    """Which part of a step of `count` samples `rank` takes in each micro-step, as slices of 0..count; none without one.
+    """Return the slices of 0..count that `rank` takes in each micro-step of a step of `count` samples.
 
     A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
 
@@ -212,7 +212,7 @@ def _check_count(name: str, value: Any, *, at_least: int) -> None:
 
 
 def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
-    """Where batches of ``batch_size`` end in an order of ``samples``; the last one may be shorter, or is dropped.
+    """Return the ends of the batches in an order of ``samples``; the last batch may be shorter, or is dropped.
 
     >>> batch_ends(7, 3, drop_last=False), batch_ends(7, 3, drop_last=True)
     ([3, 6, 7], [3, 6])
@@ -243,5 +243,5 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
 
 
 def batches_of(count: int, *, rank: int, world_size: int) -> int:
-    """How many of a pass's ``count`` batches a rank takes, if the group keeps its size."""
+    """Return the number of a pass's ``count`` batches that a rank takes, if the group keeps its size."""
     return len(range(rank, count, world_size))

@@ -16,7 +16,7 @@ _LEAST = 2  # samples of a micro-batch: BatchNorm cannot do with one
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What each rank is to take of a step.
+    """Weights of ranks for unequal shares of a step, with the least and most samples of a rank.
 
     Attributes:
         weights: of the ranks, each above 0; a rank of weight 0.5 takes half as many samples as one of weight 1.

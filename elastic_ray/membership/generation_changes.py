@@ -1,4 +1,4 @@
-"""From one generation to the next: announced, entered, broken, replaced, called off (pure)."""
+"""Changes between generations: announced, entered, broken, replaced, called off (pure)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MembershipConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Deadline:
-    """When to act on something, what it was, and the generation it happened in."""
+    """Deadline for an action, with its cause and the generation it belongs to."""
 
     at_s: float
     cause: str
@@ -131,7 +131,7 @@ class GenerationChanges(Roster):
         return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 
     def _check_state(self, gone: WorkerRecord, cause: str) -> None:
-        """After all members were lost, those that started over in place were the last to hold the state."""
+        """End the job if the lost worker was the last that held the state, after all members were lost."""
         idle = self.current is None and self.in_flight is None
         if gone.has_state and idle and not self.holders() and not self._ended:
             self._end(AllLost(reason=f"lost worker {gone.worker}, the last that held the state: {cause}"))
@@ -330,7 +330,7 @@ class GenerationChanges(Roster):
                 self._lost(member.worker, "its last step failed", now_s)  # it waits for a generation in vain
 
     def _complete_switch(self, flight: InFlight) -> None:
-        """All have entered the generation in flight."""
+        """Complete the switch once all members have entered the generation in flight."""
         self.in_flight = None
         started = flight.from_workers == 0
         kind = EventKind.STARTED if started else EventKind.FAILURE if flight.forced else EventKind.RESIZE

@@ -34,7 +34,7 @@ _UNKNOWN = 4  # generations that a controller may have announced in its last mom
 
 
 class JobMembership(GenerationChanges):
-    """See the module's text; its attributes are those of its bases."""
+    """State machine of a job's membership; see its bases for its attributes."""
 
     def __init__(self, config: MembershipConfig, *, first_most: int = 0, named: int = 0) -> None:
         """Begin without workers.
@@ -150,7 +150,7 @@ class JobMembership(GenerationChanges):
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
-        """Whether a worker has come, or is to come, to others that train, and holds no state that they lack."""
+        """True if a worker has joined, or will join, workers that train, and holds no state that they lack."""
         record = self.workers.get(worker)
         if record is None or self.current is None:
             return False
@@ -345,7 +345,7 @@ class JobMembership(GenerationChanges):
 
 
 def surplus(roster: Roster, target: Mapping[str, int]) -> tuple[list[WorkerRecord], list[WorkerRecord]]:
-    """Who is too many on each node: members that are to leave, and others to be given back at once.
+    """Return the surplus workers of each node: members that must leave, and others to release at once.
 
     Members that are to be replaced leave once as many others are ready, or where the target has no place for them.
     """

@@ -9,7 +9,7 @@ from elastic_ray.batch.limits import BatchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
+    """Worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
 
     Attributes:
         worker: its id.
@@ -26,7 +26,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Where a worker stands in its group; without arguments that of one that is alone.
+    """Position of a worker in its group; the defaults are those of a worker alone.
 
     Attributes:
         rank: its rank.
@@ -105,7 +105,7 @@ class GenerationSpec:
         return nodes.index(self.members[rank].node)
 
     def place_of(self, worker: str) -> RankInfo:
-        """Where a member stands."""
+        """Return the position of a member in the group."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -154,7 +154,7 @@ ControllerMessage = GenerationSpec | Cancel | BatchProposal | StopJob
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateVersion:
-    """How much of the training a worker's state holds; larger is further.
+    """Version of a worker's training state; a larger one is further in the training.
 
     Attributes:
         step: committed optimizer steps (loader iterations).

@@ -45,7 +45,7 @@ class SparseIndex:
 
 
 def too_deep(where: str) -> NotPlainError:
-    """What to raise for a value that is nested too deeply."""
+    """Return the error for a value that is nested too deeply."""
     return NotPlainError(f"{where[:80]}... is nested deeper than {DEEPEST} levels, or holds itself")
 
 

@@ -45,7 +45,7 @@ def integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(values: torch.Tensor) -> torch.Tensor:
-    """One integer for many, that depends on their order; it wraps around, alike on every device."""
+    """Fold a tensor into one integer that depends on order; it wraps around, alike on every device."""
     whole = values.numel() // _ROW * _ROW
     rows = values[:whole].view(-1, _ROW).sum(1, dtype=torch.int64)
     rows = torch.cat([rows, values[whole:].to(torch.int64)])

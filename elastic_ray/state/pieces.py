@@ -46,7 +46,7 @@ class Pieces:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Pieces:
-        """All of a tensor."""
+        """Return pieces that hold all of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, ((0, tensor.detach()),))
 
 
@@ -55,7 +55,7 @@ class WrittenInParts(Protocol):
     """A state of a model of which each rank writes a part."""
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """What this rank writes of it, with `Pieces` for tensors that others write parts of.
+        """Return the part that this rank writes, with `Pieces` for tensors that others write parts of.
 
         All ranks' pieces together are the whole state; what else is in the tree of the first rank counts, and of those
         of the others what that one lacks.
@@ -63,7 +63,7 @@ class WrittenInParts(Protocol):
 
 
 def shared_out(tree: Any, rank: int, world_size: int) -> Any:
-    """What one rank writes of a tree that all ranks hold alike.
+    """Return the part that one rank writes of a tree that all ranks hold alike.
 
     Rows (elements along the first dimension) of each tensor are divided evenly. One with fewer rows than there are
     ranks is one rank's, and each such tensor the next one's.

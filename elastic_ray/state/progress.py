@@ -1,4 +1,4 @@
-"""Where a training run stands, as plain values that travel to joiners and into checkpoints (pure)."""
+"""Progress of a training run, as plain values that travel to joiners and into checkpoints (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from placement.cluster.progress import Progress
 
 @dataclasses.dataclass(slots=True)
 class PassProgress:
-    """One pass of a loader within an epoch.
+    """Progress of one pass of a loader within an epoch.
 
     Attributes:
         position: samples used so far.
@@ -49,7 +49,7 @@ _STORED_AS = {"passes": "loops", "loader_steps": "ticks", "optimizers_stepped": 
 
 @dataclasses.dataclass(slots=True)
 class RunProgress:
-    """Everything but tensors that a rank must share with the others.
+    """Progress of a run: everything except tensors that a rank must share with the others.
 
     Attributes:
         epoch: epoch in progress, from 0.
@@ -135,16 +135,16 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def commit_training(self, gain: float) -> None:
-        """That step trained, with this statistical gain."""
+        """Count a committed training step, with its statistical gain."""
         self.steps += 1
         self.done += gain
 
     def count_optimizers(self, stepped: int) -> None:
-        """So many optimizers have stepped in the step in progress."""
+        """Set the number of optimizers that have stepped in the step in progress."""
         self.optimizers_stepped = stepped
 
     def end_pass(self) -> None:
-        """All ranks have agreed on the end of a pass."""
+        """Count the end of a pass that all ranks have agreed on."""
         self.ended_passes += 1
         self.collectives_before = self.collectives
 
@@ -158,7 +158,7 @@ class RunProgress:
         self.proof = link.link
 
     def follow_passes(self, furthest: int) -> None:
-        """Another rank has ended so many passes."""
+        """Adopt the number of passes that another rank has ended, if it is larger."""
         self.ended_passes = max(self.ended_passes, furthest)
         self.collectives_before = self.collectives
 
@@ -191,13 +191,13 @@ class RunProgress:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
     def add_sums(self, added: Iterable[tuple[tuple[int, int], str, float]]) -> None:
-        """What all ranks have added, by accumulator and name."""
+        """Add the values that all ranks have contributed, by accumulator and name."""
         for key, name, value in added:
             sums = self.sums.setdefault(key, {})
             sums[name] = sums.get(name, 0.0) + value
 
     def keep_sums(self) -> None:
-        """Only this epoch's sums stay, for code after the loop to read; and those made outside of epochs."""
+        """Drop sums of other epochs; those made outside of epochs stay too, for code after the loop."""
         kept = (-1, self.epoch)
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
@@ -210,7 +210,7 @@ class RunProgress:
         self.sums, self.reports = effects.sums, effects.reports
 
     def effects(self) -> Effects:
-        """What user code has left behind so far, as a copy."""
+        """Return a copy of the effects of user code so far."""
         return Effects(sums=copy.deepcopy(self.sums), reports=self.reports)
 
     def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
@@ -228,12 +228,12 @@ class RunProgress:
         return done
 
     def summary(self) -> Progress:
-        """What the allocator hears of it, with ``stride`` epochs counted as one."""
+        """Return the progress for the allocator, with ``stride`` epochs counted as one."""
         epochs = None if not self.epochs else self.epochs / self.stride
         return Progress(done=self.done, epoch_ends=tuple(self.epoch_ends), epochs=epochs, stride=self.stride)
 
     def resume_point(self, samples_left: int = 0) -> ResumePoint:
-        """Where a checkpoint of this state stands.
+        """Return the resume point of a checkpoint of this state.
 
         A checkpoint taken when every loader pass of the epoch has ended resumes at the next epoch.
 
@@ -258,7 +258,7 @@ class RunProgress:
 
     @property
     def place(self) -> str:
-        """In words that are the same for ranks at the same place."""
+        """Position in words that are the same for ranks at the same place."""
         positions = ", ".join(f"{each.position} samples{' and done' if each.done else ''}" for each in self.passes)
         return f"epoch {self.epoch} after {self.steps} steps" + (f" (passes: {positions})" if positions else "")
 
@@ -277,7 +277,7 @@ class RunProgress:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values, for joiners and automatic checkpoints: who takes them runs the code from the last place."""
+        """Return plain values for joiners and automatic checkpoints, whose code starts again from the last place."""
         state = {_STORED_AS.get(name, name): value for name, value in dataclasses.asdict(self).items()}
         return state | {
             "collectives": self.collectives_before,
@@ -299,7 +299,7 @@ class RunProgress:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """What user code has left behind outside the model: sums of accumulators, and the number of reports."""
+    """Effects of user code outside the model: sums of accumulators, and the number of reports."""
 
     sums: dict[tuple[int, int], dict[str, float]]
     reports: int

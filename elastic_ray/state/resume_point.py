@@ -1,4 +1,4 @@
-"""Where a checkpoint stands in its run: what a job needs to know to go on from there (pure)."""
+"""Resume point of a checkpoint: what a job needs to know to continue from there (pure)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ class UnreadableStateError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """See the module's text. It is written as JSON beside every checkpoint, by the names of the first version.
+    """Position of a checkpoint in its run.
+
+    It is written as JSON beside every checkpoint, by the names of the first version.
 
     Attributes:
         epoch: epoch to go on in, from 0.
@@ -40,7 +42,7 @@ class ResumePoint:
     samples_left: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the resume point as JSON values."""
         return {
             "epoch": self.epoch,
             "epochs": self.epochs,

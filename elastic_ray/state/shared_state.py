@@ -1,4 +1,4 @@
-"""What all ranks of a job must agree on: registered states, their exchange, and the undo of a lost step."""
+"""Shared state of a job's ranks: registered states, their exchange, and the undo of a lost step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SAME_STATES = "train_loop_per_worker must register the same state on every work
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
-    """What an exchange of state found.
+    """Result of an exchange of state.
 
     Attributes:
         received: this rank was behind and took over another's state.
@@ -80,7 +80,7 @@ class _Rollback:
     restore: Callable[[Any], None]
 
     def snapshot(self) -> Any:
-        """What it is now."""
+        """Return a copy of the present value."""
         try:
             found = self.capture()
             return copy.deepcopy(found) if found is not None else None
@@ -90,7 +90,7 @@ class _Rollback:
             raise _named_error(self.name, "tell what it is at the beginning of a step", error) from error
 
     def take_back(self, snapshot: Any) -> None:
-        """It is that again."""
+        """Restore the value of the snapshot."""
         with _named(self.name, "go back to the beginning of a step that is lost"):
             self.restore(copy.deepcopy(snapshot))
 
@@ -162,11 +162,11 @@ class SharedState:
             each.take_back(snapshot)
 
     def capture(self) -> dict[str, Any]:
-        """All states by name; tensors are not copied."""
+        """Return all states by name; tensors are not copied."""
         return {**{key: state.capture() for key, state in self._states.items()}, **self._position()}
 
     def _position(self) -> dict[str, Any]:
-        """Where the run stands, and its batch shape."""
+        """Return the run's progress and its batch shape."""
         shape = None if self.shape is None else dataclasses.asdict(self.shape)
         return {"run": self.progress.to_state(), "shape": shape}
 
@@ -185,13 +185,13 @@ class SharedState:
         return found
 
     def capture_to_save(self) -> dict[str, Any]:
-        """The same with what this rank holds for all; as far as it does, see ``GroupDependent.prepare_to_save``."""
+        """Return all states with what this rank holds for all; see ``GroupDependent.prepare_to_save``."""
         return self.capture() | {
             key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
 
     def capture_part(self, rank: int, world_size: int) -> dict[str, Any]:
-        """What this rank writes of a checkpoint of all ranks: `Pieces` of what several hold.
+        """Return the part of a joint checkpoint that this rank writes: `Pieces` of what several hold.
 
         What only one rank holds, or all hold alike besides models, is the first one's, and so are buffers: they differ
         from rank to rank within a pass, and a checkpoint that the first rank writes alone has its own as well.
@@ -208,7 +208,7 @@ class SharedState:
         return {**trees, **self._position()} if rank == 0 else trees
 
     def capture_to_keep(self) -> dict[str, Any]:
-        """The same with what this rank holds alone, for a rerun in this process."""
+        """Return all states with what only this rank holds, for a rerun in this process."""
         return self.capture() | {
             key: state.capture_to_keep() for key, state in self._states.items() if isinstance(state, SharedOut)
         }
@@ -248,7 +248,7 @@ class SharedState:
 
     @property
     def unique(self) -> bool:
-        """Whether this worker's state would be lost with it."""
+        """True if this worker's state would be lost with it."""
         return self.complete and not self.loaded
 
     def set_shape(self, shape: BatchChoice | None) -> None:
@@ -360,7 +360,7 @@ class SharedState:
 
 
 def _compare(communicator: Communicator, layout: bytes, digests: Sequence[int]) -> None:
-    """Where ranks differ, all of them learn how the first two do that differ, and raise the same."""
+    """Raise ReplicasDifferError on all ranks if any two layouts differ, with the first difference."""
     other = next((rank for rank, each in enumerate(digests) if each != digests[0]), None)
     if other is not None:
         raise ReplicasDifferError(difference({rank: communicator.broadcast_bytes(layout, rank) for rank in (0, other)}))

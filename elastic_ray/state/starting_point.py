@@ -1,4 +1,4 @@
-"""What a run of a train function finds when it begins, and which epoch its code begins with (pure)."""
+"""Starting point of a train function's run, and the epoch its code starts with (pure)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StartingPoint:
-    """See the module's text.
+    """Saved state that a run of a train function finds when it starts.
 
     Args:
         checkpoint: a reported one that the user's code may load; None at the beginning.

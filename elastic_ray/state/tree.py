@@ -50,7 +50,7 @@ class SharedOut(Stateful, Protocol):
         """The whole, where this rank holds it."""
 
     def capture_to_keep(self) -> Any:
-        """What all hold, and this rank's part."""
+        """Return the state that all ranks hold, and this rank's part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Spec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Spec:
-        """What describes this tensor."""
+        """Return the specification of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -276,7 +276,7 @@ def _refused(communicator: Communicator, source: int, why: str) -> Communication
 def _destinations(
     skeletons: dict[str, Any], specs: list[_Spec], own: Callable[[str], Any | None]
 ) -> tuple[list[torch.Tensor], set[str]]:
-    """Where each tensor goes: into this rank's own where layout and shape agree, into fresh memory elsewhere."""
+    """Return the destination of each tensor: this rank's own if layout and shape agree, else fresh memory."""
     tensors: dict[int, torch.Tensor] = {}
     in_place: set[str] = set()
     for key, skeleton in skeletons.items():
@@ -298,7 +298,7 @@ def _destinations(
 
 
 def _tensor_indices(skeleton: Any) -> list[TensorIndex]:
-    """Of all tensors in it, in order."""
+    """Return the indices of all tensors in a skeleton, in order."""
     if isinstance(skeleton, TensorIndex):
         return [skeleton]
     if isinstance(skeleton, SparseIndex):
@@ -395,7 +395,7 @@ _LENGTH_BYTES = 8
 
 
 def to_bytes(tree: Any) -> bytes:
-    """As bytes; tensors are copied to the CPU.
+    """Return a tree as bytes; tensors are copied to the CPU.
 
     Raises:
         NotPlainError: it holds something else than tensors and plain values.

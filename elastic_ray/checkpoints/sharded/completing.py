@@ -137,7 +137,7 @@ def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
 
 
 def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part | None:
-    """What a rank says of its part, compared with what is there; None while it is being written.
+    """Read a rank's account of its part and compare it with the part; None while it is being written.
 
     Raises:
         ManifestError: it is another size, or of another step.

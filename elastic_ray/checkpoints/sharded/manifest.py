@@ -1,4 +1,4 @@
-"""What the files of a sharded checkpoint hold: each rank's account of its part, and the manifest of all of them.
+"""Contents of a sharded checkpoint's files: each rank's account of its part, and the manifest of all parts.
 
 Both are plain values in the codec of ``elastic_ray/state/codec.py``: reading them runs no code. A file's contents are
 believed as far as its size goes, which is compared with storage before memory is taken.
@@ -30,12 +30,12 @@ class ManifestError(ValueError):
 
 
 def part_name(rank: int) -> str:
-    """Of the file of a rank's part, as torch's distributed checkpoints name it."""
+    """Return the file name of a rank's part, as torch's distributed checkpoints name it."""
     return f"__{rank}_0.distcp"
 
 
 def account_name(rank: int) -> str:
-    """Of the file in which a rank says what its part holds; written after it."""
+    """Return the file name of a rank's account of its part; it is written after the part."""
     return f"part_{rank}.bin"
 
 
@@ -80,7 +80,7 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank has written.
+    """Part of a checkpoint that one rank has written.
 
     Attributes:
         rank: its rank.
@@ -133,7 +133,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a sharded checkpoint holds.
+    """Manifest of a sharded checkpoint: its files, its tree, and its tensors.
 
     Attributes:
         steps: optimizer steps.
@@ -174,7 +174,7 @@ class Manifest:
         return found
 
     def check(self) -> None:
-        """Whether each tensor is covered by its pieces, and lies within the files.
+        """Check that each tensor is covered by its pieces, which must lie within the files.
 
         Raises:
             ManifestError: it does not.
@@ -259,7 +259,7 @@ def _check_covered(tensor: StoredTensor) -> None:
 
 
 def _indices(tree: Any) -> Iterable[TensorIndex]:
-    """All in it."""
+    """Yield all tensor indices in a tree."""
     if isinstance(tree, TensorIndex):
         yield tree
     elif isinstance(tree, Mapping):
@@ -280,7 +280,7 @@ def _plain_tensors(tensors: Iterable[StoredTensor]) -> list[Any]:
 
 
 def _tensors(told: Any) -> tuple[StoredTensor, ...]:
-    """From what :func:`_plain_tensors` gives."""
+    """Build the stored tensors from the result of :func:`_plain_tensors`."""
     return tuple(
         StoredTensor(path=tuple(path), shape=_sizes(shape), dtype=str(dtype), pieces=tuple(map(_piece, pieces)))
         for path, shape, dtype, pieces in told
@@ -288,7 +288,7 @@ def _tensors(told: Any) -> tuple[StoredTensor, ...]:
 
 
 def _piece(told: Any) -> tuple[int, StoredPiece]:
-    """From one of the pieces in what :func:`_plain_tensors` gives."""
+    """Build one piece and its rank from the result of :func:`_plain_tensors`."""
     rank, start, length, offset, nbytes, offsets, sizes, archive = told
     begin, size = archive
     piece = StoredPiece(
@@ -314,7 +314,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 
 
 def _read(content: bytes) -> dict[Any, Any]:
-    """Its fields.
+    """Decode the fields of an account or a manifest.
 
     Raises:
         ManifestError: it is none of this version.

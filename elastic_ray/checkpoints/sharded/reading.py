@@ -79,7 +79,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """What a checkpoint holds.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CorruptStateError, ManifestError, OSError: it is not what was written.
@@ -102,7 +102,7 @@ def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
 
 
 def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) -> dict[str, Any]:
-    """As :func:`open_checkpoint`; raises also ManifestError and OSError."""
+    """Read a sharded checkpoint; as :func:`open_checkpoint`, but raises also ManifestError and OSError."""
     manifest = read_manifest(storage, state)
     files = [PartFile(storage, posixpath.join(state.path, part_name(rank))) for rank in range(len(manifest.files))]
     for rank, (_, size) in enumerate(manifest.files):  # before memory is taken for them
@@ -155,7 +155,7 @@ def _itemsize(tensor: StoredTensor) -> int:
 
 
 def _size(storage: RunStorage, path: str) -> int:
-    """Of a file [bytes]; raises FileNotFoundError where there is none."""
+    """Return the size of a file [bytes]; raises FileNotFoundError if it does not exist."""
     found = storage.filesystem.get_file_info(path)
     if not found.is_file:
         raise FileNotFoundError(f"there is no file {path}")
@@ -163,7 +163,7 @@ def _size(storage: RunStorage, path: str) -> int:
 
 
 class PartFile:
-    """See the module's text. What is read later is compared, block by block, with what was read through."""
+    """Reader of one part file. What is read later is compared, block by block, with what was read through."""
 
     def __init__(self, storage: RunStorage, path: str) -> None:
         self._storage, self._path = storage, path
@@ -240,7 +240,7 @@ class _Blocks:
                 self._running, self._left = 0, BLOCK_BYTES
 
     def sums(self) -> array.array[int]:
-        """Of all blocks; no bytes follow."""
+        """Return the checksums of all blocks; the last block may be short."""
         return self._sums + array.array("I", [self._running] if self._left < BLOCK_BYTES else [])
 
 

@@ -51,7 +51,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")  # of a file in a zip archive: lengths o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPart:
-    """What this rank writes: its part, or the whole state where ``order`` is None."""
+    """State to be written by this rank: its part, or the whole state if ``order`` is None."""
 
     order: SaveOrder | None
     resume_point: ResumePoint
@@ -61,7 +61,7 @@ class CapturedPart:
 
 
 class PartSaver:
-    """See the module's text; a ``PartWriter``.
+    """Saver of this rank's part of a checkpoint; a ``PartWriter``.
 
     Args:
         states: of the run.
@@ -100,7 +100,7 @@ class PartSaver:
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:
-        """Whether this rank can write its part, from what :meth:`readiness` has found, and begun."""
+        """Return this rank's readiness, as far as :meth:`readiness` has found out and started."""
         if self._looking is None:
             return Readiness.NOT_YET
         self._look(wait=False)
@@ -110,11 +110,11 @@ class PartSaver:
         return Readiness.NOT_YET if waits or not self._looking.answer.done() else Readiness.READY
 
     def refuse(self, why: str) -> None:
-        """This rank cannot write parts from now on."""
+        """Refuse to write parts from now on, because of `why`."""
         self._never = why
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Whether this rank can write its part; what is missing for that is begun."""
+        """Return whether this rank can write its part; starts what is missing for that."""
         if self._looking is None:
             self._looking = self._calls.start("looking for the run's directory", self._storage.check_reachable)
         self._look(wait=now)
@@ -138,11 +138,11 @@ class PartSaver:
 
     @property
     def makes_memory(self) -> bool:
-        """Whether memory for a copy is being made."""
+        """True while memory for a copy is being allocated."""
         return self._making is not None and not self._making.answer.done()
 
     def _look(self, *, wait: bool) -> None:
-        """Whether this node sees the run's directory."""
+        """Check that this node sees the run's directory."""
         assert self._looking is not None, "it was begun"
         try:
             if wait:
@@ -169,7 +169,7 @@ class PartSaver:
         self._making = self._calls.start("making memory for a checkpoint", make)
 
     def capture(self, order: SaveOrder | None, resume_point: ResumePoint, *, copy: bool) -> CapturedPart | None:
-        """What this rank holds now, for :meth:`write`; None while memory for a copy of the whole state is made.
+        """Capture this rank's state for :meth:`write`; None while memory for a copy of the whole state is allocated.
 
         Args:
             order: what the ranks have agreed on; None where this rank writes all that there is, alone.
@@ -193,7 +193,7 @@ class PartSaver:
         )
 
     def _copied(self, tensors: Sequence[NamedPieces]) -> list[NamedPieces]:
-        """The same, with copies of their elements."""
+        """Return the tensors with copies of their elements."""
         originals = _tensors(tensors)
         buffers = self._buffers.fit(originals)
         if buffers is None:  # the state has come to have other tensors since it was looked at
@@ -250,18 +250,18 @@ class PartSaver:
         return finish(self._storage, directory, parts, part.resume_point, go_on)
 
     def _all_live(self, workers: tuple[str, ...]) -> bool:
-        """Whether they are all in the present group; it may be changing."""
+        """True if all `workers` are in the present group, which may be changing."""
         present = self._workers()
         return not present or set(workers) <= set(present)
 
 
 def _tensors(named: Sequence[NamedPieces]) -> list[Any]:
-    """Those that are to be copied, in order."""
+    """Return the tensors to copy, in order."""
     return [tensor for each in named for _, tensor in each.pieces.held]
 
 
 def _on_cpu(named: NamedPieces) -> NamedPieces:
-    """The same in CPU memory; of a preempted job nothing has been copied."""
+    """Return the tensors in CPU memory; a preempted job has made no copy."""
     held = tuple((start, tensor.cpu()) for start, tensor in named.pieces.held)
     return dataclasses.replace(named, pieces=dataclasses.replace(named.pieces, held=held))
 
@@ -295,7 +295,7 @@ def _write_alone(
     resume_point: ResumePoint,
     go_on: Callable[[], bool],
 ) -> StateFile:
-    """All that there is, as the part of rank 0; nothing is left of what was given up."""
+    """Write the whole state as the part of rank 0; an abandoned checkpoint leaves nothing behind."""
     steps = resume_point.steps
     directory = new_path(storage, steps, uuid.uuid4().hex[:8])
     try:

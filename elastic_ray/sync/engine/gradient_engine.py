@@ -366,7 +366,7 @@ class GradientEngine:
         self._divided.gather()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """What compressions owe is added up, models that differ are made one, leavers hand over what they own."""
+        """Prepare to change the group: fold residuals, make replicas identical, hand over leavers' shards."""
         self._sharded.hand_over(stays)
         self._divided.hand_over(stays)
         self._reducer.reduction.end_step()

@@ -1,4 +1,4 @@
-"""What compressions owe when the group, the buckets or the strategy change: it stays with the ranks (torch)."""
+"""Compression residuals that stay with their ranks when the group, the buckets or the strategy change (torch)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _Debtor:
 
 
 class OwedGradients:
-    """Compression residuals of one model on this rank. See the module's text, and ``Residual``.
+    """Compression residuals of one model on this rank; see ``Residual``.
 
     Kept is the *sum* over ranks, for contributions are weighted by samples and summed. Before a planned change all
     ranks add up what they owe, and each rank of the next group begins with an equal part. A rank that dies takes its

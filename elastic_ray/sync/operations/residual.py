@@ -57,7 +57,7 @@ class Residual:
             flat.add_(owed.flat, alpha=scale / owed.scale)
 
     def take(self, scale: float) -> torch.Tensor | None:
-        """The same for a pass whose gradients are no vector: what is owed, times ``scale``; None for nothing."""
+        """Return the residual times ``scale`` for a pass whose gradients are no vector; None if nothing is owed."""
         owed = self._begin_pass()
         return None if owed is None or owed.flat is None else owed.flat * (scale / owed.scale)
 
