@@ -79,7 +79,7 @@ class Policy:
 
 
 def overrides(policy: Policy, hook: str) -> bool:
-    """Whether a policy has a hook of its own."""
+    """True if a policy overrides the hook."""
     return getattr(type(policy), hook) is not getattr(Policy, hook) or hook in vars(policy)
 
 
@@ -106,7 +106,7 @@ def check_policies(given: object) -> tuple[Policy, ...]:
 
 
 def name_of(policy: Policy) -> str:
-    """What events call it."""
+    """Return the name of a policy in events."""
     return type(policy).__name__
 
 
@@ -115,13 +115,16 @@ class HookTimeoutError(TimeoutError):
 
 
 class HookCaller:
-    """See the module's text. One call at a time; the thread is a daemon and ends with :meth:`close`."""
+    """Caller of policies' hooks in a thread.
+
+    One call at a time; the thread is a daemon and ends with :meth:`close`.
+    """
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     def call(self, hook: Callable[[], Any], timeout_s: float) -> Any:
-        """What ``hook`` returns or raises.
+        """Call ``hook`` in the thread and return its result or raise its error.
 
         A hook that does not return in time keeps its thread; the next call gets another one.
 

@@ -34,7 +34,7 @@ _SIZE = 1 + 2 * _DIGITS
 
 
 class PolicyRunner:
-    """See the module's text. It is also the state of the policies, for joiners, checkpoints and lost steps.
+    """Policies of one run on one rank. It is also the state of the policies, for joiners, checkpoints and lost steps.
 
     Args:
         applies: carries out requests.
@@ -67,7 +67,7 @@ class PolicyRunner:
         self.ballot = PolicyBallot(self._said)
 
     def __bool__(self) -> bool:
-        """Whether there are any policies."""
+        """True if there are any policies."""
         return bool(self._policies)
 
     def add(self, policies: Iterable[Policy]) -> None:
@@ -95,7 +95,7 @@ class PolicyRunner:
         self.ballot.have(len(self._policies))
 
     def wants(self, hook: str) -> bool:
-        """Whether a policy that is still asked has this hook."""
+        """True if a policy that is still asked has this hook."""
         return any(overrides(policy, hook) for number, policy in enumerate(self._policies) if self._is_asked(number))
 
     def call(self, hook: str, view: PolicyView) -> None:
@@ -135,7 +135,7 @@ class PolicyRunner:
             pending.fail(f"load_state_dict: {_described(error)}", ends=True)
 
     def _said(self) -> Sequence[Any]:
-        """By policy, what it has to say and what it says it from; None for nothing."""
+        """Return for each policy what it asks for, and the state it concludes this from; None for nothing."""
         said: list[Any] = []
         for number, pending in enumerate(self._pending):
             if not pending or number in self.values.off:
@@ -183,7 +183,7 @@ class PolicyRunner:
             self._announce(f"{name}.{hook} asked for {request}, which is refused: {refused}", detail)
 
     def _failed(self, number: int, policy: Policy, failure: str, step: int, *, ends: bool) -> None:
-        """All ranks' copies have failed alike."""
+        """Handle a failure that all ranks' copies of a policy share."""
         name = name_of(policy)
         if policy.strict:
             raise PolicyError(f"policy {name} failed in {failure}")
@@ -228,7 +228,7 @@ class PolicyRunner:
         return not known
 
     def check_plain(self) -> None:
-        """Whether the policies' states can be sent to other ranks.
+        """Check that the policies' states can be sent to other ranks.
 
         Raises:
             PolicyError: one cannot; the message names the attribute.
@@ -249,7 +249,7 @@ class PolicyRunner:
         self._caller.close()
 
     def capture(self) -> dict[str, Any]:
-        """What policies keep and have pending, and what they have brought about."""
+        """Return the policies' states, their pending requests, and their effects."""
         return {
             "values": self.values.to_state(),
             "states": copy.deepcopy(self._states),
@@ -346,7 +346,7 @@ def _check_plain(value: Any, where: str) -> None:
 
 @dataclasses.dataclass(slots=True)
 class Pending:
-    """See the module's text; false while there is nothing.
+    """Requests, hooks and failures of one policy that are not settled; false if there are none.
 
     Attributes:
         requests: as plain values.
@@ -375,7 +375,7 @@ class Pending:
 
 
 class Verdict(enum.Enum):
-    """What all ranks conclude of one policy."""
+    """Verdict of all ranks on one policy."""
 
     NOTHING = enum.auto()
     AGREED = enum.auto()
@@ -400,7 +400,7 @@ class PolicyBallot:
         self._entered = False
 
     def have(self, policies: int) -> None:
-        """So many policies there are, on all ranks alike."""
+        """Set the number of policies, equal on all ranks."""
         self._policies = policies
 
     def begin(self) -> None:
@@ -408,7 +408,7 @@ class PolicyBallot:
         self._verdicts, self._entered = (), True
 
     def take_entered(self) -> bool:
-        """Whether a group was entered since the last call."""
+        """Return True once after a group was entered."""
         entered, self._entered = self._entered, False
         return entered
 
@@ -417,7 +417,7 @@ class PolicyBallot:
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's flags and digests."""
+        """Return this rank's flags and digests."""
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
@@ -425,13 +425,13 @@ class PolicyBallot:
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:
-        """What the latest sums say of each policy, once."""
+        """Return the latest verdict on each policy, and clear them."""
         verdicts, self._verdicts = self._verdicts, ()
         return verdicts
 
 
 def flag_and_digest(said: Any) -> list[float]:
-    """What one rank contributes for one policy: zeros for None."""
+    """Return one rank's contribution for one policy: zeros for None."""
     if said is None:
         return [0.0] * _SIZE
     number = int.from_bytes(
@@ -442,7 +442,7 @@ def flag_and_digest(said: Any) -> list[float]:
 
 
 def _canonical(value: Any) -> str:
-    """One text for equal values, whatever the order of a dict's keys, and tuples like lists."""
+    """Return the same text for equal values, whatever the order of a dict's keys; tuples count as lists."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_canonical(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"
@@ -452,7 +452,7 @@ def _canonical(value: Any) -> str:
 
 
 def verdict(sums: Sequence[float], world_size: int) -> Verdict:
-    """What follows from the sums of all ranks' contributions for one policy."""
+    """Return the verdict from the sums of all ranks' contributions for one policy."""
     saying = round(sums[0])
     if saying == 0:
         return Verdict.NOTHING

@@ -1,4 +1,4 @@
-"""What policies have brought about, as far as all ranks share it: values that travel with the run's state (pure)."""
+"""Effects of policies that all ranks share: values that travel with the run's state (pure)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(slots=True)
 class SharedValues:
-    """See the module's text.
+    """Effects of policies on a run, equal on all ranks.
 
     Attributes:
         rate_factor: product of all ``ScaleRate`` requests.
@@ -54,7 +54,7 @@ class SharedValues:
         self.samples += samples
 
     def take_metrics(self, metrics: Mapping[str, float], reports: int) -> None:
-        """What all ranks know to have been reported."""
+        """Store the metrics that all ranks know to have been reported."""
         self.metrics, self.reports = dict(metrics), reports
 
     def begin_train(self) -> bool:
@@ -68,7 +68,7 @@ class SharedValues:
         return before < epoch
 
     def end_epoch(self, epoch: int) -> bool:
-        """This epoch ends; whether that is news."""
+        """Record the end of an epoch; True if it is new."""
         before, self.ended_epoch = self.ended_epoch, max(self.ended_epoch, epoch)
         return before < epoch
 
@@ -103,7 +103,7 @@ class SharedValues:
         return numbered
 
     def forget_news(self) -> None:
-        """Another step was committed: what was told of the one before has arrived."""
+        """Drop the reported news, which has arrived once another step is committed."""
         self.news = []
 
     def switch_off(self, policy: int, why: str) -> None:
@@ -118,7 +118,7 @@ class SharedValues:
         self.wish_for((None, None))
 
     def to_state(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the effects as plain values."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -108,7 +108,7 @@ def estimate_groups(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseSignal:
-    """How well the signal of a model's gradients is known.
+    """Strength of the gradient signal of a model, and how well it is known.
 
     Attributes:
         present: the smoothed squared norm of the mean gradient stands out of its own standard error.
@@ -226,7 +226,7 @@ class SmoothedNoise:
 
     @property
     def signal(self) -> NoiseSignal:
-        """How well the signal is known."""
+        """Signal as known from the averages."""
         return NoiseSignal(present=self.has_signal, size=self.size, updates=self.updates)
 
     @property

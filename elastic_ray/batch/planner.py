@@ -1,4 +1,4 @@
-"""What a job knows about its speed and its batch, from rank 0's reports (pure)."""
+"""Planner of a job's batch, from rank 0's reports of speed and noise (pure)."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ class BatchPlanner:
         self._fresh = True
 
     def due(self, now_s: float) -> TunerSnapshot | None:
-        """What to fit now; None while nothing new is known or the last fit is recent."""
+        """Return what to fit now; None while nothing new is known or the last fit is recent."""
         if self.tuner is None or not self._fresh or now_s - self._fitted_s < self._fit_every_s:
             return None
         self._fresh, self._fitted_s = False, now_s
@@ -355,7 +355,7 @@ class BatchPlanner:
 
 
 def told(before: tuple[Observation, ...], now: Iterable[Observation]) -> tuple[Observation, ...]:
-    """What to tell of measurements: those told before, unless they have changed by a tenth, and new ones.
+    """Return the measurements to report: earlier ones unless they have changed by a tenth, and new ones.
 
     Medians move a little with every report; what is told every second is to change rarely. Counts are told as 1, 10
     or 100.

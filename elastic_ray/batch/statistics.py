@@ -55,7 +55,7 @@ def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = Non
 
 
 def compact(values: Tensor) -> Tensor:
-    """What is kept of values until later steps: of those in single precision bfloat16, half the memory.
+    """Return values in the form in which they are kept for later steps: single precision becomes bfloat16.
 
     The range is the same. Rounding by up to 2^-9 of each value adds 1e-6 of a gradient's squared norm to the variance
     that two of them show.
@@ -104,7 +104,7 @@ def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _as_it_is(states: _States, groups: _States) -> list[Tensor]:
-    """What other ranks have told."""
+    """Return denominators that other ranks have sent, unchanged."""
     return list(torch._foreach_add([state[DENOMINATOR] for state in states], 0.0))
 
 
@@ -132,7 +132,7 @@ _USED = {*_DENOMINATORS, "max_exp_avg_sq", "grad_avg"}
 
 
 def is_adam_like(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer divides its step by a running size of the gradient, per coordinate.
+    """True if the optimizer divides its step by a running size of the gradient, per coordinate.
 
     Known by class, or by its state (``exp_avg_sq``, ``square_avg``, ``exp_inf``) for optimizers from
     elsewhere. Adadelta (its steps have a size of their own) and Adafactor (its moments are factored) are not.
@@ -248,7 +248,7 @@ class FlatPreconditioner:
             yield part
 
     def _denominators(self, part: Sequence[_Piece]) -> list[Tensor]:
-        """Of each piece, as a vector; at least its parameter's floor."""
+        """Return the denominators of each piece as a vector, not below the floor of its parameter."""
         found: list[Tensor] = [torch.empty(0)] * len(part)
         by_function: dict[_Function, list[int]] = {}
         for number, piece in enumerate(part):
@@ -269,7 +269,7 @@ class FlatPreconditioner:
         return found
 
     def _state(self, piece: _Piece) -> _State:
-        """What the optimizer keeps of a piece."""
+        """Return the optimizer state of a piece."""
         found: dict[str, Any] = {"step": self._steps[piece.place] + self._elapsed}
         for key, value in self._optimizer.state[self._params[piece.place]].items():
             if key in _USED and isinstance(value, Tensor):
@@ -304,7 +304,7 @@ class FlatPreconditioner:
 
 
 def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | None:
-    """What the optimizer divides gradients of this type by, in float32 at least.
+    """Return the denominators of gradients in an optimizer state, in float32 at least.
 
     Args:
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
@@ -327,7 +327,7 @@ def least_denominator(size: Tensor) -> Tensor:
 
 
 class BucketPreconditioner:
-    """One bucket's preconditioner, looked at anew every ``interval`` steps: what is kept of it is the same in between.
+    """Preconditioner of one bucket, renewed every ``interval`` steps.
 
     Args:
         interval: steps.

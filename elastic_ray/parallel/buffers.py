@@ -20,7 +20,7 @@ class BufferSync:
 
     @property
     def layout(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What must be the same on all ranks."""
+        """Dtypes and shapes of the buffers, which must be the same on all ranks."""
         return [(str(b.dtype), tuple(b.shape)) for b in self._module.buffers()]
 
     @torch.no_grad()

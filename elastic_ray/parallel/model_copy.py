@@ -16,7 +16,7 @@ from elastic_ray.sync.sharded_parameters.model_checks import is_sharded_model
 
 
 class ModelCopy(torch.nn.Module):
-    """What ``copy.deepcopy``, pickle and ``AveragedModel`` make of an ``AdaptiveDataParallel``.
+    """Copy of an ``AdaptiveDataParallel``, as ``copy.deepcopy``, pickle and ``AveragedModel`` make it.
 
     It is called as that, and its state dict has the same names. It belongs to no run: its gradients are not reduced,
     and no worker but its own knows of it::
@@ -37,7 +37,7 @@ class ModelCopy(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Nothing is reduced anyway."""
+        """Return a context that does nothing: a copy reduces no gradients."""
         return nullcontext()
 
 

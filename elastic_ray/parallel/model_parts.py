@@ -1,4 +1,4 @@
-"""How one wrapped model is kept on all ranks: whole on each, or in shards (torch)."""
+"""Parts of a wrapped model that is replicated on all ranks, or sharded among them (torch)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class KeptModel:
 
 
 class ModelParts:
-    """See the module's text.
+    """Builder of the parts of one wrapped model, replicated or sharded.
 
     Args:
         run: that the model is trained in.
@@ -132,7 +132,7 @@ class ModelParts:
         return KeptModel(sync, parts, each_measured, ModuleState(module), states)
 
     def sharded(self) -> KeptModel:
-        """In shards.
+        """Return the parts of a sharded model.
 
         Raises:
             ValueError: its modules were sharded with different ``shard_size``.

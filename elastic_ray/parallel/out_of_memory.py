@@ -48,7 +48,7 @@ def watch_backward() -> None:
 
 
 def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequence[Tensor]) -> Any:
-    """What a step that is lost goes on with: the output of ``module``, through which ``params`` get gradients of zero.
+    """Return an output for a lost step: that of ``module``, through which ``params`` get gradients of zero.
 
     Raises:
         torch.OutOfMemoryError: not even one sample at once fits, or the arguments cannot be cut.
@@ -96,7 +96,7 @@ def _called(module: torch.nn.Module, given: Any) -> Any:
 
 
 def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """One output of those of all parts."""
+    """Join the outputs of all parts into one."""
     flat = [tree_flatten(each) for each in outputs]
     return tree_unflatten(
         [_join(column, sizes, exact=exact) for column in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1]
@@ -104,7 +104,7 @@ def _joined(outputs: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any
 
 
 def _join(column: Sequence[Any], sizes: Sequence[int], *, exact: bool) -> Any:
-    """What all parts have given at one place of their outputs, as one."""
+    """Join what all parts have returned at one place of their outputs."""
     if all(_is_of(each, size) for each, size in zip(column, sizes, strict=True)):
         return torch.cat(list(column))
     if exact and column[0] is not None:

@@ -19,7 +19,7 @@ class DividedOptimizer(Protocol):
     """State of an optimizer of which each rank has a part."""
 
     def whole_states(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """All of it, by parameter, on rank 0; None where this rank has all. All ranks call it."""
+        """Return all states by parameter on rank 0; None where this rank has all. Called on every rank."""
 
     def loaded(self) -> None:
         """The optimizer was given whole states."""
@@ -109,12 +109,12 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
 
 
 def scale_rollback(scaler: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """What tells a scaler's present scale, and what takes that back; neither waits for the GPU that it is on."""
+    """Return functions that capture and restore a scaler's scale; neither waits for the GPU that it is on."""
     return functools.partial(_unread_scale, scaler), functools.partial(_take_back_scale, scaler)
 
 
 def _unread_scale(scaler: Any) -> Any:
-    """Its scale; ``state_dict()`` would read it."""
+    """Return the scaler's scale without reading it from the GPU, as ``state_dict()`` would."""
     scale, tracker = getattr(scaler, "_scale", None), getattr(scaler, "_growth_tracker", None)
     if isinstance(scale, torch.Tensor) and isinstance(tracker, torch.Tensor):
         return scale.clone(), tracker.clone()
@@ -225,7 +225,7 @@ def refuse_several_evaluations(optimizer: torch.optim.Optimizer) -> None:
 def evaluated(
     optimizer: torch.optim.Optimizer, closure: Callable[[], Any], arguments: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """What a closure returns, called once before the update, and the arguments for the optimizer's own step.
+    """Call a closure once before the update; return its value, and the arguments for the optimizer's own step.
 
     The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
 

@@ -1,4 +1,4 @@
-"""What ``AdaptiveDataParallel`` cannot do, said with the way out (torch)."""
+"""Refusals of ``AdaptiveDataParallel``, with the way out (torch)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 
 
 def check_stragglers(response: Any) -> StragglerConfig:
-    """What a run without a trainer is asked to do about slow workers.
+    """Check the response to slow workers that a run without a trainer asks for.
 
     Raises:
         ValueError: there is no such response, or only a trainer can give it.
@@ -163,7 +163,7 @@ def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -
 
 
 def _reach(hook: Any) -> Iterator[Any]:
-    """What a hook refers to by name, and what lies in dicts and lists among that."""
+    """Yield what a hook refers to by name, with the contents of dicts and lists among it."""
     try:
         found = inspect.getclosurevars(inspect.unwrap(getattr(hook, "__func__", hook)))
     except (TypeError, ValueError):  # a callable object, or written in C

@@ -27,7 +27,7 @@ _PASS_IT = (
 
 
 class Schedulers:
-    """Schedulers of one model's optimizer; see the module's text.
+    """Schedulers of one model's optimizer.
 
     Args:
         run: the run.
@@ -116,7 +116,7 @@ _BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
 
 
 class LearningRates:
-    """See the module's text.
+    """Learning rates of one optimizer, scaled by a rule around each step.
 
     Args:
         optimizer: whose rates user code and schedulers set.
@@ -156,7 +156,7 @@ class LearningRates:
 
     @property
     def wants_statistics(self) -> str:
-        """What of the user's needs gradient statistics; empty for nothing."""
+        """Name of the setting that requires gradient statistics, or ""."""
         asked = not self._by_default and isinstance(self._rule, (AdaScale, AdamScale))
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 

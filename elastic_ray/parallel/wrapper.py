@@ -85,7 +85,7 @@ _ADDED_UP = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSteps:
-    """One of a model's optimizers, and what its steps take.
+    """Optimizer of a model, with the helpers of its steps.
 
     Attributes:
         optimizer: it.
@@ -247,7 +247,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return kept
 
     def _steps_of(self, kept: KeptModel, rule: Any, nonfinite: str, policies: PolicyRunner) -> list[OptimizerSteps]:
-        """What the steps of each optimizer take."""
+        """Build the helpers for the steps of each optimizer."""
         found, run = list[OptimizerSteps](), self._run
         for number, (each, groups) in enumerate(zip(self._optimizers, group_ranges(self._optimizers), strict=True)):
             rates = LearningRates(
@@ -417,7 +417,7 @@ class AdaptiveDataParallel(torch.nn.Module):
 
     @property
     def measures(self) -> StepMeasures:
-        """What is known of the steps so far, as far as it was asked for (``monitor=``); the same on all ranks."""
+        """Measures of the steps so far, as far as requested (``monitor=``); the same on all ranks."""
         known = self._statistics.measures(self._run.registry.monitoring.meter.workers)
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
@@ -484,13 +484,13 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._run.registry.ask_for_shares(LEAST_HALF)
 
     def _check_batch(self) -> None:
-        """Whether what an adaptive batch needs is measured."""
+        """Require the statistics that an adaptive batch needs."""
         loader = self._run.registry.loaders.info
         if loader is not None and not loader.limits.one_size:
             self._sync.require_statistics("an adaptive batch (AdaptiveDataLoader.autoscale_batch_size)")
 
     def _step(self, own: OptimizerSteps, apply: Any, closure: Any, **kwargs: Any) -> Any:
-        """What ``optimizer.step`` does: ``apply``, with its learning rates scaled, where the step is to be applied."""
+        """Carry out ``optimizer.step``: call ``apply`` with scaled learning rates, if the step is to be applied."""
         value = None
         if closure is not None:
             value, kwargs = evaluated(own.optimizer, closure, kwargs)
@@ -554,7 +554,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _check_called(self) -> None:
-        """Whether parameters that became trainable can be taken in."""
+        """Check that parameters that became trainable can be included."""
         called, vars(self)["_called"] = self._called, False
         if not called and self._trainable.changed():
             raise RuntimeError(
@@ -563,7 +563,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             )
 
     def _counts(self, own: OptimizerSteps) -> bool:
-        """Whether the update is to be made; one that is left out leaves neither statistics nor buffers behind."""
+        """True if the update is to be made; an update that is left out leaves neither statistics nor buffers behind."""
         saved = self._saved_buffers
         left_out = False
         scaled = getattr(own.optimizer, "found_inf", None) is not None  # AMP's scaler has a fused optimizer step

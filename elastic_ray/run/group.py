@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Group:
-    """See the module's text. Its attributes are read many times in a step, and change with :meth:`follow` alone.
+    """Present group of a worker. Its attributes are read many times in a step, and change with :meth:`follow` alone.
 
     Args:
         worker: id of this worker.
@@ -65,13 +65,13 @@ class Group:
 
     @property
     def replaces_broken(self) -> bool:
-        """Whether the present generation was announced because the one before had broken."""
+        """True if the present generation was announced because the one before had broken."""
         spec = self.generation_spec
         return spec is not None and 1 < spec.generation <= spec.void_below
 
     @property
     def equal_shares(self) -> bool:
-        """Whether its ranks are to have equal shares of each step."""
+        """True if the ranks must have equal shares of each step."""
         return self.generation_spec is not None and self.generation_spec.equal_shares
 
     @property

@@ -87,7 +87,7 @@ class OptimizerWatch:
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """One that was wrapped."""
+        """Record an optimizer that was wrapped."""
         self._known.add(optimizer)
 
     def look_at(self, optimizer: torch.optim.Optimizer) -> None:

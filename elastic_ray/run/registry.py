@@ -1,4 +1,4 @@
-"""What a train function has built and registered with its session: models, loaders, hooks, buffers (pure).
+"""Registry of what a train function has built: models, loaders, hooks, buffers (pure).
 
 Hooks of one point are called in the order of registration, and those that a hook adds in the same round. Where the
 order of moments matters, ``tests/run/test_registry.py`` fails if two change places:
@@ -40,7 +40,7 @@ Noise = Callable[[], "NoiseScale | None"]
 
 
 class HookPoint(enum.Enum):
-    """When a hook is called."""
+    """Moment of a run at which hooks are called."""
 
     BEFORE_FIRST_EPOCH = enum.auto()
     BETWEEN_STEPS = enum.auto()
@@ -64,7 +64,7 @@ class ModelRegistry:
 
     @property
     def infos(self) -> tuple[ModelInfo, ...]:
-        """What they tell the job."""
+        """Descriptions of the models for the job."""
         return tuple(self._infos)
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class ModelRegistry:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Of the first model's parameter groups, as user code and schedulers set them; empty before there is one."""
+        """Learning rates of the first model as user code and schedulers set them; empty before there is one."""
         return self._rates[0]() if self._rates else ()
 
     def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
@@ -83,16 +83,16 @@ class ModelRegistry:
         return len(self._noises) - 1
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        """Add a function that returns the factor on learning rates in the latest step of a newly wrapped model."""
         self._rate_factors.append(factor)
 
     @property
     def rate_factor(self) -> float | None:
-        """That of the first model; None before there is one."""
+        """Factor on the first model's learning rates; None before there is a model."""
         return self._rate_factors[0]() if self._rate_factors else None
 
     def noise(self) -> NoiseScale | None:
-        """Of the first model; None before an estimate."""
+        """Return the noise scale of the first model; None before an estimate."""
         return self._noises[0]() if self._noises else None
 
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
@@ -101,7 +101,7 @@ class ModelRegistry:
 
     @property
     def signal(self) -> NoiseSignal | None:
-        """What rank 0 knows of the first model's gradient signal; None before there is a model."""
+        """Gradient signal of the first model as rank 0 knows it; None before there is a model."""
         return self._signals[0]() if self._signals else None
 
     def gain(self, scale: float) -> float:
@@ -128,7 +128,7 @@ class LoaderRegistry:
         self._made: list[weakref.WeakMethod[Any]] = []
 
     def lead(self, loader: object, info: LoaderInfo) -> None:
-        """This loader leads from now on."""
+        """Make this loader the leading one."""
         if self._fixed_batch:
             info = dataclasses.replace(info, limits=dataclasses.replace(info.limits, max_batch_size=None))
         self._leading, self.info, self._failed = weakref.ref(loader), info, False
@@ -148,7 +148,7 @@ class LoaderRegistry:
         self._failed = True
 
     def leads(self, loader: object) -> bool:
-        """Whether this one does."""
+        """True if `loader` is the leading one."""
         return self._leading is not None and self._leading() is loader
 
     def add_late(self, join: weakref.WeakMethod[Any]) -> None:
@@ -167,14 +167,14 @@ class LoaderRegistry:
                 close()
 
     def late(self) -> Iterator[Callable[[Any], None]]:
-        """How each of those that are still there joins another run."""
+        """Yield the functions by which loaders that still exist join another run."""
         for reference in self._late:
             if (join := reference()) is not None:
                 yield join
 
 
 class Registry:
-    """See the module's text.
+    """Registry of one run: its models, loaders, hooks and buffers.
 
     Args:
         monitoring: what is measured of the run's steps.
@@ -221,7 +221,7 @@ class Registry:
         self._hooks[point].append(hook)
 
     def has_hook(self, point: HookPoint) -> bool:
-        """Whether anything is called at such a point."""
+        """True if any hook is registered for the point."""
         return bool(self._hooks[point])
 
     def call(self, point: HookPoint) -> None:
@@ -230,7 +230,7 @@ class Registry:
             hook()
 
     def add_rate_factor(self, factor: Callable[[], float]) -> None:
-        """What gives by how much the latest step of a newly wrapped model has multiplied its learning rates."""
+        """Add a function that returns the factor on learning rates in the latest step of a newly wrapped model."""
         self.models.add_rate_factor(factor)
 
     def add_signal(self, signal: Callable[[], NoiseSignal]) -> None:
@@ -282,7 +282,7 @@ class Registry:
 
     @property
     def strategy_key(self) -> str | None:
-        """Those of all models; None while one of them is being chosen."""
+        """Keys of all models' strategies; None while one of them is being chosen."""
         if len(self._gradients) == 1:
             return self._gradients[0].strategy_key
         keys = [each.strategy_key for each in self._gradients]
@@ -295,7 +295,7 @@ class Registry:
 
     @property
     def loader_info(self) -> LoaderInfo | None:
-        """What the job is told of the loader that the batch is chosen for, and of the models; None without one."""
+        """Description of the leading loader and the models for the job; None without a loader."""
         loader = self.loaders.info
         return dataclasses.replace(loader, models=self.models.infos) if loader is not None else None
 
@@ -322,32 +322,32 @@ class Registry:
             self.halving_changes += 1
 
     def have_chosen(self, number: int) -> bool:
-        """Whether the strategies of so many models that were wrapped first are not being chosen."""
+        """True if none of the first `number` models has its strategy still being chosen."""
         return all(each.strategy_key is not None for each in self._gradients[:number])
 
     @property
     def meets_in_passes(self) -> bool:
-        """Whether passes of a model wait for other ranks, besides reductions of gradients."""
+        """True if passes of a model wait for other ranks, besides reductions of gradients."""
         return any(each.meets_in_passes for each in self._gradients)
 
     @property
     def gradients_are_local(self) -> bool:
-        """Whether some differ from rank to rank."""
+        """True if some models' gradients differ from rank to rank."""
         return any(each.local for each in self._gradients)
 
     @property
     def gradients_wait(self) -> bool:
-        """Whether some wait for an update."""
+        """True if some gradients wait for an update."""
         return any(each.is_open for each in self._gradients)
 
     @property
     def drifts(self) -> bool:
-        """Whether some models differ from rank to rank by design."""
+        """True if replicas of some models intentionally diverge."""
         return any(each.drifts for each in self._gradients)
 
     @property
     def in_parts(self) -> bool:
-        """Whether state lies with several ranks that each can write its part of; the same on all."""
+        """True if state is divided among ranks that can each write their part; the same on all of them."""
         gradients = self._gradients
         return any(each.divided for each in gradients) and not any(each.tabled for each in gradients)
 
@@ -358,14 +358,14 @@ class Registry:
 
     @property
     def settled(self) -> bool:
-        """Whether none does after the steps that are committed, and this rank can save all alone, and is to."""
+        """True if all replicas are identical and this rank alone should write the checkpoint."""
         if self.in_parts and self.saving.together:
             return False
         return all(each.settled for each in self._gradients)
 
     @property
     def marker(self) -> int:
-        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+        """Marker of the last average that ended on this rank: larger is later, 0 before the first."""
         return max((each.marker for each in self._gradients), default=0)
 
     def drift_layout(self, *, trained: bool) -> int:
@@ -374,14 +374,14 @@ class Registry:
         return digest((layouts, trained)) if layouts else 0
 
     def after_step(self) -> None:
-        """All ranks have committed a step that trained."""
+        """Let the models average after a training step that all ranks have committed, where it is due."""
         drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
             shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)
             each.after_step(agree_on_scale=shared)
 
     def join(self, what: Announced) -> None:
-        """This rank has no sample in a step: take part in what others have announced of a model."""
+        """Take part in what others have announced of a model, because this rank has no sample in the step."""
         self._gradients[what.index].join(what)
 
     def collapse(self, *, gather: bool = True) -> None:
@@ -394,7 +394,7 @@ class Registry:
             each.collapse(gather=gather)
 
     def reconcile(self, communicator: Communicator, marker: int, *, holds: bool) -> None:
-        """The same in a new group, before its ranks exchange state; see ``Registry``."""
+        """Make diverged replicas identical in a new group, before its ranks exchange state."""
         counts = holds and self.marker == marker
         for each in self._gradients:
             each.reconcile(communicator, marker, holds=holds, counts=counts)

@@ -1,4 +1,4 @@
-"""What policies may see of a run, and how their requests are carried out in it."""
+"""Adaptation of a run by policies: what they may see, and how their requests are carried out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic_ray.steps.step import LoaderStep
 
 
 class Adaptation:
-    """See the module's text; one for each run.
+    """Adaptation of one run by its policies.
 
     Args:
         run: the run that policies look at, and change.
@@ -73,7 +73,7 @@ class Adaptation:
 
     @property
     def rate_factor(self) -> float:
-        """What policies have multiplied learning rates by."""
+        """Factor by which policies have multiplied learning rates."""
         return self.runner.values.rate_factor
 
     @property
@@ -90,18 +90,18 @@ class Adaptation:
 
     @property
     def stopped(self) -> bool:
-        """Whether they have ended the training."""
+        """True if policies have ended the training."""
         return self.runner.values.stopped is not None
 
     def ends(self, loader_pass: PassProgress) -> bool:
-        """Whether they have ended it in this pass."""
+        """True if policies have ended the training in this pass."""
         stopped, progress = self.runner.values.stopped, self._progress
         if stopped is None or stopped[0] != progress.epoch or stopped[1] >= len(progress.passes):
             return False
         return progress.passes[stopped[1]] is loader_pass
 
     def held_shape(self) -> BatchChoice | None:
-        """How the batch that they have set is cut in the present group; None where the job chooses."""
+        """Return the division of the batch that policies have set, in the present group; None if the job chooses."""
         info, batch_size = self._run.registry.loaders.info, self.held_batch
         if info is None or batch_size is None:
             return None

@@ -78,7 +78,7 @@ class GroupChanges:
                     self._controller.failed(self._membership.generation, str(error))
 
     def check_group(self) -> None:
-        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+        """Continue with the next group before a step is divided, if the present one was called off."""
         if self._run.ledger.depth == 0 and self._membership.voided:
             self.regroup("the group was called off")
 
@@ -133,11 +133,11 @@ class GroupChanges:
             self._regroup(str(error), left)
 
     def _staying(self, following: GenerationSpec) -> list[bool]:
-        """Whether each rank of the present group is in the one that follows."""
+        """Return for each rank of the present group whether it is in the following one."""
         return [following.rank_of(member.worker) is not None for member in self._run.group.members]
 
     def _waits_for_gradients(self) -> bool:
-        """Whether a planned change is put off: gradients that ``no_sync`` has left on each rank would be lost by it.
+        """True if a planned change waits, because it would lose gradients that ``no_sync`` has left on each rank.
 
         All ranks come here. They answer alike, though one may have left out an update that others have made.
 
@@ -267,7 +267,7 @@ class GroupChanges:
         self._run.set_shape(self._adaptation.held_shape() or shape)
 
     def _saved_by_step(self, heard: Sequence[float]) -> bool:
-        """Whether all ranks save by what was ``heard`` with the step's own sums: each its part, as it is, or later."""
+        """True if all ranks save, each its part, or later, by what was ``heard`` with the step's own sums."""
         registry, group = self._run.registry, self._run.group
         if not heard or group.world_size == 1 or not registry.in_parts or registry.drifts:
             return False
@@ -292,7 +292,7 @@ class GroupChanges:
             self.regroup(str(error))
 
     def _ready_to_save(self, *, ends: bool) -> None:
-        """As :meth:`_make_equal`.
+        """Prepare the ranks to save as they agree: together, alone or later.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -316,7 +316,7 @@ class GroupChanges:
         return True
 
     def _agree_on_saving(self, *, ends: bool) -> Saving:
-        """How the ranks save; all come here.
+        """Agree on how to save; called on every rank.
 
         Raises:
             CommunicationFailedError: the group broke.

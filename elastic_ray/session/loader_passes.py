@@ -29,7 +29,7 @@ _LOST_SUMS = (
 
 
 class LoaderPasses:
-    """See the module's text.
+    """Passes of a run's loaders, and their steps.
 
     Args:
         run: the run.
@@ -59,7 +59,7 @@ class LoaderPasses:
         return self._run.ledger.next_ordinal
 
     def check_group(self, loader_pass: PassProgress) -> None:
-        """Before a step is cut: if the group was called off meanwhile, go on with the next one."""
+        """Continue with the next group before a step is divided, if the present one was called off."""
         self._changes.check_group()
         if self._changes.furthest_passes > self._run.states.progress.ended_passes:
             self._follow(loader_pass)
@@ -137,11 +137,11 @@ class LoaderPasses:
         self._asked_to_end = step.loader_pass
 
     def ended_early(self, loader_pass: PassProgress) -> bool:
-        """Whether a pass was to end with a step, which is committed."""
+        """True if the pass was to end with a step that is committed."""
         return self._ended_early is loader_pass
 
     def stopped(self, loader_pass: PassProgress) -> bool:
-        """Whether a policy has ended the training in this pass."""
+        """True if a policy has ended the training in this pass."""
         return self._adaptation.active and self._adaptation.ends(loader_pass)
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
@@ -314,7 +314,7 @@ class LoaderPasses:
         self._leave_pass(loader_pass, total, put_off=put_off)
 
     def _prove(self, loader_pass: PassProgress, total: int, rest: Callable[[], int | None]) -> None:
-        """All ranks have agreed on the end of a training pass whose samples are known."""
+        """Add a proof of a training pass whose end all ranks have agreed on, if its samples are known."""
         if loader_pass.hashed is None or not loader_pass.position or self._run.ledger.depth:
             return
         progress = self._run.states.progress
@@ -335,7 +335,7 @@ class LoaderPasses:
         self._run.states.progress.end_pass()
 
     def _leave_pass(self, loader_pass: PassProgress, total: int, *, put_off: bool) -> None:
-        """All ranks know that the pass is over."""
+        """Leave a pass that all ranks know to be over."""
         self._tell_proof()
         self._run.ledger.end_pass(loader_pass)
         if self._run.ledger.depth == 0:

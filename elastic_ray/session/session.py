@@ -82,7 +82,7 @@ _IGNORED = StragglerConfig()
 
 
 class Session:
-    """See the module's text. One instance serves one run of a train function.
+    """Session of one run of a train function. One instance serves one run of a train function.
 
     Args:
         worker: id of this worker, unique in the job.
@@ -164,7 +164,7 @@ class Session:
 
     @property
     def synced(self) -> bool:
-        """Whether this worker has become part of the job, with the first epoch."""
+        """True if this worker has become part of the job, with the first epoch."""
         return self.run.synced
 
     @property
@@ -179,7 +179,7 @@ class Session:
 
     @property
     def progress(self) -> RunProgress:
-        """Where the run stands."""
+        """Progress of the run."""
         return self.states.progress
 
     @property
@@ -199,7 +199,7 @@ class Session:
 
     @property
     def shape_changes(self) -> int:
-        """How often the group, the batch shape or the ranks' shares have changed."""
+        """Number of changes of the group, the batch shape or the ranks' shares."""
         changes = self.run.shape_changes + self.registry.halving_changes
         return changes + self.stragglers.changes + self.run.gpu_types.changes
 
@@ -210,12 +210,12 @@ class Session:
 
     @property
     def in_epochs(self) -> bool:
-        """Whether the loop uses ``remaining_epochs_until``."""
+        """True if the loop uses ``remaining_epochs_until``."""
         return self._in_epochs
 
     @property
     def preempted(self) -> bool:
-        """Whether the ranks have agreed to stop in order to go on another time."""
+        """True if the ranks have agreed to stop and to continue at another time."""
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def new_accumulator(self) -> tuple[int, int]:
@@ -237,7 +237,7 @@ class Session:
         self.adaptation.add(policies)
 
     def sync_point(self) -> None:
-        """Where a worker becomes part of the job: everything is built, nothing has been trained.
+        """Join the job: everything is built, nothing has been trained.
 
         Raises:
             WorkerDismissed: the job ended or shrank before this worker's turn came.
@@ -254,7 +254,7 @@ class Session:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a step was committed since this worker joined."""
+        """True if a step was committed since this worker joined."""
         return self.run.synced and self.progress.steps > self._steps_at_join
 
     def _open(self) -> None:
@@ -290,7 +290,7 @@ class Session:
             ) from error
 
     def keep_state(self) -> tuple[dict[str, Any], RunProgress] | None:
-        """What a rerun in this process needs to go on from here; None when there is no whole state to keep."""
+        """Return what a rerun in this process needs to continue; None if there is no whole state to keep."""
         if not self.synced or self.ledger.half_updated:
             return None
         self.states.roll_back()
@@ -327,7 +327,7 @@ class Session:
         return self.passes.enter()
 
     def resume_point(self) -> ResumePoint:
-        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done."""
+        """Return the resume point of a checkpoint taken now; a step whose update is in the model counts as done."""
         return self.ledger.resume_point(self.registry.models.gain)
 
     def tell_of_early_report(self) -> None:
@@ -341,7 +341,7 @@ class Session:
             )
 
     def count_report(self, *, saves: bool = False) -> int:
-        """Another call of ``report``, with a checkpoint if it ``saves``; returns its number in the run."""
+        """Count a call of ``report``, with a checkpoint if it ``saves``; return its number in the run."""
         self.run.agreed.ask_for_comparison(saves)
         if self.rank and self.run.agreed.is_unrecorded():
             self.run.tell_once("warning", UNRECORDED, 0)
@@ -350,7 +350,7 @@ class Session:
         return reports
 
     def may_save(self) -> bool:
-        """Whether all ranks hold the model that this one does; if they do not, they will after the next step."""
+        """True if all ranks hold this rank's model; if not, they will after the next step."""
         settled = self.registry.settled
         if not settled:
             self.run.agreed.ask_for_consensus()
@@ -358,13 +358,13 @@ class Session:
 
     @property
     def atomic_bsz(self) -> int:
-        """Most samples that this rank takes at once in the step in progress; 0 outside steps."""
+        """Largest number of samples that this rank takes at once in the step in progress; 0 outside steps."""
         step = self.ledger.outermost
         return max(step.sizes[self.rank]) if step is not None and self.rank < len(step.sizes) else 0
 
     @property
     def takes_more(self) -> bool:
-        """Whether that is more than an equal split of the step gives it."""
+        """True if this rank takes more than its equal share of the step."""
         step = self.ledger.outermost
         return step is not None and self.atomic_bsz > step.equal_bsz
 

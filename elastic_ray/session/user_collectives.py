@@ -41,7 +41,7 @@ class CollectiveResults:
     place: tuple[int, int] = (0, 0)
 
     def begin(self, number: int, place: tuple[int, int]) -> None:
-        """All ranks are at ``place``, beyond the first ``number`` collectives."""
+        """Drop older results, because all ranks are at ``place``, after the first ``number`` collectives."""
         if place != self.place:
             self.first, self.contents, self.place = number, [], place
 
@@ -53,7 +53,7 @@ class CollectiveResults:
             self.first += 1
 
     def of(self, number: int) -> bytes | None:
-        """Of the collective of this number, where it is known."""
+        """Return the result of collective `number`, if it is known."""
         index = number - self.first
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
@@ -82,7 +82,7 @@ def _place(progress: RunProgress) -> tuple[int, int]:
 
 
 class UserCollectives:
-    """See the module's text.
+    """Collectives of the train function, whose results survive changes of the group.
 
     Args:
         run: the run.
@@ -154,7 +154,7 @@ class UserCollectives:
     def _carried_out(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Its result, where the group holds; raises CommunicationFailedError, RanksDisagreeError."""
+        """Carry out a collective and return its result; raises CommunicationFailedError, RanksDisagreeError."""
         self._run.moment("collective")
         if self._run.group.world_size == 1:
             return alone()
@@ -169,7 +169,7 @@ class UserCollectives:
     def _within_step(
         self, announced: Announced, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """Its result; where the group breaks, the step is lost."""
+        """Carry out a collective within a step and return its result; if the group breaks, the step is lost."""
         if self._run.ledger.failed:
             return alone()
         try:

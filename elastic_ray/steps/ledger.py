@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Replay:
-    """What the code does up to where the others are has had its effect on the state that this worker has got.
+    """Replay of user code up to where the others are; its effects on the received state are undone.
 
     Args:
         state: it, fresh.
@@ -34,12 +34,12 @@ class Replay:
 
     @staticmethod
     def needed(progress: RunProgress) -> bool:
-        """Whether the others are within an epoch's code."""
+        """True if the others are within an epoch's code."""
         return bool(progress.passes) or progress.joined_at is not None
 
     @property
     def before_pass(self) -> bool:
-        """Whether the others' latest pass is still to come; else the code runs up to the collective they are in."""
+        """True if the others' latest pass is still to come; else the code runs up to the collective they are in."""
         return self._before_pass
 
     def reach_pass(self, ordinal: int) -> bool:
@@ -64,7 +64,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LostStep:
-    """What matters of a step that was taken back, once a group has been found to go on with.
+    """Facts of a lost step that matter once a new group has been found.
 
     Attributes:
         nested: whether it lies within a step of another pass.
@@ -78,7 +78,7 @@ class LostStep:
 
 
 class StepLedger:
-    """See the module's text. Nothing is sent here: the ledger is told what became of collectives.
+    """Tracks the current step: what is committed and what to undo if the step is lost.
 
     Args:
         state: of the run.
@@ -129,13 +129,13 @@ class StepLedger:
 
     @property
     def sample_tag(self) -> int:
-        """Of what all ranks read alike for the step in progress; 0 where there is no such thing."""
+        """Tag of the samples that all ranks read alike for the step in progress; 0 if there is none."""
         step = self.outermost
         return step.sample_tag if step is not None else 0
 
     @property
     def accumulating(self) -> bool:
-        """Whether the micro-step in progress leaves its gradients to a later one of its step."""
+        """True if the micro-step in progress leaves its gradients to a later one of its step."""
         step = self.outermost
         return step is not None and not step.is_last_micro and self.abandoned < self.depth
 
@@ -148,7 +148,7 @@ class StepLedger:
 
     @property
     def initial_steps(self) -> int:
-        """As how many steps of the initial batch the step in progress counts, by its samples; 1 outside of steps.
+        """Number of initial-batch steps that the step in progress counts as, by its samples; 1 outside of steps.
 
         Over a pass they add up to as many as it would have at the initial batch, however the batch changes within.
         """
@@ -178,7 +178,7 @@ class StepLedger:
         self.next_ordinal = 0
 
     def begin_replay(self, *, between_epochs: bool = False) -> None:
-        """What user code does up to where the others are has had its effect already.
+        """Replay user code up to where the others are, whose effects the received state has already.
 
         Args:
             between_epochs: up to the next pass that begins here; else up to their place within the epoch.
@@ -190,12 +190,12 @@ class StepLedger:
 
     @property
     def replaying(self) -> bool:
-        """Whether the loop's code runs only to catch up with where the others are."""
+        """True while the loop's code runs only to catch up with the others."""
         return self._replay is not None
 
     @property
     def replays_passes(self) -> bool:
-        """Whether the others' latest pass is still to come."""
+        """True if the others' latest pass is still to come."""
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
@@ -221,7 +221,7 @@ class StepLedger:
         return ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
-        """All ranks have left a pass."""
+        """End a pass that all ranks have left."""
         ended.end()
         if self.depth == 0:
             self._samples_left = 0
@@ -294,12 +294,12 @@ class StepLedger:
 
     @property
     def needs_vote(self) -> bool:
-        """Whether the step that has just ended has made no collective on which the ranks' vote could ride."""
+        """True if the step that has just ended has made no collective that could carry the ranks' vote."""
         return self.step is not None or not self._reduced
 
     @property
     def trains(self) -> bool:
-        """Whether the outermost step, the one in progress or that which has just ended, has trained."""
+        """True if the outermost step, in progress or just ended, has trained."""
         return self._updates_asked > 0 or self._trains
 
     def commit(
@@ -378,7 +378,7 @@ class StepLedger:
 
     @property
     def reduced(self) -> bool:
-        """Whether a gradient reduction of the step in progress was completed."""
+        """True if a gradient reduction of the step in progress was completed."""
         return self._reduced
 
     def mark_reduced(self) -> None:
@@ -397,7 +397,7 @@ class StepLedger:
         self._follow()
 
     def may_apply(self) -> bool:
-        """Whether the optimizer step that user code asks for is to be applied now.
+        """True if the optimizer step that user code asks for is to be applied now.
 
         Not within an accumulation, not after a failure, and not again when a survivor already applied it before
         this (re-drawn) step: a GAN's first optimizer may have stepped when the second's gradients were lost.
@@ -422,7 +422,7 @@ class StepLedger:
 
     @property
     def half_updated(self) -> bool:
-        """Whether an optimizer step has begun and has not been completed."""
+        """True if an optimizer step has started and has not been completed."""
         return self._updating
 
     def _check_updated(self) -> None:
@@ -445,7 +445,7 @@ class StepLedger:
                 self._moment("after_step")
 
     def resume_point(self, gain: Callable[[float], float]) -> ResumePoint:
-        """Where a checkpoint that is taken now stands; a step whose update is in the model counts as done.
+        """Return the resume point of a checkpoint taken now; a step whose update is in the model counts as done.
 
         Args:
             gain: statistical progress of a step at a scale.
@@ -458,7 +458,7 @@ class StepLedger:
 
 
 class StepSums:
-    """What this rank has given accumulators in steps that are not committed, by depth (a nested pass has its own)."""
+    """Contributions of this rank to accumulators in uncommitted steps, by depth (a nested pass has its own)."""
 
     def __init__(self) -> None:
         self._pending: dict[int, dict[tuple[int, int], dict[str, float]]] = {}
@@ -470,7 +470,7 @@ class StepSums:
         return scope, number
 
     def expected(self, epoch: int) -> bool:
-        """Whether any rank may have added to one: all ranks make the same ones at the same places."""
+        """True if any rank may have added to an accumulator: all ranks make the same ones at the same places."""
         return -1 in self._made or epoch in self._made
 
     def add(self, depth: int, key: tuple[int, int], name: str, value: float) -> None:
@@ -479,7 +479,7 @@ class StepSums:
         sums[name] = sums.get(name, 0.0) + value
 
     def take(self, depth: int) -> Mapping[tuple[int, int], Mapping[str, float]]:
-        """What the step at ``depth`` has added; it is forgotten here."""
+        """Return and forget the contributions of the step at ``depth``."""
         return self._pending.pop(depth, {})
 
     def undo_beyond(self, depth: int) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks send slowly, though they compute as fast as the others (pure)."""
+"""Detection of ranks that send slowly, though they compute as fast as the others (pure)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST_PART = 1e-3  # of the time of a look: what sends for less is not told apa
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SendTrace:
-    """How long the ranks of one group have sent, in looks of one step or a second.
+    """Sending times of a group's ranks, in looks of one step or a second.
 
     In a ring each rank sends as many bytes as any other, and all of them wait for the slowest connection: only the
     sender's kernel knows which one that is. It cannot tell a slow sender from a slow receiver at its other end.

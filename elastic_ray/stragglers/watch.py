@@ -87,7 +87,7 @@ class StragglerWatch:
             self._measure()
 
     def lacks(self, config: StragglerConfig) -> bool:
-        """Whether less is done about stragglers than this."""
+        """True if `config` asks for more than is done now."""
         return config.goes_beyond(self._config)
 
     @property
@@ -100,14 +100,14 @@ class StragglerWatch:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """By rank, time for equal work over the group's median; empty before enough steps were measured."""
+        """Time for equal work over the group's median, by rank; empty before enough steps were measured."""
         if not self._trace.ready or self._workers != tuple(member.worker for member in self._members()):
             return ()
         return tuple(self._trace.ratio(rank, self._healthy) for rank, _ in enumerate(self._workers))
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks have unequal shares, so that times of steps say nothing of equal ones."""
+        """True if ranks have unequal shares, so that step times say nothing of equal ones."""
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
@@ -325,7 +325,7 @@ def _from_state(tree: Mapping[str, Any]) -> SlowWorker:
 
 
 def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
-    """What is known of a straggler that takes so many times as long as the others, with its present share.
+    """Return the record of a straggler that takes `times` as long as the others with its present share.
 
     With a part c of its time that does not shrink with its work, a share w takes r (c + (1 - c) w) times as long, r
     being the ratio at equal work. The first measurement at another share gives c, for r is known from before.
@@ -366,7 +366,7 @@ class RecentSteps:
     seconds: float = 0.0
 
     def plus(self, sizes: Sequence[Sequence[float]], measured: Sequence[WorkerMeasures]) -> RecentSteps:
-        """The same with another step."""
+        """Return the sums with another step."""
         return RecentSteps(
             work=_added(self.work, [sum(row) for row in sizes]),
             busy_s=_added(self.busy_s, [each.compute_s + each.data_s for each in measured]),
@@ -384,7 +384,7 @@ def _added(before: Sequence[float], now: Sequence[float]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTrace:
-    """What the ranks of one group have shown of their memory, step by step.
+    """Memory measures of the ranks of one group, step by step.
 
     Attributes:
         faults_s: by rank, the least time that its pages from disks have taken, moving average over steps [s].
@@ -406,7 +406,7 @@ class MemoryTrace:
         )
 
     def short(self, rank: int, among: Sequence[int]) -> bool:
-        """Whether a slow rank lacks memory, by comparison with the ranks ``among``.
+        """True if a slow rank lacks memory, compared with the ranks ``among``.
 
         Its pages from disks explain at least a quarter of what it takes longer, or its memory is full and theirs is
         not. What all ranks do (reading a mapped file) or have (a GPU that is full by design) explains nothing.

@@ -26,7 +26,7 @@ class _ByMetric(ReadyPolicy):
         return view.metrics.get(self.metric) if new else None
 
     def _improves(self, value: float, best: float, margin: float) -> bool:
-        """Whether a value is better than the best by more than ``margin``."""
+        """True if `value` is better than `best` by more than ``margin``."""
         return value < best - margin if self.mode == "min" else value > best + margin
 
 

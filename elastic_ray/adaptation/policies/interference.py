@@ -1,4 +1,4 @@
-"""Another strategy when others use the network (pure)."""
+"""Policy that tries other strategies when others use the network (pure)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Interference(ReadyPolicy):
         return self._judge(present, times, busy_s)
 
     def _judge(self, present: str, times: Sequence[float], busy_s: float) -> Answer:
-        """Whether most workers are slow now, or what the trial of a strategy says."""
+        """Decide whether most workers are slow now, or what the trial of a strategy shows."""
         key, step_s = f"{present}, {self.case.partition(', ')[2]}", statistics.median(times)
         if self.tried:
             self.tried[present] = [step_s, busy_s]

@@ -30,7 +30,7 @@ class _Scaling(ReadyPolicy):
         self.granted: int | None = None
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """Whether it pays to go from ``old`` workers to ``new``, which are more."""
+        """True if it pays to grow from ``old`` to ``new`` workers."""
         raise NotImplementedError
 
     def after_step(self, view: PolicyView) -> Answer:
@@ -66,7 +66,7 @@ class _Scaling(ReadyPolicy):
         return self.steps % self.every == 0
 
     def _waits(self, view: PolicyView) -> bool:
-        """Whether a size that was asked for may still come. After ten periods the group's own size is the largest."""
+        """True if a size that was asked for may still come; after ten periods the group's own size is the largest."""
         if self.asked is None or self.asked == view.workers:
             self.granted = None if self.granted is not None and view.workers > self.granted else self.granted
             return False
@@ -118,7 +118,7 @@ class ThroughputScaling(_Scaling):
         self.threshold = self._number("threshold", threshold)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """By scaling efficiency."""
+        """True if the scaling efficiency from ``old`` to ``new`` workers exceeds the threshold."""
         return scaling_efficiency(old, self.rates[old], new, self.rates[new]) > self.threshold
 
 
@@ -171,7 +171,7 @@ class UtilityCost(_Scaling):
         self.price = self._number("price_per_worker_hour", price_per_worker_hour, least=0.0)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """By utility less cost."""
+        """True if utility less cost is higher with ``new`` workers than with ``old``."""
         left = view.samples_left
         if left is None:
             return False
@@ -183,7 +183,7 @@ class UtilityCost(_Scaling):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeSearch:
-    """How the search goes.
+    """Settings of a search for the number of workers.
 
     Attributes:
         fewest: smallest size [workers].
