@@ -41,7 +41,7 @@ def check_number(
 
 
 def is_whole(value: object, least: int = 0) -> bool:
-    """Whether it is a whole number, so much or more; a truth value is none."""
+    """True if `value` is a whole number of at least `least`; truth values are not numbers."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= least)
 
 

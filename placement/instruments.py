@@ -1,4 +1,4 @@
-"""What a metric is, and one value of it, as plain data; ``placement.ray_cluster.metric_writer`` hands them to Ray."""
+"""Metrics and their values as plain data; ``placement.ray_cluster.metric_writer`` hands them to Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = re.compile(r"^elastic_[a-z0-9_]+$")
 
 
 class InstrumentKind(str, enum.Enum):
-    """What a metric's values mean, as Prometheus has it."""
+    """Kind of a metric, as in Prometheus."""
 
     GAUGE = "gauge"
     """The present value."""
@@ -32,7 +32,7 @@ class InstrumentKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Instrument:
-    """One metric.
+    """Metric with its name, kind and labels.
 
     Attributes:
         name: as Ray is given it: Ray puts ``ray_`` in front.
@@ -75,7 +75,7 @@ class Instrument:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One value of a metric.
+    """Value of a metric at one time.
 
     Attributes:
         instrument: the metric.

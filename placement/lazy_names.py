@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """What a package's ``__init__`` is to have as ``__getattr__`` and ``__dir__``.
+    """Return ``__getattr__`` and ``__dir__`` for a package's ``__init__``.
 
     Args:
         package: its name.

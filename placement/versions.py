@@ -19,7 +19,7 @@ class VersionError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
-    """What a process speaks: the number of its messages, and the release that it is of."""
+    """Version that a process speaks: the number of its messages, and its release."""
 
     protocol: int
     release: str

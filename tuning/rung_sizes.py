@@ -1,4 +1,4 @@
-"""How large the trials of each rung are to be, so that a sweep ends in time at the least cost (pure).
+"""Sizes of the trials of each rung, so that a sweep ends in time at the least cost (pure).
 
 After Misra et al., "RubberBand: Cloud-based Hyperparameter Tuning" (EuroSys 2021). Successive halving with rungs
 r_1 < ... < r_k = R and n trials lets n_i = ceil(n / eta^(i - 1)) trials into rung i, each with r_i - r_(i - 1) reports
@@ -35,7 +35,7 @@ _Point = tuple[float, float, tuple[int, ...]]  # seconds, worker-seconds, sizes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What a sweep is called and when it is to end: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
+    """Name and limits of a sweep: ``tuning.elastic(train, sweep=Sweep(deadline_s=3600))``.
 
     Attributes:
         name: of the sweep and its tenant; by default that of the Tune experiment.
@@ -64,7 +64,7 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """What is still to be trained until one rung.
+    """Remaining training up to one rung.
 
     Attributes:
         trials: that come into it, at least 1.
@@ -95,7 +95,7 @@ class RungSizes:
 
 
 def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) -> tuple[Rung, ...]:
-    """What is left to be trained of a sweep.
+    """Return the remaining rungs of a sweep.
 
     Args:
         promise: with ``max_t``.
@@ -130,7 +130,7 @@ def size_rungs(
     seconds: float = math.inf,
     worker_s: float = math.inf,
 ) -> RungSizes:
-    """The sizes of rungs; see the module's text.
+    """Compute the sizes of the rungs that meet the limits at the least cost.
 
     Args:
         rungs: what is left.
@@ -160,7 +160,7 @@ def size_rungs(
 
 
 def _front(found: Sequence[_Point]) -> list[_Point]:
-    """Those that none other beats in time and cost, the fastest first; of very many some."""
+    """Return the points that no other beats in time and cost, fastest first; a selection if there are very many."""
     front: list[_Point] = []
     for each in sorted(found):
         if not front or each[1] < front[-1][1]:
@@ -224,7 +224,7 @@ class SweepPlanner:
         return sized
 
     def _refusal(self, found: RungSizes, now_s: float) -> str:
-        """Why the limits cannot be kept, and what would do."""
+        """Return why the limits cannot be kept, and what would do."""
         price, needs_s = self._sweep.usd_per_worker_h, now_s - self._begun_s + found.seconds * _MARGIN
         cost = f" and {(self._spent_s + found.worker_s) / _HOUR_S * price:.3g} USD" if price is not None else ""
         limits = {"deadline_s": self._sweep.deadline_s, "budget_usd": self._sweep.budget_usd}

@@ -55,7 +55,7 @@ class SweepStoppedError(RuntimeError):
 
 
 class SweepRunsError(RuntimeError):
-    """Another sweep of this name runs on the cluster."""
+    """Error raised if another sweep of this name runs on the cluster."""
 
     def __init__(self, sweep: str, runs: str) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class SweepRunsError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SweepDriver:
-    """Who drives a sweep: one ``Tuner.fit()`` or one NNI experiment.
+    """Driver of a sweep: one ``Tuner.fit()`` or one NNI experiment.
 
     Attributes:
         token: unique among all drivers.
@@ -185,7 +185,7 @@ class StopWatch:
         self._asked: dict[str, Any] = {}
 
     def look(self, name: str, driver: SweepDriver | None = None) -> str:
-        """Why this sweep was stopped, once none of its trials runs any more; empty before.
+        """Return why this sweep was stopped, once none of its trials runs; empty before.
 
         Asking says that the driver lives.
         """
@@ -393,7 +393,7 @@ class SweepActor:
         return len(self._busy)
 
     async def stopped(self, driver: SweepDriver | None = None) -> str:
-        """Why it was stopped, once no trial runs any more; empty before.
+        """Return why the sweep was stopped, once none of its trials runs; empty before.
 
         Args:
             driver: who asks; None for one that has not claimed the sweep.
@@ -524,7 +524,7 @@ async def _is_gone(controller: Any) -> bool:
 
 
 def _kind(spec: JobSpec) -> JobSpec:
-    """What trials must have in common to use each other's processes."""
+    """Return the fields that trials must share to use each other's processes."""
     trial = spec.trial
     if trial is not None:
         trial = dataclasses.replace(

@@ -76,7 +76,7 @@ class NoCheckpointError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """What the trials of a sweep have in common.
+    """Template of a sweep's trials.
 
     Attributes:
         spec: the job of a trial, but for its name, config and places.
@@ -244,7 +244,7 @@ class TrialJob:
 
     @property
     def done(self) -> bool:
-        """Whether the job has ended and all of its reports have been taken."""
+        """True if the job has ended and all of its reports have been taken."""
         # An ended job's reports are at hand: no process is asked.
         return self._handle.done() and self._handle.next_report(self._taken, 0.0) is None
 

@@ -1,4 +1,4 @@
-"""What a trial is worth beside the others of its sweep: rungs, ranks and remaining budget made weights (pure).
+"""Weights of a sweep's trials, from rungs, ranks and remaining budget (pure).
 
 A sweep is over when its longest survivor is. So a trial's share should follow how much training is still *expected* of
 it: much of one that will go on to the end, little of one that is about to be cut. With budget t (reports made so far),
@@ -28,7 +28,7 @@ _MOST_RUNGS = 32  # that are shown
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """By what trials of a sweep are compared while they run: the words are ``ASHAScheduler``'s.
+    """Promise by which trials of a sweep are compared while they run, in ``ASHAScheduler``'s words.
 
     Attributes:
         metric: name of what is reported; one that is nested is named as Ray Tune names it, "eval/accuracy".
@@ -87,7 +87,7 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """How far a trial is, and how good it was on the way.
+    """Record of how far a trial is, and how good it was on the way.
 
     Attributes:
         trial: its name.
@@ -100,14 +100,14 @@ class TrialRecord:
     running: bool = True
 
     def told(self, before: int, values: tuple[float, ...]) -> TrialRecord:
-        """As a run of the trial leaves it that has gone on after so many reports, and has made these since."""
+        """Return the record after a run that continued from report `before` and has reported `values` since."""
         kept = self.values[:before]
         return dataclasses.replace(self, values=(*kept, *(math.nan,) * (before - len(kept)), *values))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialWeight:
-    """What a running trial's speed is to count, and why."""
+    """Weight of a running trial's speed, and its reason."""
 
     value: float
     reason: str
@@ -184,7 +184,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
 
 
 def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
-    """What to tell of a report without the compared metric, or where that is no number, and the way out."""
+    """Return what to say of a report without the compared metric, or with a value that is no number."""
     flat = dict(_flat(metrics))
     if flat.get(promise.metric) is not None:
         return f"trials are compared by {promise.metric!r}, but {flat[promise.metric]!r} is no number: report one"

@@ -291,7 +291,10 @@ class PolicyRunner:
 
 
 def _is_same(policy: Policy, other: Policy) -> bool:
-    """Whether the two would ask for the same: given to the trainer and in the loop, a policy comes as two objects."""
+    """True if two policies would ask for the same.
+
+    A policy given to the trainer and in the loop comes as two objects.
+    """
     try:
         return type(policy) is type(other) and bool(vars(policy) == vars(other))
     except Exception:  # attributes that do not compare, such as arrays

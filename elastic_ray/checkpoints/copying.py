@@ -171,7 +171,7 @@ def _copy_file(
 
 
 def _below(origin: pyarrow.fs.FileSystem, source: str, target: str) -> Iterator[tuple[pyarrow.fs.FileInfo, str]]:
-    """What lies below ``source``, and the path of each copy below ``target``; without the notes of a checkpoint."""
+    """Yield what lies below ``source`` with each copy's path below ``target``; notes of a checkpoint are left out."""
     source = source.rstrip("/") or "/"
     if isinstance(origin, pyarrow.fs.LocalFileSystem):
         check_tree(source)

@@ -380,7 +380,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self.batches()
 
     def batches(self, *, joined_later: bool = False) -> Iterator[Any]:
-        """As ``iter()``; where ``joined_later``, nobody joins between the last step and the epoch's end."""
+        """Iterate over the batches. With ``joined_later``, no rank joins between the last step and the epoch's end."""
         self._join_present_run()
         loader_pass = self._session.enter_loop()
         if loader_pass.done:

@@ -53,7 +53,10 @@ class SurvivingWorker:
 
     @property
     def veteran(self) -> bool:
-        """Whether it trains: then it takes a generation up only when all have agreed on it, or the one before broke."""
+        """True if the worker trains.
+
+        It enters a generation only when all have agreed on it, or the one before broke.
+        """
         return self.spec is not None and self.switched > 0 and not self.leaving
 
 

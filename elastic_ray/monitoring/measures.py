@@ -67,7 +67,7 @@ class WorkerMeasures:
 
     @property
     def wire_mib_per_s(self) -> float:
-        """The same over the whole time of that step [MiB/s]; 0 before a step was timed."""
+        """Rate of bytes to collectives over the whole time of the step before [MiB/s]; 0 before a step was timed."""
         return self.wire_mib / self.step_s if self.step_s > 0 else 0.0
 
 

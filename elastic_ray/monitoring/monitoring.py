@@ -158,7 +158,7 @@ class StepMeter:
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
-        """This rank's gradients are complete, for the first time in the step."""
+        """Return this worker's row of measures, taken once its gradients are complete for the first time."""
         if not self.on:
             return ()
         self._waits_since_s = now_s = self._clock()

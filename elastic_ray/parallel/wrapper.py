@@ -399,7 +399,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync.set_strategy(strategy)
 
     def explain_strategy(self) -> StrategyTable:
-        """What is done with which parameters, measured times, and why; ``str`` of it is for people."""
+        """Return a table of each parameter's synchronisation, with measured times and reasons; ``str()`` formats it."""
         return self._sync.explain_strategy()
 
     @property

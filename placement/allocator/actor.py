@@ -167,7 +167,7 @@ def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
 
 
 def _kept_settings() -> OperatorSettings:
-    """What an operator has set before; nothing where the note is not understood, which must not stop the cluster."""
+    """Return the stored operator settings; empty if they are unreadable, which must not stop the cluster."""
     try:
         return OperatorSettings.from_plain(notes.settings(), where="the operator's settings")
     except InputError as error:
@@ -227,7 +227,7 @@ class Allocator:
             self._dashboard = None
 
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-        """What an operator may set, as it is in force, or as it would be with the wanted settings.
+        """Return the operator's settings in force, or as they would be with the wanted ones.
 
         Raises:
             InputError: a quota of a resource that no node has.
@@ -317,7 +317,7 @@ class Allocator:
         self._forget(job, view)
 
     async def snapshot(self) -> CoreSnapshot:
-        """What the allocator knows and has decided."""
+        """Return the allocator's knowledge and decisions."""
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
@@ -325,7 +325,7 @@ class Allocator:
         return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
-        """What the page shows, again and again.
+        """Return the data of the page, which polls it.
 
         Args:
             life: of the last look; where it is another allocator's, all records are new.
@@ -348,7 +348,7 @@ class Allocator:
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
-        """Why a job has what it has, and what it would do with one more worker.
+        """Explain a job's workers, and what it would do with one more.
 
         Raises:
             KeyError: no such job; names those that there are.
@@ -496,12 +496,12 @@ class Allocator:
             self._alarm = asyncio.get_running_loop().call_later(wait_s, self._ring)
 
     def _ring(self) -> None:
-        """What has come since the first urgent event is decided together."""
+        """Decide together on everything that has arrived since the first urgent event."""
         self._alarm = None
         self._handle(TimePassed())
 
     def _log_news(self) -> None:
-        """One line per decision that was made since the last call."""
+        """Log one line for each decision since the last call."""
         assert self._core is not None, "events come after the start"
         new = self._core.recorded - self._logged
         if not new:

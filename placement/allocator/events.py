@@ -1,4 +1,4 @@
-"""What the allocator core is told: plain values."""
+"""Events of the allocator core: plain values."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TimePassed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recalled:
-    """What earlier jobs have measured was read from where it is kept."""
+    """Event: the measurements of earlier jobs were read from storage."""
 
     measurements: Measurements
 

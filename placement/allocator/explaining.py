@@ -1,4 +1,4 @@
-"""Why a job has what it has, and what one more worker would do."""
+"""Explanations of a job's workers, and of what one more worker would do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the allocator core asks its shell to tell the jobs' controllers: plain values."""
+"""Instructions of the allocator core to its shell, for the jobs' controllers: plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the allocator tells Prometheus of itself (pure): the cluster's slots, its jobs, its decisions."""
+"""Metrics of the allocator for Prometheus (pure): the cluster's slots, its jobs, its decisions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cluster_samples(
 
 
 def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
-    """One decision, of so much CPU time [s]."""
+    """Return the samples of one decision that took `cpu_s` of CPU time."""
     return (*DECISIONS.sample(1, trigger.value), *DECISION_SECONDS.sample(cpu_s))
 
 
@@ -143,7 +143,7 @@ class Core(Protocol):
         """Dual price of a slot by GPU type, of the last decision; empty where the policy has none."""
 
     def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """What it knows, with decision records after number ``after``."""
+        """Return the core's state, with decision records after number ``after``."""
 
 
 class AllocatorMetrics:
@@ -160,7 +160,7 @@ class AllocatorMetrics:
         self._guarded = Guarded("the allocator")
 
     def decided(self, trigger: Trigger | None, cpu_s: float) -> None:
-        """There was a decision, of so much CPU time [s]."""
+        """Write the samples of a decision that took `cpu_s` of CPU time."""
         if self._write is not None and trigger is not None:
             write, cause = self._write, trigger
             self._guarded(lambda: write(decision_samples(cause, cpu_s)))

@@ -1,4 +1,4 @@
-"""What the core was told and what it decided, as lines of JSON, and the same anew from these lines (pure).
+"""Recording of the core's events and decisions as lines of JSON, and their replay (pure).
 
 A recording holds one or more lives of an allocator. A life begins with a line that says what the core was made of; a
 line for each event and one for each decision follow, in their order. That first line is whole, so that a replay decides
@@ -52,7 +52,7 @@ _LATE = {"Observation": Observation, "GoodputModel": GoodputModel}  # of annotat
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """One life of an allocator.
+    """Recording of one life of an allocator: its policy, configuration, events and decisions.
 
     Attributes:
         policy: name of its policy.
@@ -137,18 +137,18 @@ class Recorder:
             self._write([start_line(policy, config, settling=settling)])
 
     def told(self, event: Event, now_s: float, steady_s: float | None = None) -> None:
-        """It is about to be told this, with both times that ``AllocatorCore.handle`` takes."""
+        """Record an event before the core handles it, with both times that ``AllocatorCore.handle`` takes."""
         if self._write is not None:
             self._write([event_line(event, now_s, steady_s)])
 
     def decided(self, records: Iterable[DecisionRecord]) -> None:
-        """It has decided this."""
+        """Record the decisions of the core."""
         if self._write is not None:
             self._write(map(decision_line, records))
 
 
 def _settings(policy: Policy) -> dict[str, Any]:
-    """What was chosen of a policy that comes with the package: numbers, names and truth values."""
+    """Return the settings of a policy that comes with the package: numbers, names and truth values."""
     kind: Any = type(policy)
     fields = dataclasses.fields(kind) if _is_dataclass(kind) else ()
     chosen = {field.name: getattr(policy, field.name) for field in fields if field.init}

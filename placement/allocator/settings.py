@@ -1,4 +1,4 @@
-"""What an operator sets about a cluster in a file, ``cluster-policy.yaml``, and changes while jobs run."""
+"""Settings of an operator in a file, ``cluster-policy.yaml``, which may change while jobs run."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _mapping(value: object, where: str, known: Collection[str] | None = None) ->
 
 
 def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any) -> _Made:
-    """What ``make`` returns; what it refuses is told with the place."""
+    """Return the result of ``make``; its TypeError or ValueError becomes an InputError that names the place."""
     try:
         return make(*arguments, **fields)
     except (TypeError, ValueError) as error:

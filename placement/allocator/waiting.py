@@ -1,4 +1,4 @@
-"""When jobs without workers would start, looked at now and then (pure)."""
+"""Estimates of when waiting jobs would start, renewed at intervals (pure)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many nodes of which type: a state machine over jobs, node types and the present cluster, without a clock.
+"""Autoscaler: a state machine over jobs, node types and the present cluster, without a clock.
 
 An objective says how many workers each job should have (``placement.autoscaling.objectives``), and
 ``placement.autoscaling.fleet`` which nodes that takes. The allocator's own policy is asked whether it would use them.
@@ -53,7 +53,7 @@ class AutoscalerConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingDecision:
-    """What the cluster should be.
+    """Decision on the cluster's nodes.
 
     Attributes:
         nodes: by type, how many there should be; those that are there and stay included.
@@ -127,12 +127,12 @@ class Autoscaler:
 
     @property
     def spent_usd(self) -> Mapping[str, float]:
-        """What each job has cost [USD]: its part of the nodes that it had workers on."""
+        """Cost of each job so far [USD]: its part of the nodes that it had workers on."""
         return {job: bill.usd for job, bill in tuple(self._bills.items())}
 
     @property
     def account(self) -> Account:
-        """What the cluster has cost lately."""
+        """Recent cost of the cluster."""
         return self._account
 
     def resume(self, account: Account) -> None:
@@ -140,7 +140,7 @@ class Autoscaler:
         self._account = account
 
     def bill(self, job: str) -> Bill | None:
-        """What one job has cost; None before it was seen. Cheap: asked with each heartbeat."""
+        """Return the bill of a job; None before it was seen. It is cheap, because each heartbeat asks for it."""
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
@@ -153,7 +153,7 @@ class Autoscaler:
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
-        """What the cluster should be.
+        """Decide on the cluster's nodes.
 
         Args:
             views: every job, running and waiting, where it is to be (``AllocatorCore.views``).
@@ -323,7 +323,7 @@ class Autoscaler:
         return ()
 
     def _all_run(self, views: Sequence[JobView], cluster: Cluster, without: Collection[str], now_s: float) -> bool:
-        """Whether every running job would still run without these nodes."""
+        """True if every running job would still run without these nodes."""
         plan = self._plan(views, cluster.draining(without), now_s)
         return all(view.job in plan for view in views if view.workers)
 

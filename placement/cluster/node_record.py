@@ -80,7 +80,7 @@ class NodeHistory:
 
     @property
     def short(self) -> str:
-        """The same without what changes each second."""
+        """Text without what changes each second."""
         whom = "all jobs" if self.by_all else ", ".join(self.avoided_by)
         workers = "1 worker" if self.failures == 1 else f"{self.failures} workers"
         avoided = f", avoided by {whom} for {math.ceil(self.rests_s / 60)} min" if whom else ""

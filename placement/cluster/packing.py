@@ -1,4 +1,4 @@
-"""From counts to nodes: how many workers each job gets is decided, now where they run."""
+"""Packing of decided worker counts onto nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from placement.cluster.occupancy import Occupancy, best_fit, mask, worst_fit
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Where the workers go.
+    """Result of packing: the nodes of the workers.
 
     Attributes:
         allocation: workers per job and node.
@@ -94,7 +94,7 @@ def _minimums_first(
     *,
     keep: bool,
 ) -> _Packer:
-    """The same in two passes: all jobs' minimums, then growth."""
+    """Pack in two passes: all jobs' minimums, then growth."""
     packer = _Packer(FreeResources(cluster))
     floors = {view.job: min(view.min_workers, counts[view.job]) for view in jobs}
     for sizes in (floors, counts):
@@ -141,7 +141,7 @@ class _Packer:
             missing -= more
 
     def _next_node(self, view: JobView, missing: int, fits: NDArray[np.int64]) -> int:
-        """Where its next workers go; some node has room for one."""
+        """Return the node for the job's next workers; some node has room for one."""
         own = mask(self.occupied.place(view), len(fits))
         candidates = fits > 0
         if (candidates & own).any():
@@ -157,7 +157,7 @@ class _Packer:
         return index
 
     def packing(self, counts: Mapping[str, int], jobs: Sequence[JobView]) -> Packing:
-        """What has come of it; a job with less than its minimum has nothing."""
+        """Return the result of the packing; a job with less than its minimum has nothing."""
         allocation: dict[str, dict[str, int]] = {}
         short: dict[str, int] = {}
         for view in jobs:

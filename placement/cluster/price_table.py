@@ -1,4 +1,4 @@
-"""What a machine costs: a replaceable table of on-demand and spot prices, by GPU type and by instance type."""
+"""Prices of machines: a replaceable table of on-demand and spot prices, by GPU type and by instance type."""
 
 from __future__ import annotations
 

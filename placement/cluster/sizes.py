@@ -66,11 +66,11 @@ class AllowedSizes:
 
     @property
     def free(self) -> bool:
-        """Whether any number is allowed."""
+        """True if any number of workers is allowed."""
         return not self.sizes and self.multiple_of == 1 and self.fitting == 1
 
     def allow(self, workers: int) -> bool:
-        """Whether the job can train with so many."""
+        """True if the job can train with `workers` workers."""
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
@@ -105,7 +105,7 @@ class AllowedSizes:
         return low, high
 
     def or_any(self, least: int, most: int) -> tuple[AllowedSizes, int, int]:
-        """These, with the smallest and the largest size between ``least`` and ``most``; any where none is allowed."""
+        """Return the sizes, with the smallest and largest in ``least`` to ``most``; any size if none is allowed."""
         low, high = self.at_least(least), self.at_most(most)
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 

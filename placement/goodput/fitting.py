@@ -251,7 +251,7 @@ def least_squares(
     gtol: float = 1e-8,
     steps: int = 60,
 ) -> tuple[float, Floats]:
-    """Where the search for the least cost from ``start`` ends: Levenberg-Marquardt, projected onto the bounds.
+    """Minimise the cost from ``start`` by Levenberg-Marquardt, projected onto the bounds.
 
     With errors e, slopes J = de/dx and g = J^T e, an unknown is held while it lies on a bound and -g points beyond it;
     the others move by d, cut off at the bounds, with Marquardt's damping mu and each unknown's own scale::
@@ -303,7 +303,7 @@ def _normal(j: Floats, e: Floats) -> tuple[Floats, Floats]:
 
 
 def _step(normal: Floats, g: Floats, free: npt.NDArray[np.bool_], damping: float) -> Floats:
-    """How far the free unknowns move."""
+    """Return the step of the free unknowns."""
     step = np.zeros_like(g)
     of_free = normal[np.ix_(free, free)]
     scale = np.maximum(np.diag(of_free), np.finfo(np.float64).tiny * 1e16)

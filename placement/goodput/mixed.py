@@ -1,4 +1,4 @@
-"""How fast a group trains whose workers are on GPUs of several types, each with a share of the batch by its speed."""
+"""Throughput of a group on GPUs of several types, each with a share of the batch by its speed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class MixedGroup:
 
     @property
     def most(self) -> float:
-        """Most samples of the group in one micro-step; infinity without bounds."""
+        """Largest micro-batch of the group; infinity without bounds."""
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
@@ -242,7 +242,7 @@ class MixedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPart:
-    """What the workers of one type took in the steps of a group of several.
+    """Measured times of one GPU type's workers in the steps of a mixed group.
 
     Attributes:
         gpu: the type.
@@ -291,7 +291,7 @@ class MixedObservation:
             raise ValueError("parts must hold one GPU type or more, but got none")
 
     def by_type(self) -> dict[str, tuple[Observation, ...]]:
-        """The same as measurements of each type, for ``fit``.
+        """Return the measurement as observations of each GPU type, for ``fit``.
 
         The step waits for the slowest type, so that its time is one of a group of that type with its samples. Of every
         other type it tells how long one worker takes alone: T_step of one replica is T_grad.

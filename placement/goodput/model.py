@@ -1,4 +1,4 @@
-"""What a training job is worth on given resources: throughput x statistical efficiency, at its best batch.
+"""Goodput of a training job on given resources: throughput x statistical efficiency, at its best batch.
 
 Source: Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021,
 sections 3.1 (statistical efficiency) and 3.2 (system throughput). This is the only implementation in the
@@ -87,7 +87,7 @@ class NoiseScale:
 
 @dataclass(frozen=True, slots=True)
 class _BatchQuery:
-    """What `GoodputModel.best` is asked: one column for each pair of nodes and replicas, and the limits."""
+    """Query of `GoodputModel.best`: one column for each pair of nodes and replicas, and the limits."""
 
     nodes: Floats
     replicas: Floats

@@ -135,7 +135,7 @@ def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -
 
 
 def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: Floats, now_s: float) -> Floats:
-    """How late each job would be on an equal share from now on: 1 at most if it is not, NaN if it has not trained.
+    """Return each job's lateness on an equal share from now on: at most 1 if it is not late, NaN if it has not trained.
 
         lateness = (age + left / speed(fair share)) / ((left + done) / speed(fair share))
 

@@ -24,7 +24,7 @@ _LOAD_TIMEOUT_S = 3.0  # a slow file system must not keep a job waiting: it then
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _RootState:
-    """One storage root: what is kept there, and since when."""
+    """State of one storage root: its store, and what is known and written there."""
 
     store: KnowledgeStore
     calls: StorageCalls
@@ -40,7 +40,7 @@ class _RootState:
         self.fingerprints.update(fingerprints)
 
     def is_due(self, version: int, *, now: bool) -> bool:
-        """Whether news is to be written there now; then it counts as being written."""
+        """True if news must be written now; it then counts as being written."""
         if version == self.version:
             self.hurry = False
             return False
@@ -51,11 +51,11 @@ class _RootState:
         return True
 
     def begin(self) -> None:
-        """What is known now is being written."""
+        """Start to write what is known now."""
         self.hurry, self.saved_s = False, time.monotonic()
 
     def written(self, version: int) -> None:
-        """So much of what is known is written."""
+        """Record the version that was written."""
         self.version = version
 
     def over(self) -> None:
@@ -63,7 +63,7 @@ class _RootState:
         self.saving = False
 
     def hurry_up(self) -> None:
-        """Its cluster may be gone soon."""
+        """Write soon, because the job's cluster may be gone."""
         self.hurry = True
 
 
@@ -87,7 +87,7 @@ class KnowledgeSync:
         self._saves: set[asyncio.Task[None]] = set()
 
     def knows(self, job: str) -> bool:
-        """Whether it is known where the job's results are."""
+        """True if the storage root of the job's results is known."""
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:

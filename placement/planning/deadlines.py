@@ -17,7 +17,7 @@ from placement.policies.shared.base import count
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SatisfactoryShare:
-    """What a deadline asks for.
+    """Share of workers that a deadline requires.
 
     Attributes:
         workers: the minimum satisfactory share: the fewest workers that meet it; None if no number does, or if it is

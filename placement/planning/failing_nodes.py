@@ -112,7 +112,7 @@ def _closed_to(view: JobView, nodes: Mapping[str, str]) -> JobView:
 
 
 def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -> dict[str, dict[str, str]]:
-    """By job the nodes that it may avoid, with their reasons: others could run its minimum, and have room for it.
+    """Return the nodes that each job may avoid, with reasons: others could run its minimum, and have room for it.
 
     What a job finds room in is gone for the next one. For one that has yet to begin there is room also where others
     could do with fewer workers; where a device has failed it, it waits for room.
@@ -137,7 +137,7 @@ def _closed(views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes) -
 
 
 def _free(views: Sequence[JobView], cluster: Cluster, *, of_minimums: bool = False) -> dict[str, dict[str, float]]:
-    """What is free by node; ``of_minimums``: where each job may have given up what it holds beyond its minimum."""
+    """Return the free resources by node; with ``of_minimums``, as if jobs gave up what exceeds their minimums."""
     by_id, held = cluster.by_id(), dict[str, dict[str, int]]()
     for view in views:
         beyond = max(0, sum(view.allocation.values()) - view.min_workers) if of_minimums else 0

@@ -1,4 +1,4 @@
-"""One decision, from views to nodes: ask the policy, hold it to the rules, place the workers. All pure."""
+"""Plan of one decision: ask the policy, apply the rules, place the workers. All pure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def make_plan(
 
 
 def _running(plan: Plan) -> int:
-    """How many jobs a plan lets run."""
+    """Return how many jobs a plan runs."""
     return sum(1 for nodes in plan.allocation.values() if nodes)
 
 
@@ -235,7 +235,7 @@ def possible_nodes(view: JobView, cluster: Cluster) -> list[Node]:
 
 
 def unsatisfiable(view: JobView, cluster: Cluster) -> str | None:
-    """Why the job's minimum could not run even if all nodes were empty.
+    """Return why the job's minimum could not run even if all nodes were empty.
 
     None if it could, or as long as no nodes are known.
     """

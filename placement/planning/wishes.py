@@ -75,7 +75,7 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
 
 
 class _FreeSlots:
-    """What a plan leaves free, while it is given out."""
+    """Free slots beside a plan, while they are given out."""
 
     def __init__(self, problem: Problem, allocation: Allocation, quotas: Mapping[str, Resources]) -> None:
         self._room = FreeResources(problem.beside(allocation).cluster)
@@ -142,7 +142,7 @@ class _FreeSlots:
         return any(used[r] + view.bundle.get(r, 0.0) > quota[r] + TOLERANCE for r in quota if view.bundle.get(r))
 
     def _is_closed(self, view: JobView, place: Mapping[str, int], node_id: str) -> bool:
-        """Whether whole nodes, or nodes of one multi-node job, are to be kept from it."""
+        """True if the node is closed to the job: by whole nodes, or by the nodes of another multi-node job."""
         others = self._others(view, node_id)
         if node_id not in place and any(view.whole_nodes or other.whole_nodes for other in others):
             return True

@@ -36,7 +36,7 @@ class DashboardProcess:
 
     @property
     def address(self) -> str:
-        """Where the page is; empty until it is served, and after it has ended."""
+        """Address of the page; empty until it is served, and after it has ended."""
         return self._address
 
     def stop(self) -> None:

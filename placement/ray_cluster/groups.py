@@ -39,7 +39,7 @@ _SETTLED_S = 2.0
 
 
 class Room:
-    """What is free on Ray's nodes; read once for all who ask within a tenth of a second."""
+    """Cache of the free resources of Ray's nodes: read once for all requests within a tenth of a second."""
 
     def __init__(self) -> None:
         self._read_s = -math.inf
@@ -47,7 +47,7 @@ class Room:
         self._lock = asyncio.Lock()
 
     async def holds(self, bundle: Resources, node_id: str, count: int) -> bool:
-        """Whether a node has room now.
+        """True if a node has room now.
 
         Args:
             bundle: resources of a worker.

@@ -34,7 +34,7 @@ _QUIET_POLLS = 30  # unanswered looks after which it is asked again what cloud t
 
 
 class Watchers:
-    """One watcher on each node that is to be watched; owned by the allocator, with which they end."""
+    """Watchers of the allocator, one on each watched node, which end with the allocator."""
 
     def __init__(self, config: NoticeConfig) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class Watchers:
 
 
 class NoticeWatcher:
-    """The actor's class; see the module's text."""
+    """Actor class of a watcher for the cloud's notice on one node."""
 
     def __init__(self, config: NoticeConfig, node_id: str) -> None:
         log_plainly(logging.INFO)
@@ -102,7 +102,9 @@ class NoticeWatcher:
 
 
 class Metadata:
-    """What a machine's metadata server says: which cloud this is, and whether the machine is about to go. Calls block.
+    """Client of a machine's metadata server, which tells the cloud and whether the machine is about to go.
+
+    Calls block. Calls block.
 
     Args:
         config: its address, and which cloud it is.

@@ -47,7 +47,7 @@ def orphaned(
 
 
 def _holders(left: Collection[str]) -> dict[str, bool | None]:
-    """Whether each group's process lives. Blocks for some milliseconds a group."""
+    """Return for each group whether its process lives. Blocks for some milliseconds a group."""
     return {group: groups.holder_lives(group) for group in left}
 
 

@@ -217,7 +217,7 @@ def table(records: Sequence[dict[str, object]]) -> str:
 
 
 def add_facts(group: argparse._ArgumentGroup) -> None:
-    """What jobs tell; whatever the policy, it is its view that changes."""
+    """Add the options on what jobs declare, which change the view of every policy."""
     group.add_argument(
         "--declare", choices=("none", "epochs"), default="epochs", help="whether jobs declare how many epochs they run"
     )
@@ -248,7 +248,7 @@ def add_disturbances(group: argparse._ArgumentGroup) -> None:
 
 
 def add_apart(group: argparse._ArgumentGroup) -> None:
-    """Whether jobs that span nodes share them."""
+    """Add the option that keeps jobs of several nodes apart."""
     group.add_argument(
         "--apart",
         choices=sorted(APART),
@@ -289,7 +289,7 @@ def add_autoscaling(group: argparse._ArgumentGroup) -> None:
 
 
 def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
-    """What was asked for."""
+    """Return the autoscaled cluster of the options, or None."""
     if options.autoscale is None:
         if options.value != CostPerProgress().value_usd_per_h:
             raise InputError("value goes with --autoscale cost_per_progress, but no --autoscale was given")
@@ -306,12 +306,12 @@ def autoscaling(options: argparse.Namespace) -> AutoscaledCluster | None:
 
 
 def lengths(options: argparse.Namespace) -> Lengths:
-    """What was asked for."""
+    """Return the lengths of the options."""
     return Lengths(declared=options.declare == "epochs", error=options.length_error, spread=options.random_lengths)
 
 
 def disturbances(options: argparse.Namespace) -> Disturbances:
-    """What was asked for; reads the spot traces."""
+    """Return the disturbances of the options; reads the spot traces."""
     fields: dict[str, Any] = {field: getattr(options, field) for field in _DISTURBANCES}
     return Disturbances(**fields, spot=_spot(options.spot))
 

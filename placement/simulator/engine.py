@@ -142,7 +142,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Simulation:
-    """What is simulated, checked."""
+    """Checked input of a simulation."""
 
     nodes: Cluster
     rules: Rules
@@ -236,7 +236,7 @@ class _Simulation:
         prices: Mapping[str, float],
         jobs: tuple[JobReport, ...],
     ) -> SimulationReport:
-        """What came of it."""
+        """Return the report of the simulation."""
         return SimulationReport(
             trace=trace,
             policy=self.policy.name,
@@ -256,7 +256,7 @@ class _Simulation:
         )
 
     def _settings(self) -> dict[str, object]:
-        """What was asked for, as plain values."""
+        """Return the settings of the simulation as plain values."""
         fields = [f.name for f in dataclasses.fields(self.wrong) if f.name != "spot"]
         spot = {gpu or "all": trace.source for gpu, trace in sorted(self.wrong.spot.items())}
         return {
@@ -279,7 +279,7 @@ def _read(trace: str | Path | Sequence[TraceJob], applications: Mapping[str, App
 
 
 def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
-    """All nodes, for so long."""
+    """Return the rent of all nodes for a time."""
     hours = seconds / 3600.0
     usd = sum(node.total["GPU"] * rates[node.gpu_type] * hours for node in nodes.nodes)
     counts = collections.Counter(node.gpu_type for node in nodes.nodes)
@@ -318,7 +318,7 @@ def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_p
 
 
 def _report(job: SimulatedJob, fairness: float) -> JobReport:
-    """What became of a job that has finished; ``fairness`` is its rho."""
+    """Return the report of a finished job; ``fairness`` is its rho."""
     assert job.started_s is not None and job.finished_s is not None
     return JobReport(
         job=job.name,

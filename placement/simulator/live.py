@@ -56,7 +56,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s, happens=happens: self._disturb(happens, now_s))  # type: ignore[misc]
 
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
-        """Until all jobs are done.
+        """Run until all jobs are done.
 
         Raises:
             RuntimeError: some job is never done.
@@ -109,7 +109,7 @@ class LiveDriver:
             self._world.hear(job, now_s)
 
     def _disturb(self, happens: Sequence[tuple[Kind, str]], now_s: float) -> None:
-        """All that happens to nodes at one moment; the allocator hears of it once."""
+        """Apply everything that happens to nodes at one moment; the allocator is notified once."""
         for job in list(self._present.values()):
             self._advance(job, now_s)
         for what, node in happens:

@@ -232,7 +232,7 @@ def _has_other_members(gid: int) -> bool:
 
 
 def _uid_on(path: str) -> int | None:
-    """Whom our files in a directory belong to: NFS may map users, and FUSE may know only one."""
+    """Return the owner of our files in a directory: NFS may map users, and FUSE may know only one."""
     try:
         descriptor, probe = tempfile.mkstemp(prefix=".owner_", dir=path)
     except OSError:

@@ -29,7 +29,7 @@ class StorageTimeoutError(TimeoutError):
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Call:
-    """One call.
+    """Call on storage in a thread.
 
     Attributes:
         what: what it does, for messages: "writing events".
@@ -50,13 +50,13 @@ class Call:
         return not self.given_up
 
     def give_up(self) -> None:
-        """Its caller does not wait for it any more: one that has not begun never will."""
+        """Abandon the call; if it has not started, it never will."""
         self.given_up = True
         self.answer.cancel()
 
 
 class StorageCalls:
-    """Few threads for one owner's calls on one storage.
+    """Threads for one owner's calls on one storage.
 
     Args:
         where: the storage, for messages.
@@ -97,7 +97,7 @@ class StorageCalls:
             raise StorageTimeoutError(self.silent_for(call)) from error
 
     async def run_long(self, what: str, function: Callable[[Callable[[], bool]], T], *, timeout_s: float) -> T:
-        """The same for a call that goes on in pieces: of which none may take longer than ``timeout_s``."""
+        """Run a call that continues in pieces, none of which may take longer than ``timeout_s``."""
         call = self.start_long(what, function)
         answer = asyncio.wrap_future(call.answer)
         while not answer.done():
@@ -109,7 +109,7 @@ class StorageCalls:
         return answer.result()  # type: ignore[no-any-return]
 
     def call(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
-        """The same for who may block."""
+        """Run a call and block until its result."""
         call = self.start(what, function)
         self.wait(call, timeout_s=timeout_s)
         return call.answer.result()  # type: ignore[no-any-return]
@@ -134,12 +134,12 @@ class StorageCalls:
         return True
 
     def silent_for(self, call: Call) -> str:
-        """How long storage has been silent in a call, as a sentence."""
+        """Return a sentence that says how long storage has been silent in a call."""
         return f"storage {self.where} has not answered for {time.monotonic() - call.heard_s:.0f} s: {call.what}"
 
     @property
     def heard_s(self) -> float:
-        """When storage was last heard of in a call that runs [s, monotonic]; 0 where none does."""
+        """Time of the last sign of storage in a running call [s, monotonic]; 0 if no call runs."""
         with self._news:
             return max((call.heard_s for call in self._running), default=0.0)
 
@@ -153,7 +153,7 @@ class StorageCalls:
         return self.silent_for(oldest) if time.monotonic() - oldest.heard_s >= _TOLD_AFTER_S else ""
 
     def _add(self, call: Call) -> Call:
-        """The same call, queued; an idle thread is woken for it, or one more started where there may be more."""
+        """Queue a call and return it; wakes an idle thread, or starts one more if allowed."""
         with self._news:
             self._queue.append(call)
             if self._idle >= len(self._queue):

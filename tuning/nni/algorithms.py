@@ -15,7 +15,7 @@ _HYPEROPT = "hyperopt 0.3 rounds to arrays, which NNI 3.0 cannot read"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSupport:
-    """What is known of one of NNI's algorithms.
+    """Support of one of NNI's algorithms.
 
     Attributes:
         kind: "tuner", "advisor" (a tuner that stops trials itself) or "assessor".
@@ -79,7 +79,7 @@ class Algorithm:
 
     @property
     def is_advisor(self) -> bool:
-        """Whether it stops trials itself, so that there can be no assessor."""
+        """True if the algorithm is an advisor, which stops trials itself, so that there can be no assessor."""
         return self.name in KNOWN and KNOWN[self.name].kind == "advisor"
 
 
@@ -113,7 +113,7 @@ def read_assessor(given: Any, mode: str) -> Algorithm | None:
 
 
 def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | None:
-    """By what an assessor of NNI's compares trials; None for one of the user's own, or none.
+    """Return the promise by which an assessor of NNI's compares trials; None for a user's own, or none.
 
     Args:
         assessor: with its arguments.
@@ -195,7 +195,7 @@ def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> 
 
 
 def _with_mode(what: str, algorithm: Algorithm, mode: str) -> Algorithm:
-    """The same with ``optimize_mode`` among its arguments, if it takes that; raises ValueError where they disagree."""
+    """Return the algorithm with ``optimize_mode``, if it takes that; raises ValueError if they disagree."""
     if mode not in ("max", "min"):
         raise ValueError(f"mode must be 'max' or 'min', but got {mode!r}")
     word = {"max": "maximize", "min": "minimize"}[mode]

@@ -225,7 +225,7 @@ class Experiment:
                 release_sweep(self._sweep, self._driver)
 
     def results(self) -> Results:
-        """What the experiment has come to so far."""
+        """Return the experiment's results so far."""
         if self._manager.running:
             with contextlib.suppress(OSError):
                 self._last = self._manager.state()
@@ -246,7 +246,7 @@ class Experiment:
         return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:
-        """Where the trials keep files: under ``storage_path`` if given, else in NNI's folder of the experiment."""
+        """Return where the trials keep files: below ``storage_path`` if given, else in NNI's experiment folder."""
         root, inside = str(self._manager.folder.parent), f"{self.id}/elastic_trials"
         if self._storage_path is not None:
             root, inside = self._storage_path, self.id
@@ -261,7 +261,7 @@ class Experiment:
         )
 
     def _reachable(self) -> bool:
-        """Whether the head of the Ray cluster answers; Ray's own calls would wait for it for a minute."""
+        """True if the head of the Ray cluster answers; Ray's own calls would wait for it for a minute."""
         host, _, port = self._address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()

@@ -74,17 +74,17 @@ class Manager:
 
     @property
     def running(self) -> bool:
-        """Whether it was started, and not stopped."""
+        """True if the manager was started and not stopped."""
         return self.nni.port is not None
 
     @property
     def alive(self) -> bool:
-        """Whether its process is there."""
+        """True if the manager's process exists."""
         process = self.nni._proc
         return process is not None and process.poll() is None
 
     def tuner_works(self) -> bool:
-        """Whether the tuner's process is there, and none of its threads has failed; NNI need not notice either."""
+        """True if the tuner's process exists and none of its threads has failed; NNI need not notice either."""
         import psutil
 
         with contextlib.suppress(OSError), open(self.folder / "log" / "dispatcher.log", "rb") as log:
@@ -177,7 +177,7 @@ def _algorithm(algorithm: Algorithm) -> Any:
 
 @contextlib.contextmanager
 def _environment(trials_at: str, host: str) -> Iterator[None]:
-    """What the manager, and by it every trial's command, finds in its environment."""
+    """Set the environment of the manager, and through it of every trial's command."""
     preload = json.dumps(str(Path(__file__).with_name("manager.js")))
     wanted = {
         ADDRESS: trials_at,

@@ -1,4 +1,4 @@
-"""What goes between NNI's manager, a trial's command, and the process that holds the trial's job (pure, and light)."""
+"""Messages between NNI's manager, a trial's command, and the process that holds the trial's job (pure, and light)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrialId:
 
 
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """What NNI gets of a report: the metric as ``default``, and what else is a number or text under its own name.
+    """Return what NNI gets of a report: the metric as ``default``, and other numbers and text under their names.
 
     Raises:
         ValueError: the metric is missing or no finite number; the message says what there was.

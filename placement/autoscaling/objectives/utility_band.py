@@ -82,7 +82,7 @@ def _speeds(offer: NodeTypeOption, least: int) -> Floats:
 
 
 def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list[tuple[str, int]], Floats]:
-    """One worker after the other to where speed rises most, looking past sizes at which it dips.
+    """Add one worker at a time where speed rises most, skipping sizes at which it dips.
 
     Returns:
         (job, its workers then) for each worker beyond the minimums, and the sum of speed-ups from the minimums on.

@@ -141,7 +141,7 @@ def _nodes_of(workers: int, slots: NDArray[np.int64]) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SizeOptions:
-    """What one job may have.
+    """Sizes that one job may have, with their worth.
 
     Attributes:
         sizes: workers of each option, 1 or more.

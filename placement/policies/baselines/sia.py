@@ -135,7 +135,7 @@ class SiaPolicy:
         return targets
 
     def _configurations(self, view: JobView, floor: int, slots: _SlotsByType) -> list[Configuration]:
-        """What the job may have: on each kind of node the powers of two, then whole nodes; its present size too."""
+        """Return the job's configurations: powers of two, then whole nodes of each kind, and its present size."""
         most = max(floor, growth_limit(view))
         found: list[Configuration] = []
         for kind in range(len(slots.types)):

@@ -40,11 +40,11 @@ class SpeedValue:
     growth_hysteresis: float = 0.0
 
     def where_gpus_idle(self) -> SpeedValue:
-        """The same for GPUs that nobody else has a use for: a job's pause counts for the job alone, and must pay."""
+        """Return the value where no other job has use for the GPUs: a pause counts for the job alone, and must pay."""
         return dataclasses.replace(self, charge=0.0, growth_hysteresis=self.hysteresis)
 
     def of(self, jobs: NDArray[np.int64]) -> SpeedValue:
-        """The same for some of the jobs."""
+        """Return the value for some of the jobs."""
         parts = {name: getattr(self, name)[jobs] for name in ("weight", "left_s", "cost_s", "horizon_s")}
         return dataclasses.replace(self, **parts)
 

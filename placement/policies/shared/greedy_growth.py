@@ -1,4 +1,4 @@
-"""One worker at a time to the job that scores highest."""
+"""Greedy growth: one worker at a time to the job that scores highest."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cl
 
 
 def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    """The same targets with nodes of this cluster, since the core would use the others too."""
+    """Return the targets with nodes of this cluster, because the core would use other nodes too."""
     allocation = pack({job: target.workers for job, target in targets.items()}, jobs, cluster).allocation
     placed = {}
     for job, target in targets.items():

@@ -1,4 +1,4 @@
-"""What really happened to spot machines: recorded traces, dealt to the nodes of a simulated cluster.
+"""Recorded traces of spot machines, dealt to the nodes of a simulated cluster.
 
 Two formats are read: counts at every tick (JSON, skypilot-org/spot-traces) and machines that came and went (CSV,
 uclasystem/bamboo). Either becomes a number of places, each of which is at times taken by a machine and at times

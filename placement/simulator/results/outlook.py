@@ -1,4 +1,4 @@
-"""What jobs that run now would have on other nodes, and when they would be done, by the models they have fitted."""
+"""Outlook of running jobs on other nodes: their workers and ends, by the models they have fitted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONFIG = AllocatorConfig(rounds=True, silence_s=math.inf)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """One job.
+    """Outlook of one job.
 
     Attributes:
         job: name.

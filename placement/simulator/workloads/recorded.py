@@ -1,4 +1,4 @@
-"""What was recorded of a real cluster as input of the simulator: its jobs, their lengths, and their fitted profiles."""
+"""Recorded workload of a real cluster as input of the simulator: its jobs, their lengths, and fitted profiles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FittedTimes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedJob:
-    """One job as it really was.
+    """Recorded job of a real cluster.
 
     Attributes:
         job: name.

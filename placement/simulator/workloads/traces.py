@@ -17,7 +17,7 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TraceJob:
-    """One line of a trace.
+    """Job of a trace.
 
     Attributes:
         name: unique within the trace.

@@ -1,4 +1,4 @@
-"""How time, rounds and the cost of a change work in a simulation: the published simulators' ways, and ours."""
+"""Rules of time, rounds and the cost of a change in a simulation: those of published simulators, and ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIA_DIVISOR: Mapping[str, float] = MappingProxyType({"cifar10": 1.8, "ncf": 1.5
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a job's workers are.
+    """Location of a job's workers.
 
     Attributes:
         nodes: workers per node id, in the order in which the policy named them.
@@ -50,7 +50,7 @@ class Location:
         return found
 
     def only(self, nodes: Mapping[str, int]) -> Location:
-        """With these of its workers."""
+        """Return the location with only these workers."""
         types = {node: self.types[node] for node in nodes if node in self.types}
         gpu = self.gpu if self.gpu in types.values() or not types else min(types.values())
         return Location(nodes=nodes, gpu=gpu, types=types)
@@ -58,7 +58,7 @@ class Location:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeCost:
-    """What a new place costs.
+    """Cost of a new location.
 
     Attributes:
         pause_s: seconds without progress, now.
@@ -73,7 +73,9 @@ class ChangeCost:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How fast news travel where decisions follow events. The defaults are coarse, for traces of hours and days.
+    """Pace of reports and decisions where decisions follow events.
+
+    The defaults are coarse, for traces of hours and days. The defaults are coarse, for traces of hours and days.
 
     Attributes:
         heartbeat_s: time between two heartbeats of a job [s].
@@ -105,7 +107,7 @@ LIVE_PACE = Pace(heartbeat_s=1.0, measured_s=4.0, min_interval_s=2.0, refresh_s=
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rules(abc.ABC):
-    """What differs between the simulators.
+    """Rules that differ between simulators.
 
     Attributes:
         name: as on the command line.
@@ -132,18 +134,18 @@ class Rules(abc.ABC):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """What it costs to hold ``after``; ``before`` is None at the first start or after a wait."""
+        """Return the cost of moving to ``after``; ``before`` is None at the first start or after a wait."""
 
     @abc.abstractmethod
     def expected_restart_s(self, application: str) -> float:
-        """What a job says that a change costs it [s]."""
+        """Return the cost of a change that a job reports [s]."""
 
     def expected_stop_s(self, application: str) -> float | None:
-        """What a job says that being stopped and started again costs it [s]; None if it must not be stopped."""
+        """Return the cost of a stop and a restart that a job reports [s]; None if it must not be stopped."""
         return self.expected_restart_s(application)
 
     def divisor(self, application: str) -> float:
-        """By what true progress is divided."""
+        """Return the divisor of true progress."""
         return 1.0
 
 
@@ -201,7 +203,7 @@ class SiaRules(Rules):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRules(Rules):
-    """Ours: decisions follow events, and a running job changes its size between two steps.
+    """Rules of this project: decisions follow events, and a running job changes its size between two steps.
 
     New workers start beside the training ones and then join; leaving workers leave at once. Only a job of which no
     worker stays (another GPU type, all nodes changed, the first start) stands still while workers start. Which

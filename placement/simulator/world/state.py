@@ -31,7 +31,7 @@ _SHARE = 0.25  # of what its GPUs do on average, below which a further one costs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """From this moment on, the job has these workers per node id (none: it waits, or is over)."""
+    """Workers of a job per node id from one moment on (none: it waits, or has ended)."""
 
     time_s: float
     job: str
@@ -39,7 +39,7 @@ class Placed:
 
 
 class World:
-    """Everything that a driver moves through time.
+    """State that a driver moves through time: the allocator core and the simulated jobs.
 
     Args:
         jobs: all jobs of the trace.
@@ -145,13 +145,13 @@ class World:
         job.place(self._location(job, nodes) if nodes else None)
 
     def _location(self, job: SimulatedJob, nodes: dict[str, int]) -> Location:
-        """These workers; of a job that does not share by speed, the first type by name stands for all."""
+        """Return the location of these workers; a job that does not share by speed counts as its first type by name."""
         types = {node_id: self._gpu[node_id] for node_id in nodes}
         return Location(nodes=nodes, gpu=min(types.values()), types=types if job.mixed_gpu_types else {})
 
 
 class IdleWatch:
-    """How long GPUs were idle that a job could have used, by what is known of it.
+    """Watch of how long GPUs were idle that a job could have used, by what is known of it.
 
     A waiting job can use them if its smallest size fits; a running one if with some of them, on its own nodes first, it
     would be faster by 5 % after the pause of the change, each of them bringing at least a quarter of what its own do
@@ -223,7 +223,7 @@ def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
 
 
 def _pays(views: Sequence[JobView], workers: Ints, rates: Floats, now_s: float) -> list[bool]:
-    """Of each job whether any of its larger sizes pays; the first column is what it has."""
+    """Return for each job whether any larger size pays; the first column is its present size."""
     rate, size = rates[:, :1], np.maximum(workers[:, :1], 1)
     speed = np.divide(rates, rate, out=np.zeros_like(rates), where=rate > 0)
     lasted_s = np.array([max(now_s - view.submitted_s, 0.0) / (view.restarts + 1) for view in views])
