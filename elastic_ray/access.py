@@ -169,7 +169,7 @@ def _token(mode_is_open: bool) -> str:
 
 
 def _refuses(address: str, token: str) -> bool | None:
-    """Whether a cluster refuses a process that sends this token; None where it does not answer."""
+    """Return whether a cluster refuses a process that sends this token; None if it does not answer."""
     try:
         import grpc
         from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
@@ -188,7 +188,7 @@ def _refuses(address: str, token: str) -> bool | None:
 
 
 def _channel(address: str) -> Any:
-    """To the control store, without Ray's own interceptors: they would send the token of this process."""
+    """Open a channel to the control store without Ray's interceptors, which would send this process's token."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
@@ -200,7 +200,7 @@ def _channel(address: str) -> Any:
 
 
 def _refused(address: str, token: str) -> str:
-    """Why the cluster refuses this process, and the way out."""
+    """Return why the cluster refuses this process, and the way out."""
     if token:
         return (
             f"the Ray cluster at {address} refuses the token of this process, which is another cluster's or has "

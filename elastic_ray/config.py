@@ -1,4 +1,4 @@
-"""What a user may set about a job's elasticity, and about its place among others."""
+"""Configuration by users of a job's elasticity, and of its place among other jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SWITCHES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticConfig:
-    """How a job changes size and how fast it notices trouble. All times in seconds, all above 0.
+    """Configuration of how a job changes size and how fast it notices trouble. All times in seconds, all above 0.
 
     Attributes:
         warm_workers_per_node: idle processes (torch imported) that the job asks the cluster's pool to keep on each of
@@ -122,7 +122,7 @@ class ElasticConfig:
 
     @property
     def straggler_config(self) -> StragglerConfig:
-        """What workers are told about stragglers."""
+        """Configuration of stragglers for the workers."""
         return StragglerConfig(response=self.stragglers, patience_s=self.straggler_patience_s)
 
     def _check(self, name: str, value: object) -> None:
@@ -159,7 +159,7 @@ class ElasticConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    """How the allocator treats a job beside others; what Ray Train's ``ScalingConfig`` has no fields for.
+    """Configuration of a job beside others in the allocator, for which Ray Train's ``ScalingConfig`` has no fields.
 
     Attributes:
         priority: higher ones get their minimum of workers, and then their growth, before lower ones of their tenant.

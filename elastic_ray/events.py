@@ -1,4 +1,4 @@
-"""What a job tells about itself: frozen values that cross process borders and end up in logs and tests."""
+"""Facts that a job reports about itself: frozen values that cross process borders and end in logs and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EventKind(str, enum.Enum):
-    """What happened to a job; the string is what the JSON log holds."""
+    """Kind of an event of a job; the string is the one in the JSON log."""
 
     STARTED = "started"
     RESIZE = "resize"
@@ -44,7 +44,7 @@ class EventKind(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
-    """What a job says of itself that is a trial of a sweep.
+    """Facts of a job that is a trial of a sweep.
 
     Attributes:
         sweep: its name, as ``elastic-ray stop`` takes it.
@@ -62,7 +62,7 @@ class TrialFacts:
 
     @classmethod
     def read(cls, told: Any) -> TrialFacts | None:
-        """What a file says of a trial; None where it says nothing that can be read."""
+        """Read the facts of a trial from a file's value; None if it is unreadable."""
         try:
             found = cls(**{**told, "rungs": tuple(int(rung) for rung in told["rungs"])})
         except (TypeError, ValueError, KeyError):
@@ -108,13 +108,13 @@ class Pause:
 
     @property
     def detail(self) -> dict[str, float]:
-        """Its parts, as an event's ``detail`` has them."""
+        """Parts of the pause for an event's ``detail``."""
         return {"vote_s": self.vote_s, "group_s": self.group_s, "state_s": self.state_s}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEvent:
-    """One change in a job's life.
+    """Event: one change in a job's life.
 
     Attributes:
         kind: what happened.
@@ -184,7 +184,7 @@ def _object(line: str, what: str) -> dict[str, Any]:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    """Whether a field of an event can have this value."""
+    """True if a field of an event can have this value."""
     if name in _COUNTS:
         return _is_count(value)
     if name in _SECONDS:
@@ -198,7 +198,7 @@ def _is_count(value: Any) -> bool:
 
 
 class JobPhase(str, enum.Enum):
-    """Where a job is between submission and its end."""
+    """Phase of a job between submission and end."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -210,7 +210,7 @@ class JobPhase(str, enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the job will never train again."""
+        """True if the job will never train again."""
         return self in (JobPhase.FINISHED, JobPhase.FAILED, JobPhase.STOPPED)
 
 
@@ -307,13 +307,13 @@ class JobStatus:
 
     @property
     def score(self) -> float | None:
-        """Of a trial, the metric that its sweep compares trials by; None where it is not known."""
+        """Value of the metric by which the sweep compares its trials; None if unknown."""
         return number_in(self.metrics, self.trial.metric) if self.trial is not None and self.trial.metric else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One call of ``elastic_ray.report``.
+    """Report made by one call of ``elastic_ray.report``.
 
     Attributes:
         index: its number in the run, from 1; a run that goes on from a checkpoint counts on.
@@ -372,7 +372,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """One member of the present generation.
+    """Information on one member of the present generation.
 
     Attributes:
         silence_s: time since it was last heard of [s]; None before it has been.
@@ -393,7 +393,7 @@ class WorkerInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How a job ended.
+    """Outcome of a job.
 
     Attributes:
         phase: FINISHED, FAILED or STOPPED.

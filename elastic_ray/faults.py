@@ -36,7 +36,7 @@ MOMENTS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """Scripted fault.
 
     Attributes:
         action: "kill", "hang" or "out_of_memory".
@@ -57,7 +57,7 @@ class Fault:
             raise ValueError(f"moment must be one of {', '.join(MOMENTS)}, but got {self.moment!r}")
 
     def due(self, *, worker: str, rank: int, step: int, moment: str) -> bool:
-        """Whether the fault strikes now."""
+        """True if the fault strikes now."""
         return (
             self.moment == moment
             and (self.worker is None or self.worker == worker)

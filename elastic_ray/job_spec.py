@@ -1,4 +1,4 @@
-"""Everything a job controller needs to run a job, as one frozen value."""
+"""Specification of a job: everything that its controller needs to run it, as one frozen value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elastic_ray.events import TrialFacts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrialSpec:
-    """What a job has beyond others that is a trial of a sweep. Its declared epochs are a bound, not its length.
+    """Specification of a trial of a sweep, beyond that of any job. Its declared epochs are a bound, not its length.
 
     Attributes:
         controller: name of its controller's actor after ``job:``, if it is given one of its own, and of this run of the
@@ -55,7 +55,7 @@ class TrialSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What ``RunConfig`` says of a job.
+    """Settings of a job from ``RunConfig``.
 
     Attributes:
         storage_path: directory of the run (of the runs, before the job has a name), on ``storage_filesystem``.
@@ -130,12 +130,12 @@ class JobSpec(RunSettings):
 
     @property
     def owner(self) -> Mapping[str, Any]:
-        """Whose job it is and what one worker takes, as an event of a start tells it."""
+        """Owner of the job and resources of one worker, for the event of a start."""
         return {"user": self.user, "tenant": self.scheduling.tenant, "bundle": dict(self.bundle)}
 
     @property
     def trial_facts(self) -> TrialFacts | None:
-        """Of a trial, what it says of itself; its controller is called after the sweep."""
+        """Facts of a trial for others; its controller is named after the sweep."""
         if self.trial is None:
             return None
         sweep, said = self.trial.controller.rpartition("-")[0], self.trial
@@ -143,7 +143,7 @@ class JobSpec(RunSettings):
 
     @property
     def states_kept(self) -> int:
-        """How many automatic checkpoints are kept: as many as of others, but the one before the last is the way back.
+        """Number of automatic checkpoints to keep, two at least, since the last but one is the way back.
 
         Trials go on from what the sweep says, and from nothing else.
         """

@@ -16,7 +16,7 @@ _LONGEST_TEXT = 1 << 18
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """What a train function returned."""
+    """Return value of a train function, pickled."""
 
     pickled: bytes = dataclasses.field(repr=False)
 
@@ -27,7 +27,7 @@ class Sealed:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """What a train function raised.
+    """Exception of a train function, pickled.
 
     Attributes:
         traceback_text: its traceback, as text; of a very long one the beginning and the end.

@@ -57,7 +57,7 @@ class Instrument:
             raise ValueError(f"buckets must be given for a histogram, and for nothing else, but got {self.buckets}")
 
     def sample(self, value: float | None, *labels: str) -> tuple[Sample, ...]:
-        """This value of it, or nothing: what is not known, not finite, or no increase of a counter is not written.
+        """Return a sample of the value; nothing if it is unknown, infinite, or no increase of a counter.
 
         Args:
             value: in the metric's unit; None for unknown.

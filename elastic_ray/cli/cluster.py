@@ -93,7 +93,7 @@ def ray_dashboard() -> str:
 
 
 def known_jobs() -> tuple[JobAnswers, ...]:
-    """All jobs whose controllers live: plain ones and a sweep's trials."""
+    """Return all jobs whose controllers live: plain ones and a sweep's trials."""
     found = actors_named(_PREFIX)
     calls = {name: (controller.status.remote(), controller.spec.remote()) for name, controller in found}
     refs = [ref for pair in calls.values() for ref in pair]
@@ -120,7 +120,7 @@ def _ready(ref: Any) -> Any | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JobClient:
-    """One job's controller.
+    """Client of one job's controller.
 
     Attributes:
         answers: what it had answered when it was looked for.
@@ -150,16 +150,16 @@ class JobClient:
             raise JobGoneError(self.answers.job) from None
 
     def status(self) -> JobStatus:
-        """Where it is now."""
+        """Return the job's present status."""
         status: JobStatus = self.ask("status")
         return status
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """What has happened to it."""
+        """Return the job's events from number `since`."""
         return tuple(self.ask("events", since))
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Its members, by rank."""
+        """Return the job's members, by rank."""
         return tuple(self.ask("workers"))
 
     def wait_for(self, reached: Callable[[JobStatus], bool], timeout_s: float) -> JobStatus | None:
@@ -257,7 +257,7 @@ def not_found(name: str, there: Sequence[str]) -> click.ClickException:
 
 
 def snapshot() -> CoreSnapshot | None:
-    """What the allocator knows and has decided; None while there is none (it starts with the first job)."""
+    """Return the allocator's knowledge and decisions; None while there is none (it starts with the first job)."""
     answer: CoreSnapshot | None = _ask_allocator("snapshot")
     return answer
 
@@ -269,7 +269,7 @@ def views() -> tuple[JobView, ...]:
 
 
 def explain(job: str) -> Explanation | None:
-    """Why the job has what it has; None if the allocator has not heard of it."""
+    """Explain a job's workers; None if the allocator does not know the job."""
     answer: Explanation | None = _ask_allocator("explain", job)
     return answer
 
@@ -281,7 +281,7 @@ def scaling() -> ScalingDecision | None:
 
 
 def page_address() -> str:
-    """Where the allocator serves the page; empty where it does not."""
+    """Return the address of the allocator's page; empty if it serves none."""
     answer: str | None = _ask_allocator("dashboard")
     return answer or ""
 
@@ -317,7 +317,7 @@ def operator_settings(file: str) -> OperatorSettings:
 
 
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
-    """What an operator may set, as it is, or as it would be with the wanted settings.
+    """Return the operator's settings in force, or as they would be with the wanted ones.
 
     Raises:
         ClickException: a quota is of a resource that no node has.

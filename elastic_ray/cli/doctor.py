@@ -34,7 +34,7 @@ def doctor(storage: str | None, every_node: bool, as_json: bool) -> None:
 
 
 def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
-    """What is checked on the cluster, by node."""
+    """Return the checks of the cluster, by node."""
     from elastic_ray.cli import cluster
 
     try:
@@ -73,7 +73,7 @@ def check_cluster(nodes: int) -> Check:
 
 
 def check_dashboard() -> Check:
-    """What ``submit`` needs."""
+    """Check the dashboard, which ``submit`` needs."""
     from elastic_ray.cli import submission
 
     try:

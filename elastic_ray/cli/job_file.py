@@ -19,7 +19,7 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """What the options of ``elastic-ray submit`` say, in a file; paths are relative to the file.
+    """Options of ``elastic-ray submit`` in a file; paths are relative to the file.
 
     Attributes:
         script: that makes an ``ElasticTrainer``.

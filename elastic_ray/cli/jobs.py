@@ -41,7 +41,7 @@ def jobs(everything: bool, as_json: bool) -> None:
 
 
 def read_rows(*, ended: bool = False) -> tuple[JobRow, ...]:
-    """All jobs."""
+    """Read the rows of all jobs."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 

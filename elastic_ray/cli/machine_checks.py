@@ -1,4 +1,4 @@
-"""What ``elastic-ray doctor`` looks at on one machine; each check says how it went, and what to do if not well."""
+"""Checks of ``elastic-ray doctor`` on one machine; each says how it went, and what to do if it failed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COPIED_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One finding.
+    """Finding of one check.
 
     Attributes:
         name: what was looked at.
@@ -43,7 +43,7 @@ class Check:
 
 
 def machine_checks() -> tuple[Check, ...]:
-    """All that concerns one machine."""
+    """Run all checks of one machine."""
     looks: Mapping[str, Callable[[], Check]] = {
         "versions": check_versions,
         "GPU": check_gpu,
@@ -66,7 +66,7 @@ def _survive(name: str, look: Callable[[], Check]) -> Check:
 
 
 def check_versions() -> Check:
-    """What the installed package asks for is there."""
+    """Check that the requirements of the installed package are met."""
     from packaging.requirements import Requirement
 
     try:
@@ -157,7 +157,7 @@ def check_nccl() -> Check:
 
 
 def check_links() -> Check:
-    """How ranks of this machine reach each other's GPUs, and how fast its memory is copied."""
+    """Check how ranks of this machine reach each other's GPUs, and how fast its memory is copied."""
     import torch
 
     number = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -286,7 +286,7 @@ def check_session() -> Check:
 
 
 def default_storage() -> str:
-    """Where runs go whose RunConfig names no place."""
+    """Return the storage of runs whose RunConfig names no place."""
     return os.environ.get("RAY_AIR_LOCAL_CACHE_DIR") or "~/ray_results"
 
 

@@ -52,7 +52,7 @@ def client() -> Any:
 
 
 class TakenError(Exception):
-    """Another submission has this id."""
+    """Error raised if another submission has this id."""
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
@@ -97,12 +97,12 @@ def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, ru
 
 
 def submissions() -> tuple[Submission, ...]:
-    """Ours, whether they run or have ended; none where there is no dashboard to ask."""
+    """Return our submissions, running or ended; empty if there is no dashboard to ask."""
     return tuple(_read(each) for each in _listed() if _NAME in (each.metadata or {}))
 
 
 def _listed() -> Sequence[Any]:
-    """All jobs that Ray knows, none where there is no dashboard to ask."""
+    """Return all jobs that Ray knows; empty if there is no dashboard to ask."""
     try:
         listed: Sequence[Any] = client().list_jobs()
     except RefusedError:
@@ -127,7 +127,7 @@ def stop(submission: str) -> None:
 
 
 def output(submission: str) -> str:
-    """What a script has printed so far."""
+    """Return the output of a script so far."""
     try:
         text: str = client().get_job_logs(submission)
     except (RuntimeError, OSError) as error:

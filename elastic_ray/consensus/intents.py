@@ -249,6 +249,5 @@ def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
 
 
 def names_agree(sums: Sequence[float], world_size: int) -> bool:
-    """Whether all ranks have the same digest and number by the sums of their ballots, as in
-    :func:`agreed_generations_ahead`."""
+    """True if all ranks have the same digest and number, by the sums; see :func:`agreed_generations_ahead`."""
     return all(world_size * round(b) == round(a) ** 2 for a, b in zip(sums[::2], sums[1::2], strict=True))

@@ -167,7 +167,7 @@ class JobHandle:
         return self._spec.job
 
     def done(self) -> bool:
-        """Whether the job has ended, however it did."""
+        """True if the job has ended, in success or not."""
         return self._lease.ending is not None
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -206,7 +206,7 @@ class JobHandle:
         return result
 
     def status(self) -> JobStatus:
-        """Where the job is now."""
+        """Return the job's present status."""
         answer = self._ask("status")
         if answer is not None and self._lease.ending is None:
             self._lease.answer(answer)
@@ -227,7 +227,7 @@ class JobHandle:
         return self._spec.storage_path
 
     def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """What has happened to the job so far, oldest first.
+        """Return the job's events so far, oldest first.
 
         Args:
             since: leave out this many of the oldest.
@@ -245,7 +245,7 @@ class JobHandle:
         return events[since:]
 
     def explain(self) -> Explanation | None:
-        """Why the job has the workers that it has, and what it would do with one more; ``str`` of it is for people.
+        """Explain the job's workers, and what it would do with one more; ``str()`` formats it for people.
 
         Returns:
             None if the job has ended, or the allocator has not heard of it yet.
@@ -274,7 +274,7 @@ class JobHandle:
             return None
 
     def explain_strategy(self) -> str | None:
-        """What ``strategy="auto"`` has found last: what is done with which parameters, predicted and measured times.
+        """Return the last choice of ``strategy="auto"`` as a table of parameters, predicted and measured times.
 
         Returns:
             A table as text; None before a choice, and where strategies are set by hand.
@@ -347,7 +347,7 @@ class JobHandle:
         self._ask("weigh", float(weight))
 
     def next_report(self, after: int | None = None, timeout: float = 10.0) -> Report | None:
-        """What the train function has reported next.
+        """Return the train function's next report.
 
         Args:
             after: ``index`` of the report before it; None for the first of this run. A trial waits in ``report`` until
@@ -428,7 +428,7 @@ class JobHandle:
 
 
 def _spec_of(controller: Any) -> JobSpec:
-    """What was submitted, also from a controller that is being restarted."""
+    """Return the submitted specification, also from a controller that is being restarted."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
         try:

@@ -28,7 +28,7 @@ _COLLECT_TIMEOUT_S = 60.0  # a result may hold a large return value
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJob:
-    """What is left of a job that has ended.
+    """Remains of a job that has ended.
 
     Attributes:
         status: its last status.
@@ -83,7 +83,7 @@ class LeaseKeeper:
 
     @property
     def ending(self) -> EndedJob | None:
-        """What is left of the job, once it has ended."""
+        """Remains of the job, once it has ended."""
         return self._ending
 
     def wait(self, timeout_s: float | None) -> EndedJob | None:

@@ -27,7 +27,7 @@ _WHOLE_ABOVE_ONE = ("GPU", "TPU", "neuron_cores", "NPU", "HPU")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What ``ScalingConfig`` asks for; fields as in ``JobSpec``."""
+    """Values of ``ScalingConfig``; fields as in ``JobSpec``."""
 
     min_workers: int
     max_workers: int
@@ -38,7 +38,7 @@ class Scaling:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(RunSettings):
-    """What ``RunConfig`` asks for; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
+    """Values of ``RunConfig``; ``name`` is None unless the user chose one, ``callbacks`` are as they were given."""
 
     name: str | None
     callbacks: tuple[Any, ...]
@@ -143,7 +143,7 @@ def _check_amount(name: Any, amount: Any) -> None:
 
 
 def _label_selector(selector: Any) -> dict[str, str]:
-    """One selector for all workers."""
+    """Return the one label selector of all workers."""
     if selector is None:
         return {}
     if isinstance(selector, list):

@@ -50,7 +50,7 @@ def impossible(
     nodes: Sequence[Node],
     sizes: AllowedSizes = ANY_SIZE,
 ) -> str | None:
-    """Why these nodes, if no other job used them, could not run even the smallest size of a job.
+    """Return why these nodes, if no other job used them, could not run even the smallest size of a job.
 
     Args:
         bundle: resources of one worker.
@@ -95,12 +95,12 @@ def impossible(
 
 
 def workers_on(node: Node, bundle: Resources) -> int:
-    """How many workers an otherwise empty node has room for."""
+    """Return how many workers fit on an otherwise empty node."""
     return min(int((node.total.get(name, 0.0) + TOLERANCE) / amount) for name, amount in bundle.items())
 
 
 def _no_such_label(label_selector: Mapping[str, str], nodes: Sequence[Node]) -> str:
-    """Why no node meets the conditions on labels, and which values there are, as a sentence."""
+    """Return a sentence on why no node meets the label conditions, with the values that exist."""
     if not nodes:
         return "the cluster has no living node; start one with `ray start`"
     have = sorted({f"{key}={node.labels[key]}" for node in nodes for key in label_selector if key in node.labels})
@@ -303,7 +303,7 @@ class ElasticTrainer:
 
 
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """From the smallest to the largest size that is allowed.
+    """Restrict the sizes to those from the smallest to the largest that is allowed.
 
     Raises:
         ValueError: none is.

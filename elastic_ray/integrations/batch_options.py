@@ -1,4 +1,4 @@
-"""What a framework's user says of adaptive batches."""
+"""Options of adaptive batches for users of a framework."""
 
 from __future__ import annotations
 

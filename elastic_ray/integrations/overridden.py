@@ -1,4 +1,4 @@
-"""Whether a library still has what an integration overrides: said by name when it is loaded."""
+"""Checks that a library still has what an integration overrides; reported by name when it is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``ray.train.torch.prepare_model`` and ``prepare_data_loader`` give in an elastic job."""
+"""Wrappers that ``ray.train.torch.prepare_model`` and ``prepare_data_loader`` return in an elastic job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from elastic_ray.session.session import Session
 # the code does counts. It does so alone, before it joins, as far as it knows where the others are; and for what is
 # left after it has joined.
 class PassEpochs:
-    """See the module's text."""
+    """Epochs of a run counted by the passes of its prepared loaders."""
 
     def __init__(self, session: Session) -> None:
         self._run = weakref.ref(session)
@@ -82,7 +82,7 @@ class PassEpochs:
                 module.zero_grad()
 
     def _comes_before(self, number: int) -> bool:
-        """Whether the others have left the pass of this number behind; joins them where it is not known to be so."""
+        """True if the others have left pass `number` behind; joins the job if that is not known."""
         session = self._session
         if not session.synced:
             if number < session.start.epochs_behind:
@@ -128,7 +128,7 @@ _epochs: weakref.WeakKeyDictionary[Session, PassEpochs] = weakref.WeakKeyDiction
 
 
 def epochs_of(session: Session) -> PassEpochs:
-    """Those of a run."""
+    """Return the pass epochs of a run."""
     return _epochs.setdefault(session, PassEpochs(session))
 
 
@@ -140,7 +140,7 @@ _WAY_OUT = (
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
-    """Whether a call of Ray Train's function can be kept.
+    """Check that an elastic job can keep the arguments of Ray Train's function.
 
     Args:
         function: its name.
@@ -162,12 +162,12 @@ def check(function: str, given: Mapping[str, Any]) -> None:
 
 
 def model(module: torch.nn.Module, **options: Any) -> RayTrainModel:
-    """What ``prepare_model`` wraps a model in."""
+    """Wrap a model for ``prepare_model``."""
     return RayTrainModel(module, {name: value for name, value in options.items() if name not in _OF_DDP})
 
 
 def loader(data_loader: DataLoader[Any], device: torch.device, auto_transfer: bool = True) -> RayTrainLoader:
-    """What ``prepare_data_loader`` wraps a loader in."""
+    """Wrap a loader for ``prepare_data_loader``."""
     return RayTrainLoader(data_loader, device)
 
 
@@ -261,7 +261,7 @@ class _Sampler:
         self._sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the loader knows the epoch."""
+        """Do nothing: the loader knows the epoch."""
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -285,13 +285,13 @@ def _moved(batch: Any, device: torch.device) -> Any:
 
 
 def _objects(*kinds: type) -> list[Any]:
-    """Everything of these types that this process holds. Asked once, when the first epoch begins."""
+    """Return all objects of these types in this process; called once, when the first epoch starts."""
     gc.collect()
     return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Those that step the model; raises RuntimeError where there is none."""
+    """Return the optimizers that step the model; raises RuntimeError if there is none."""
     own = {id(p) for p in module.parameters()}
     found = [
         each

@@ -1,4 +1,4 @@
-"""What the parts of a job share: handed to each of them, and the same for the job's whole life."""
+"""Shared parts of a job: given to each of its components, and the same for the job's whole life."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_ray.worker_group.group import WorkerGroup
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """One job under its controller.
+    """Parts of one job under its controller.
 
     Attributes:
         spec: as it was submitted.

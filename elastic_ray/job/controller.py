@@ -120,7 +120,10 @@ def prepare_next() -> None:
 
 
 class JobController:
-    """Actor class; see the module's text. Methods are coroutines of one event loop, so nothing here needs a lock."""
+    """Actor class of a job's controller.
+
+    Methods are coroutines of one event loop, so nothing here needs a lock.
+    """
 
     def __init__(self, spec: JobSpec | None, theirs: Spoken) -> None:
         check_spoken(theirs, "the driver", "its job's controller")
@@ -138,7 +141,7 @@ class JobController:
             self._main = asyncio.get_event_loop().create_task(self._wait_for_job())
 
     async def _wait_for_job(self) -> None:
-        """Of a warm one: it ends if no job comes."""
+        """Wait for a job in a warm controller; end the process if none comes."""
         await asyncio.sleep(read_config(os.environ).idle_s)
         async with self._takes:
             ray.kill(self._handle)
@@ -197,7 +200,7 @@ class JobController:
         self._main = asyncio.get_event_loop().create_task(life())
 
     async def _leave(self) -> None:
-        """It died between two trials: the last one is over, and for the next one the sweep starts another."""
+        """End a controller that died between two trials; the sweep starts another for the next trial."""
         job = self._state_before.job if self._state_before is not None else self._spec.job
         logger.warning("job %s: its controller ends, which died after trial %s", self._name, job)
         try:
@@ -208,7 +211,7 @@ class JobController:
         ray.kill(self._handle)
 
     def _forget(self) -> None:
-        """There will be no other controller of this job."""
+        """Delete the journal, aliases and train function: no other controller of this job follows."""
         self._journal.close(delete=True)
         for own, alias in aliases(f"job:{self._name}", whole=True):
             delete_alias(alias, own)
@@ -235,12 +238,12 @@ class JobController:
         return self._job.status()
 
     async def _known(self) -> None:
-        """After a restart, answer once everything is known again; without what storage does not tell in time."""
+        """Wait after a restart until everything is known again, except what storage does not tell in time."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._recovered.wait(), _KNOWN_S)
 
     async def spec(self) -> JobSpec:
-        """What was submitted, without the train function."""
+        """Return the submitted specification, without the train function."""
         trial = self._spec.trial
         if trial is not None:
             trial = dataclasses.replace(trial, checkpoint_ref=None)  # an answer is not to keep it alive
@@ -257,7 +260,7 @@ class JobController:
         return self._job.workers()
 
     async def events(self, since: int = 0) -> tuple[JobEvent, ...]:
-        """All events from number ``since`` on."""
+        """Return all events from number ``since``."""
         await self._known()
         return tuple(self._job.record.events[since:])
 
@@ -317,12 +320,12 @@ class JobController:
         await self._persist_state()
 
     async def _persist_state(self) -> None:
-        """What a driver was told to be so is so also after this process's end."""
+        """Persist the state before a driver is told of it, so that it survives this process."""
         self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
     async def outcome(self) -> JobOutcome | None:
-        """How the job ended, once that is written as far as its storage answers; None while it has not."""
+        """Return the outcome once it is written, as far as storage answers; None while the job has not ended."""
         await self._recovered.wait()
         await self._job.written()
         return self._job.record.outcome()
@@ -332,7 +335,7 @@ class JobController:
         self._closed.set()
 
     async def dismiss(self) -> None:
-        """There will be no other trial: a controller that waits for one need not wait any longer."""
+        """Dismiss a controller that waits for another trial: none will follow."""
         if self._job.vacated is not None and self._closed.is_set():
             self._dismissed.set()
 
@@ -404,7 +407,7 @@ class JobController:
         return await self._bootstrap.meet(call)
 
     async def claim_fault(self, index: int) -> bool:
-        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        """Claim fault ``index`` of the script; True if it has not struck yet."""
         await self._recovered.wait()
         return self._job.claim_fault(index)
 
@@ -426,7 +429,7 @@ class JobController:
         ray.kill(self._handle)
 
     async def _run_job(self) -> None:
-        """Until the job has ended and its driver has fetched the outcome, or is gone."""
+        """Run the job until it has ended and its driver has fetched the outcome, or is gone."""
         job = self._job
         try:
             try:
@@ -468,7 +471,7 @@ class JobController:
             job.finish(JobPhase.FAILED, error=error)
 
     async def _recover(self) -> None:
-        """After a restart: hear which workers live, release what none of them holds, and go on."""
+        """Recover after a restart: find the living workers, release what none of them holds, and continue."""
         if self._reconnection is None or self._state_before is None:
             return
         job, state = self._job, self._state_before

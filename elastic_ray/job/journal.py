@@ -56,7 +56,7 @@ def stored_train_loop(key: str) -> tuple[bytes, bytes]:
 
 
 def delete_train_loop(key: str) -> None:
-    """It is not wanted any more."""
+    """Delete a train function from Ray's control store."""
     try:
         internal_kv._internal_kv_del(key.encode(), namespace=NAMESPACE)
     except Exception as error:
@@ -80,7 +80,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def read(self) -> tuple[ControllerState, tuple[JobEvent, ...]] | None:
-        """What the controller before has noted down; None for the first one. Blocks for some milliseconds."""
+        """Read the notes of the controller before; None for the first one. Blocks for some milliseconds."""
         text: bytes | None = internal_kv._internal_kv_get(self._key("job"), namespace=NAMESPACE)
         if text is None:
             return None

@@ -67,7 +67,7 @@ def _post(url: str, body: bytes) -> None:
 
 
 def _without_address(error: Exception) -> str:
-    """What has gone wrong, in words that cannot hold the address."""
+    """Describe an error in words that cannot contain the webhook's address."""
     if isinstance(error, urllib.error.HTTPError):
         return f"it answered {error.code}"
     if isinstance(error, TimeoutError):

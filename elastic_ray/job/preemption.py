@@ -24,7 +24,7 @@ class Preemption:
 
     @property
     def active(self) -> bool:
-        """Whether the job is being preempted."""
+        """True if the job is being preempted."""
         return self._then is not None
 
     def begin(self, then: Allocated, now_s: float) -> None:
@@ -37,14 +37,14 @@ class Preemption:
         self._then = then
 
     def remind(self, now_s: float) -> bool:
-        """Whether to tell the workers (again)."""
+        """True if the workers must be told (again) to save."""
         due = self.active and now_s - self._reminded_s >= _REMIND_S
         if due:
             self._reminded_s = now_s
         return due
 
     def failed(self, now_s: float, training: Collection[str]) -> str:
-        """Why no rank will save the job any more; empty while one may.
+        """Return why no rank will save the job; empty while one may.
 
         Args:
             now_s: the time.
@@ -59,10 +59,10 @@ class Preemption:
         return ""
 
     def lasted_s(self, now_s: float) -> float:
-        """How long it has lasted [s]."""
+        """Return how long the preemption has lasted [s]."""
         return now_s - self._since_s
 
     def end(self) -> Allocated | None:
-        """It is over: what follows; None if there was none."""
+        """End the preemption and return the allocation that follows; None if there was no preemption."""
         then, self._then = self._then, None
         return then

@@ -21,7 +21,7 @@ _NOTE_S = 2.0
 
 
 class JobShutdown:
-    """What is to be done once a job is over, step by step.
+    """Shutdown of a job, step by step.
 
     Args:
         parts: of the job; the allocator is told of the end.
@@ -57,7 +57,7 @@ class JobShutdown:
         self._metrics.end()
 
     def record_again(self) -> None:
-        """What :meth:`record` has left open is known now."""
+        """Complete what :meth:`record` has left open."""
         phase, message, error = self._record.phase, self._record.message, self._error
         if error is None and phase is JobPhase.FAILED:
             error = RuntimeError(message)
@@ -92,7 +92,7 @@ class JobShutdown:
             logger.warning("job %s: how it has ended is not remembered: %s", self._spec.job, error)
 
     async def written(self) -> None:
-        """Once the job has ended, and what is to be written of it is, as far as storage answers."""
+        """Wait until the job has ended and its records are flushed (best effort)."""
         if self._written is not None:
             await asyncio.wait([self._written])
 

@@ -62,7 +62,7 @@ class JobStarter:
 
     @property
     def knows_reports(self) -> bool:
-        """Whether all reports are here that a controller before this one has heard."""
+        """True if all reports are here that an earlier controller has received."""
         return self._first_report is None or self._caught_up
 
     def hold_back(self, target: Allocated) -> None:
@@ -70,7 +70,7 @@ class JobStarter:
         self._later = target
 
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+        """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
 
         A job whose storage does not say does not start anew, which would lose what was trained; it fails. One whose
         workers train on needs nothing of what is stored before it restarts.
@@ -100,13 +100,13 @@ class JobStarter:
             self._group.machine.reset(first_most=self._record.workers_at_most)
 
     def start_again(self, reason: str) -> None:
-        """All workers were lost, or are of no use: look what storage has, and start others."""
+        """Look for stored state and start other workers, because all were lost or are of no use."""
         if not self.looking and not self._record.phase.ended:
             self.looking = True
             self._background.start(self._start_again(reason))
 
     async def _start_again(self, reason: str) -> None:
-        """From what was saved last, heard of here or not, without what has been trained since."""
+        """Start from the last saved state, known here or not, without later training."""
         timeout_s = self._spec.elastic.storage_timeout_s
         knows = self._record.looked or self._record.resume_point is not None
         try:

@@ -56,7 +56,9 @@ _MOST_REVIVALS = 10  # a controller that dies so often does so by itself
 
 
 class JobSupervisor:
-    """From its submission to its end. All of it runs in the controller's event loop, so nothing here needs a lock.
+    """Supervisor of a job from its submission to its end.
+
+    All of it runs in the controller's event loop, so nothing here needs a lock.
 
     Args:
         spec: the job.
@@ -158,7 +160,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def _why_not_paused(self) -> str:
-        """What is in the way of a pause, and the way out; empty for nothing."""
+        """Return what prevents a pause, and the way out; empty if nothing does."""
         if self.record.phase.ended:
             return f"it has ended ({self.record.phase.value})"
         if self._stopping_since is not None:
@@ -260,7 +262,7 @@ class JobSupervisor:
         return self._losses.mean_time_s(time.monotonic() - self._begin_s)
 
     def claim_fault(self, index: int) -> bool:
-        """Whether fault number ``index`` of the script has not struck yet; it has, afterwards."""
+        """Claim fault ``index`` of the script; True if it has not struck yet."""
         fresh = index not in self._claimed
         self._claimed.add(index)
         return fresh
@@ -325,7 +327,7 @@ class JobSupervisor:
         self.finish(JobPhase.FAILED, error=error)
 
     def complete(self) -> None:
-        """All have left the train function."""
+        """Complete the job once all ranks have left the train function."""
         last, latest = self.record.last_state, self._planner.latest
         keeps = self._spec.states_kept and self._spec.elastic.keep_last_state
         if keeps and latest is not None and (last is None or last.steps < latest.total_steps):
@@ -338,7 +340,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
-        """Whether it trains, no rank is at the end of its train function, and it can be saved, as far as known."""
+        """True if the job trains, no rank is at the end of its train function, and it can be saved, as far as known."""
         if (
             not self._spec.states_kept
             or self.group.machine.current is None
@@ -348,7 +350,7 @@ class JobSupervisor:
         return self._saved or self.group.history.saves_soon(time.monotonic())
 
     def suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
+        """Suspend the job, whose ranks have stopped at the same step; rank 0 has saved it, or could not."""
         if self._starter.looking or self.record.phase.ended:
             return
         if not self._preemption.active:  # a worker took this controller for gone
@@ -403,7 +405,7 @@ class JobSupervisor:
         )
 
     def recall(self, state: ControllerState, events: tuple[JobEvent, ...]) -> None:
-        """What the controller before this one has noted down."""
+        """Restore the notes of the controller before this one."""
         now_s = time.time()
         self.record.recall(JobPhase(state.phase), state.message, events)
         self._submitted_s = state.submitted_s
@@ -426,7 +428,7 @@ class JobSupervisor:
         self._shutdown.returned(from_text(state.return_value))
 
     def journal_revival(self, state: ControllerState) -> None:
-        """Before anything is heard that might end this controller as the one before."""
+        """Note the restart before any message that might end this controller like the one before."""
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def end_again(self) -> None:
@@ -452,7 +454,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     async def open(self) -> None:
-        """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
+        """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
 
         Raises:
             ValueError: a setting of the controller's node is not understood.
@@ -461,17 +463,17 @@ class JobSupervisor:
         await self._starter.open()
 
     async def written(self) -> None:
-        """Once the job has ended, and what is to be written of it is, as far as storage answers."""
+        """Wait until the job has ended and its records are flushed (best effort)."""
         await self._shutdown.written()
 
     def tell_others(self, now_s: float) -> None:
-        """Some ten times a second from the beginning to the end, also before the first tick."""
+        """Update the writer, trackers and metrics; called about ten times a second from start to end."""
         self._writer.tick(now_s)
         self._trackers.tick(now_s, self._planner, self.group.machine.current)
         self._metrics.tick(now_s)
 
     def tick(self) -> None:
-        """Some ten times a second until it has ended."""
+        """Advance the job; called about ten times a second until it has ended."""
         now_s = time.monotonic()
         self.group.tick(now_s)
         grace = self._stopping_since is not None and not self._preemption.active

@@ -51,7 +51,7 @@ class HearingJob(Protocol):
         """A worker's train function has returned this."""
 
     def suspend(self, why_not_saved: str) -> None:
-        """All ranks have stopped at the same step, and rank 0 has saved it, or could not."""
+        """Suspend the job, whose ranks have stopped at the same step; rank 0 has saved it, or could not."""
 
     def pause(self, reason: str) -> None:
         """Save the job and give its slots back."""
@@ -117,7 +117,7 @@ class WorkerMessages:
             self._events.warn(str(error))
 
     def _is_repeated(self, text: str, detail: Mapping[str, Any]) -> bool:
-        """Whether a numbered notice has come before: after a failure a new rank 0 repeats its predecessor's last."""
+        """True if a numbered notice came before: after a failure a new rank 0 repeats its predecessor's last one."""
         notice = detail.get("number"), text
         known = notice[0] is not None and notice in self._notices
         self._notices.append(notice)
@@ -146,7 +146,7 @@ class WorkerMessages:
         self.stragglers.hear(report, time.monotonic())
 
     def _look_whether_caught_up(self, report: StepReport) -> None:
-        """Whether a job that has lost steps is as far as before now."""
+        """Note that a job which has lost steps is as far as before, if it is."""
         goal = steps_to_reach(self._record.events)
         current = self._group.machine.current
         if goal and current is not None and report.generation == current.generation and report.total_steps >= goal:

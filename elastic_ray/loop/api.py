@@ -1,4 +1,4 @@
-"""What a train loop calls: its session, its place in the job, reports, epochs (the public functions of the loop)."""
+"""Public functions of a train loop: its session, its place in the job, reports, epochs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def session_to_build() -> Session:
 
 
 def _run_after(earlier: Session) -> Session:
-    """Another run of this process, with the loaders that go along."""
+    """Start another run in this process, and move the loaders along."""
     from elastic_ray.standalone.session import session_after
 
     session = session_after(earlier)
@@ -86,7 +86,7 @@ def _take_along(leading: weakref.ref[Any], session: Session) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ElasticContext:
-    """Where this worker stands, in the style of ``ray.train.get_context()``. Values are read when asked for.
+    """Position of this worker, in the style of ``ray.train.get_context()``. Values are read when asked for.
 
     Before the first epoch no group is formed yet; ranks and sizes are then those of the group that this worker is
     expected to join. Of the workers that start a job, or start it again, exactly one sees rank 0, and on each node one
@@ -134,7 +134,7 @@ class ElasticContext:
 
 
 def get_context() -> ElasticContext:
-    """Where this worker stands in its job."""
+    """Return the context of this worker in its job."""
     return ElasticContext(current_session())
 
 

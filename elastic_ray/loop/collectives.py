@@ -79,7 +79,7 @@ def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | tor
 
 
 def _reduced_whole(value: int, op: ReduceOp) -> int:
-    """The same of whole numbers, exactly: each rank knows all of them, and whether one of them is none of 64 bits."""
+    """Reduce whole numbers exactly: each rank knows all of them, and whether any exceeds 64 bits."""
     fits = _INT64.min <= value <= _INT64.max
 
     def perform(communicator: Communicator) -> bytes:
@@ -117,7 +117,7 @@ def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
 
 
 def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """The same of a dense tensor; types that gloo cannot add up, or only roughly, travel as wider ones."""
+    """Reduce a dense tensor; types that gloo cannot sum, or only roughly, travel as wider ones."""
     mean = op == "mean"
     whole = not (tensor.is_floating_point() or tensor.is_complex())
     summed = tensor.to(torch.get_default_dtype()) if mean and whole else tensor.resolve_conj()

@@ -55,7 +55,7 @@ class Epochs:
 
     @property
     def done(self) -> bool:
-        """Whether all have been trained, or a policy has ended the training; joins the job where that is not done."""
+        """True if all epochs are trained or a policy has ended the training; joins the job first if necessary."""
         self.join()
         return self._session.progress.epoch >= self._epochs or self._session.adaptation.stopped
 

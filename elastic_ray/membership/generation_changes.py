@@ -211,7 +211,7 @@ class GenerationChanges(Roster):
             self._end(self._all_lost(cause))
 
     def _behind(self, survivors: Sequence[WorkerRecord]) -> bool:
-        """Whether all of them only were about to take over a state that one which starts over in place holds now."""
+        """True if a worker that starts over in place holds a newer state than `survivors`, who were to get it."""
         if any(w.phase is WorkerPhase.MEMBER for w in survivors):
             return False
         newest = max(w.state_generation for w in survivors)

@@ -37,7 +37,7 @@ class BoundedLog(Generic[T]):
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
-        """Whether things of this number are not kept any more."""
+        """True if items of this number are no longer kept."""
         return self._full and number < self.low
 
     def put(self, number: int, thing: T) -> None:
@@ -59,7 +59,7 @@ class BoundedLog(Generic[T]):
         self.first = number
 
     def values(self) -> tuple[T, ...]:
-        """What is kept, by number."""
+        """Return the kept items, by number."""
         return tuple(self._things[number] for number in sorted(self._things))
 
 
@@ -86,7 +86,7 @@ class Backlog:
         return line in self._lines
 
     def add(self, line: str) -> None:
-        """Another line."""
+        """Add a line; too many drop the oldest."""
         self._lines.append(line)
         if len(self._lines) - self._taken > self._most:
             del self._lines[self._taken]
@@ -98,7 +98,7 @@ class Backlog:
         return dropped
 
     def take(self) -> tuple[str, ...]:
-        """What is to be written now; either :meth:`written` or :meth:`failed` follows before the next time."""
+        """Return the lines to write now; either :meth:`written` or :meth:`failed` follows before the next call."""
         assert not self._taken, "lines are being written"
         self._taken = len(self._lines)
         return tuple(self._lines)
@@ -110,7 +110,7 @@ class Backlog:
         self._taken = 0
 
     def failed(self) -> None:
-        """They are not."""
+        """Keep the lines, which could not be written."""
         self._taken = 0
         while len(self._lines) > self._most:
             self._lines.popleft()

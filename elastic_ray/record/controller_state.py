@@ -1,4 +1,4 @@
-"""What a controller that Ray starts anew must know of its job beyond what workers tell it: small and plain (pure)."""
+"""State of a job that a restarted controller needs beyond what workers tell it: small and plain (pure)."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class ControllerState:
 
 
 def run_of(spec: JobSpec) -> str:
-    """What tells a run of a job, or of a trial, from the others that a controller may have."""
+    """Return a digest that tells a run of a job, or of a trial, from others of the same controller."""
     return hashlib.sha256(f"{spec.job} {spec.storage_path} {spec.secret}".encode()).hexdigest()
 
 

@@ -18,7 +18,7 @@ _LEFT_OUT = ("last_pause", "metrics", "trial")  # of a status: read apart
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EndedJobNote:
-    """How a job stood at its end.
+    """Note on a job at its end.
 
     Attributes:
         status: its last.

@@ -47,7 +47,7 @@ class ReportQueue:
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:
-        """Whether the report of this number was here, and is not kept any more."""
+        """True if the report of this number was here and is no longer kept."""
         return self._reports.gone(number)
 
     @property
@@ -97,7 +97,7 @@ class ReportQueue:
         return next(report for report in self._reports.values() if report.index > number)
 
     def close(self) -> None:
-        """There will be no more reports; no caller waits any longer."""
+        """Close the queue: there will be no more reports, and no caller waits."""
         self._open = False
         self._wake()
 

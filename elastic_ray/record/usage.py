@@ -1,4 +1,4 @@
-"""What runs have used: hours and cost by user, tenant, job and week, from their events (pure)."""
+"""Usage of runs: hours and cost by user, tenant, job and week, from their events (pure)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOUR_S = 3600.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRow:
-    """What was used by all that a row stands for; the fields of ``--json``.
+    """Row of usage; the fields of ``--json``.
 
     Attributes:
         user: owner of the jobs; None where the row stands for several, as in the next three.

@@ -1,4 +1,4 @@
-"""What others see of a job: the allocator its view, the driver its status (pure)."""
+"""Views of a job for others: the allocator its view, the driver its status (pure)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NO_GPU = None, None
 
 
 def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
-    """Most workers that the job has a use for, never fewer than its minimum."""
+    """Return the largest useful number of workers, never fewer than the job's minimum."""
     most = spec.max_workers if planner.loader is None else min(spec.max_workers, planner.loader.max_workers)
     return max(spec.min_workers, spec.scheduling.allowed_sizes.at_most(most))
 
@@ -123,7 +123,7 @@ def allocator_view(
 
 
 def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[int, int | None]:
-    """Most workers, and the fewest that the user's own policies ask for; a size set by hand outranks them."""
+    """Return the most workers, and the fewest that the user's policies ask for; a size held by hand outranks them."""
     most = max_workers(spec, planner)
     if held_at is not None:
         return most, None
@@ -134,7 +134,7 @@ def _wished(spec: JobSpec, planner: BatchPlanner, held_at: int | None) -> tuple[
 
 
 def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
-    """Most workers for now, None for no limit but the job's own."""
+    """Return the growth limit for now; None for no limit except the job's own."""
     # Trials come many at a time: a second worker of the first of them would be taken back before it is there.
     return spec.min_workers if spec.trial is not None and not history.most_workers else None
 
@@ -153,7 +153,7 @@ def _progress(spec: JobSpec, planner: BatchPlanner, resume_point: ResumePoint | 
 
 
 def _run_progress(planner: BatchPlanner, resume_point: ResumePoint | None) -> Progress | None:
-    """How far the run is; before its first report, where it begins."""
+    """Return the run's progress; before its first report, where it starts."""
     if planner.latest is not None:
         return planner.latest.progress
     return RunProgress.from_resume_point(resume_point).summary() if resume_point is not None else None
@@ -218,7 +218,7 @@ def job_status(
 
 
 def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
-    """What the job waits for; empty where it simply runs."""
+    """Return what the job waits for; empty if it runs."""
     return waits_for(
         spec,
         record.phase,
@@ -230,7 +230,7 @@ def _waits_for(spec: JobSpec, record: JobRecord, machine: JobMembership) -> str:
 
 
 def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, record: JobRecord) -> JobStatus:
-    """The same with how far the job is, and what is left.
+    """Return the status with the job's progress, and what is left.
 
     A trial ends with its last epoch or with the most reports that its sweep gives one, whichever comes first.
     """
@@ -265,13 +265,13 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
 
 
 def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:
-    """What to know of a job while it runs."""
+    """Return the notes on a job while it runs."""
     slow = map(str, report.stragglers) if report is not None else ()
     return "; ".join(filter(None, (record.note, record.waiting, wish_note(planner), record.told, *slow)))
 
 
 def wish_note(planner: BatchPlanner) -> str:
-    """What the user's own policies ask for, as a status says it; empty without a wish."""
+    """Return a text on the sizes that the user's policies ask for; empty without a wish."""
     match planner.wish:
         case (None, None):
             return ""
@@ -322,7 +322,7 @@ def members(
 
 
 def explain(error: BaseException | Raised | None, phase: JobPhase, why_stopped: str = "") -> str:
-    """Why a job has ended, on one line; of a train function's error also what the function raised."""
+    """Return why a job has ended on one line, with what its train function raised."""
     if error is None and phase is JobPhase.STOPPED and why_stopped:
         return f"{why_stopped}: the job has stopped"
     if error is None:

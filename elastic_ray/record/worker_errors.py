@@ -1,4 +1,4 @@
-"""Whose an exception of a train function is: one worker's, which is lost, or the program's, which ends the job (pure).
+"""Attribution of a train function's exception: to one worker, which is lost, or to the program, which ends (pure).
 
 A program's error comes on every rank, or comes back. What one worker raises alone, and its replacement does not, is
 taken for the fault of its process, its GPU or its node.
@@ -35,7 +35,7 @@ _CAUSE = 120  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerError:
-    """One worker's exception.
+    """Exception of one worker.
 
     Attributes:
         worker: its id.
@@ -59,7 +59,7 @@ class WorkerError:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorVerdict:
-    """What an exception means for its job.
+    """Verdict on what an exception means for its job.
 
     Attributes:
         ends: the error that ends the job; None where only the worker is lost.

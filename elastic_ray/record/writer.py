@@ -93,7 +93,7 @@ class RecordWriter:
         self._block: dict[int, Report] = {}
 
     def tick(self, now_s: float) -> None:
-        """Some ten times a second [s, monotonic]: write what is due, and note what storage does not answer."""
+        """Write what is due, and note what storage does not answer; called about ten times a second [s, monotonic]."""
         reports_every_s = _REPORTS_EVERY_S if self._storage.local else _REWRITTEN_EVERY_S
         for writer, pause_s in ((self._events, 0.0), (self._reports, reports_every_s)):
             if writer.due(now_s):
@@ -149,7 +149,7 @@ class RecordWriter:
             logger.warning("job %s: %s failed: %s", self._spec.job, what, error)
 
     async def look(self, timeout_s: float) -> StoredProgress:
-        """What storage has of the run. Failures are tried again.
+        """Read what storage has of the run. Failures are tried again. Failures are tried again.
 
         Raises:
             OSError: storage was silent, or failed, for ``timeout_s``.
@@ -226,7 +226,7 @@ class RecordWriter:
 
 
 def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
-    """Why a job cannot begin whose storage does not say where it stands."""
+    """Return the error of a job that cannot start because its storage does not say where it stands."""
     if isinstance(error, PermissionError):
         return RuntimeError(
             f"the controller of job {spec.job!r} may not read {spec.storage_path}: {error}. Files of a run are their "

@@ -64,7 +64,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address that every machine can reach which can reach ``host``."""
+    """Return this machine's address that every machine can reach which can reach ``host``."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)  # sends nothing
@@ -149,7 +149,7 @@ class StandaloneController:
         """A fixed group cannot recover; the session raises."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
-        """Nothing to tell anybody."""
+        """Do nothing: there is nobody to notify."""
 
     def _look(self, reference: weakref.ref[Session]) -> None:
         """Look at measurements now and then, for as long as the session is there."""
@@ -207,7 +207,7 @@ class StandaloneController:
         logger.log(logging.INFO if kind == "strategy" else logging.WARNING, "%s", text)
 
     def tracker_dir(self) -> str:
-        """In the present directory, or where ``ELASTIC_RAY_TRACKER_DIR`` says."""
+        """Return ``ELASTIC_RAY_TRACKER_DIR``, or a folder in the present directory."""
         folder = os.path.abspath(os.environ.get("ELASTIC_RAY_TRACKER_DIR", _TRACKER_DIR))
         os.makedirs(folder, exist_ok=True)
         return folder
@@ -273,7 +273,7 @@ def own_gpu(local_rank: int, chosen: int, count: int) -> int:
 
 
 def _place() -> RankInfo:
-    """Where this process stands in the group that the environment describes; alone where it describes none."""
+    """Return this process's position in the group that the environment describes; alone if it describes none."""
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
         return RankInfo()
     rank, world_size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
@@ -292,7 +292,7 @@ def _local_size(world_size: int) -> int:
 
 
 def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
-    """This process's side of the membership protocol; a group that does not form ends the run."""
+    """Return this process's side of the membership protocol; a group that does not form ends the run."""
 
     def give_up(generation: int, cause: str) -> None:
         membership.give_up(
@@ -336,7 +336,7 @@ def _own_host() -> str:
 
 # All that gloo tells the others is that a connection was closed.
 class Departures:
-    """Who was the first to leave the group.
+    """Record of the first rank that left the group.
 
     Args:
         prefix: name of the group in the store.
@@ -363,7 +363,7 @@ class Departures:
         self._group = weakref.ref(group)
 
     def explain(self, cause: str) -> str:
-        """Why a collective has failed, which says so itself in ``cause``: who has left, as far as that is known."""
+        """Return why a collective has failed: the failure's ``cause``, and who has left, as far as known."""
         self._follows = True
         if self._store is None:
             return cause

@@ -95,15 +95,15 @@ class _PoolEntry:
     until_s: float = 0.0
 
     def start(self, actor: Any) -> None:
-        """Its controller has started it."""
+        """Store the process that its controller has started."""
         self.actor = actor
 
     def is_ready(self) -> None:
-        """It has imported everything."""
+        """Mark the process as ready: it has imported everything."""
         self.process = dataclasses.replace(self.process, ready=True)
 
     def measure(self, memory_bytes: int) -> None:
-        """It has told its resident memory."""
+        """Store the process's resident memory."""
         self.process = dataclasses.replace(self.process, memory_bytes=memory_bytes)
 
 
@@ -201,7 +201,7 @@ class WarmPool:
         ray.kill(self._handle)
 
     async def processes(self) -> tuple[PooledProcess, ...]:
-        """What there is now."""
+        """Return the present processes."""
         await self._found
         return tuple(each.process for each in self._entries.values())
 
@@ -276,7 +276,7 @@ class WarmPool:
             entry.is_ready()
 
     async def _ask(self, entry: _PoolEntry, timeout_s: float) -> bool:
-        """Whether a process is well; one that is not, or that a job has claimed, is kept no more."""
+        """True if a process is well; an unwell or claimed process is dropped."""
         name = entry.process.name
         try:
             memory = await asyncio.wait_for(entry.actor.memory_bytes.remote(), timeout_s)

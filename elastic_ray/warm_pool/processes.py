@@ -50,7 +50,7 @@ def _prefix(job: str) -> str:
 
 
 def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> WorkerSetup:
-    """What every worker process of the job is told first; ``controller``, ``token``: of one that is the job's own."""
+    """Return the setup of the job's processes; ``controller`` and ``token`` are for one of the job's own."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
         cpus=spec.bundle.get("CPU", 1.0),
@@ -108,7 +108,7 @@ def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
 
 
 class _Lent(enum.Enum):
-    """Whether a borrowed process is known to answer."""
+    """State of a borrowed process: starting, asked, or known to answer."""
 
     STARTING = enum.auto()
     ASKED = enum.auto()
@@ -191,7 +191,7 @@ class Processes:
             raise
 
     async def _answer(self, actor: Any) -> ProcessInfo | None:
-        """What a process says when it is prepared; None of one that does not answer."""
+        """Prepare a process and return its answer; None if it does not answer."""
         try:
             setup = self._setup_of_lent if actor in self._lent else self._setup
             process_info: ProcessInfo = await asyncio.wait_for(actor.prepare.remote(setup), _ANSWER_S)

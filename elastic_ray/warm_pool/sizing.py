@@ -1,4 +1,4 @@
-"""Which processes the cluster's pool keeps warm, which it has started next and which it ends (pure)."""
+"""Sizing of the cluster's pool: which processes are kept warm, started next and ended (pure)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PoolConfig:
 
     @property
     def on(self) -> bool:
-        """Whether there is a pool at all."""
+        """True if there is a pool at all."""
         return self.per_node > 0 and self.total > 0
 
 
@@ -112,7 +112,7 @@ class PooledProcess:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRequest:
-    """What one job would find of use.
+    """Request of one job for processes.
 
     Attributes:
         job: whose it is.
@@ -131,7 +131,7 @@ class ProcessRequest:
     over: bool = False
 
     def lives(self, now_s: float) -> bool:
-        """Whether the job runs, as far as known."""
+        """True if the job runs, as far as known."""
         return not self.over and now_s - self.asked_s <= _LIVES_S
 
 
@@ -179,7 +179,7 @@ def plan(
     busy: Mapping[str, float],
     now_s: float,
 ) -> tuple[Start | End, ...]:
-    """What to start and to end now.
+    """Return which processes to start and to end now.
 
     Args:
         config: the bounds.
@@ -225,7 +225,7 @@ def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
 def _allot(
     config: PoolConfig, nodes: Mapping[str, PoolNode], sizes: Mapping[str, int], requests: Sequence[ProcessRequest]
 ) -> dict[tuple[str, str], int]:
-    """How many processes each node is to have of each environment: within all bounds, the most pressing demand first.
+    """Return each node's number of processes by environment, within all bounds, the most pressing demand first.
 
     Demands for the same place are not added up: a process that one job takes is replaced before long.
     """
@@ -258,7 +258,7 @@ def _memory(config: PoolConfig, node: PoolNode) -> float:
 def _fits(
     config: PoolConfig, node: PoolNode, processes: Sequence[PooledProcess], environment: str, sizes: Mapping[str, int]
 ) -> bool:
-    """Whether a node has room for one more process beside those that it has, those that end included."""
+    """True if a node has room for one more process, counting those that end."""
     used = sum(each.memory_bytes or sizes.get(each.environment, _ESTIMATE_BYTES) for each in processes)
     one_more = sizes.get(environment, _ESTIMATE_BYTES)
     return len(processes) < config.per_node and used + one_more <= _memory(config, node)

@@ -95,7 +95,7 @@ class ActorControllerClient:
         self.gone = why
 
     def start_from(self, resumed: str) -> None:
-        """Which automatic checkpoint the run goes on from, or why it cannot: told with :meth:`ready`."""
+        """Set the automatic checkpoint that the run continues from, or why it cannot; sent with :meth:`ready`."""
         self._resumed = resumed
 
     def stop_when(self, is_stopping: Callable[[], bool]) -> None:
@@ -116,7 +116,7 @@ class ActorControllerClient:
         return self._controller.push.remote(message)
 
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
-        """This worker starts over with less, and with its state if that is ``whole``."""
+        """Report that this worker starts over with less, and with its state if that is ``whole``."""
         self.starts_over, self.last_switched = whole, 0
         self.last_ready = self.last_failed = None
         self.insist_on(
@@ -189,7 +189,7 @@ class ActorControllerClient:
             time.sleep(_POLL_S)
 
     def flush_if_there(self) -> None:
-        """As :meth:`flush`, from a run that another rank has stopped, which may know sooner that there is nobody."""
+        """Flush in a run that another rank has stopped; the controller may be gone already."""
         try:
             self.flush()
         except ActorDiedError:

@@ -1,4 +1,4 @@
-"""What workers tell their controller: signals of the membership machine, more of their kind, and how runs end.
+"""Messages of workers to their controller: signals of the membership machine, further ones, and ends of runs.
 
 What a user's train function makes is told as plain data of bounded size (``elastic_ray.state.plain_metrics``), or
 closed (``elastic_ray.sealed``): Ray unpickles a message in the controller before any code of ours can look at it.
@@ -41,7 +41,7 @@ class StateSaved:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReady(Ready):
-    """It waits for its first generation.
+    """Signal: the worker waits for its first generation.
 
     Attributes:
         loader: limits of the training loader.
@@ -54,7 +54,7 @@ class WorkerReady(Ready):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOutOfMemory(Rerun):
-    """It ran out of memory with ``atomic_bsz`` samples at once, and starts over.
+    """Signal: the worker ran out of memory with ``atomic_bsz`` samples at once, and starts over.
 
     Without ``has_state`` it was inside ``optimizer.step()``, and what it holds is of no step. ``more_than_equal`` says
     that an equal split of the step would have given it fewer samples.
@@ -114,7 +114,7 @@ class WorkerHeartbeat(Signal):
 
 
 class ControllerAnswer(enum.Enum):
-    """What a controller answers a process that asks whether it is the controller's."""
+    """Answer of a controller to a process that asks whether it belongs to it."""
 
     KNOWN = "known"
     INTRODUCE = "introduce yourself"
@@ -123,7 +123,7 @@ class ControllerAnswer(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReregistration:
-    """What a worker tells a controller that Ray has restarted: all that the controller had known of it.
+    """Registration of a worker with a restarted controller: all that the controller had known of it.
 
     Attributes:
         worker: its id.
@@ -173,7 +173,7 @@ WorkerMessage = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnd:
-    """What every end of a run of the train function tells of the process.
+    """End of a run of the train function, with facts of the process.
 
     Attributes:
         memory_bytes: resident memory of the process afterwards.
@@ -233,7 +233,7 @@ class RunFailed(RunEnd):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutOfMemory(RunFailed):
-    """It ran out of memory before its first generation; ``cause`` says so in a sentence."""
+    """End of a run that ran out of memory before its first generation; ``cause`` is a sentence on it."""
 
     cause: str
 

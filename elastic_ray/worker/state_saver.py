@@ -130,7 +130,7 @@ class StateSaver:
             self._give_up("it cannot be copied", exc_info=True)
 
     def _tell_of_refusals(self) -> None:
-        """Some ranks cannot write their parts: all of the state goes through rank 0."""
+        """Report that some ranks cannot write their parts, so that the whole state goes through rank 0."""
         if self._saving.refusals and not self._refused and self._session.rank == 0:
             self._refused = True
             ranks = self._saving.refusals

@@ -100,7 +100,7 @@ class PickledTrainLoop:
 
 
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
-    """What :func:`pack` made, to be called with these values in its config, over those of the same name.
+    """Return a packed loop that is called with `config` in its config, over values of the same name.
 
     Raises:
         TypeError: a value cannot be pickled; the message names it.
@@ -143,7 +143,7 @@ def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
 
 
 def _takes_config(train_loop: Any, has_config: bool) -> bool:
-    """Whether the function is to be called with the config; raises if it can be called neither way."""
+    """True if the function takes the config; raises if it can be called neither way."""
     if not callable(train_loop):
         raise TypeError(f"train_loop_per_worker must be a function, but got {train_loop!r}")
     body = getattr(train_loop, "func", train_loop)  # of a functools.partial
@@ -181,7 +181,7 @@ def _name(train_loop: Any) -> str:
 
 
 def _unpicklable(train_loop: Any, config: Mapping[str, Any] | None, error: Exception) -> str:
-    """What cannot be pickled, by name."""
+    """Return what cannot be pickled, by name."""
     for key, value in (config or {}).items():
         if (why := _pickling_error(value)) is not None:
             return (

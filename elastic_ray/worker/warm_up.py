@@ -77,7 +77,7 @@ def start_slot(folder: Path | None = None, *, slots: int | None = None, timeout_
 
 
 def _session_folder() -> Path:
-    """Of the Ray node that this process belongs to."""
+    """Return a folder of the Ray node that this process belongs to."""
     node: Any = _ray_worker._global_node
     return Path(node.get_session_dir_path()) / "elastic_ray_starts"
 

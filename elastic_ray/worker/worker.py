@@ -68,7 +68,7 @@ _End = TypeVar("_End", bound=RunEnd)
 
 
 class Worker:
-    """What a ``WorkerProcess`` does; methods other than ``run`` return at once and may be called while it runs.
+    """Worker behind a ``WorkerProcess``; methods other than ``run`` return at once and may be called while it runs.
 
     Args:
         setup: what all workers of the job share.
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def _idle(self) -> Registration | None:
-        """Whose the process is between two runs; a sweep's is lent, and the sweep's to end."""
+        """Registration of the process between two runs; a sweep's process is lent, and the sweep ends it."""
         setup = self._setup
         return Registration(controller=setup.controller, token=setup.token) if setup.controller is not None else None
 
@@ -143,7 +143,7 @@ class Worker:
             self._ended.notify_all()
 
     def outcome(self, token: str, worker: str, wait_s: float) -> RunResult | None:
-        """How a run has ended; None if it has not within ``wait_s``. May be asked again, by a renewed controller."""
+        """Return how a run has ended; None if it has not within ``wait_s``. A renewed controller may ask again."""
 
         def result() -> RunResult | None:
             found = self._result
@@ -157,7 +157,7 @@ class Worker:
         return found
 
     def _introduce(self) -> WorkerReregistration | None:
-        """Who this worker is, for a controller that has lost its memory; None while no run is under way."""
+        """Return this worker's registration for a restarted controller; None while no run is in progress."""
         assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
         if assignment is None or link is None or process_info is None:
             return None
@@ -242,7 +242,7 @@ class Worker:
     def _run_once(
         self, assignment: Assignment, session: Session, link: ActorControllerClient
     ) -> RunResult | tuple[dict[str, Any] | None, RunProgress | None]:
-        """One run; what a rerun needs when the run went out of memory."""
+        """Run the train function once; return the result, or what a rerun needs after it ran out of memory."""
         elastic = self._setup.elastic
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
@@ -298,7 +298,7 @@ class Worker:
             link.tracker_files.close(_TRACKER_S)
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
-        """Who saves automatic checkpoints of a run; None where the job has none."""
+        """Return a saver of automatic checkpoints for a run; None if the job has none."""
         if not self._setup.states_kept:
             return None
         elastic = self._setup.elastic
@@ -395,7 +395,7 @@ def _start_of(assignment: Assignment) -> RunProgress | None:
 
 
 def _end(kind: type[_End], **values: Any) -> _End:
-    """How a run has ended, with what its process uses now."""
+    """Return the end of a run, with the resources that its process uses now."""
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return kind(memory_bytes=memory, cuda_used=_cuda_used(), **values)
 

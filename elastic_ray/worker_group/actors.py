@@ -186,7 +186,7 @@ class WorkerActors:
         self._background.start(self._watch(worker, told.actor, told.token))
 
     def knows(self, worker: str, token: str) -> bool:
-        """Whether a process with this token serves these workers."""
+        """True if a process with this token serves these workers."""
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
@@ -225,7 +225,7 @@ class WorkerActors:
                 self._processes.end(actor)
 
     async def is_running(self, worker: str, timeout_s: float) -> bool | None:
-        """Whether another process of the worker's node sees its process running; None where none can tell.
+        """Ask another process of the worker's node if it sees the worker's process running; None if none can tell.
 
         A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
         """
@@ -272,7 +272,7 @@ class WorkerActors:
         await self.withdrawn()
 
     async def withdrawn(self) -> None:
-        """Nothing that was asked for, and not had, is left: a group would count for the next job of this name."""
+        """Wait until outstanding requests are withdrawn; a group would count for the next job of this name."""
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:

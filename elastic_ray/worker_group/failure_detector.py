@@ -1,4 +1,4 @@
-"""Who has been silent for too long (pure but for the arguments)."""
+"""Failure detector for silent workers (pure except for the arguments)."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class FailureDetector:
         self._excused.discard(worker)
 
     def excuse(self, worker: str) -> None:
-        """Its process was seen to be alive: it may be busy, or starved, and is worth a longer wait."""
+        """Grant a longer wait to a worker whose process was seen alive: it may be busy or starved."""
         if worker in self._questioned:  # not heard of since the question
             self._excused.add(worker)
 
     def questioned(self, worker: str) -> bool:
-        """Whether nothing has been heard of it since it became questionable."""
+        """True if the worker has been silent since it became questionable."""
         return worker in self._questioned
 
     def questionable(self) -> list[str]:
-        """Who has been silent for a third of the timeout, once each time: worth a look at its process."""
+        """Return the workers silent for a third of the timeout, once each: their processes are worth a look."""
         soon_s = self._timeout_s / 3
         found = [w for w, at_s in self._heard_s.items() if self._clock_s - at_s > soon_s and w not in self._questioned]
         self._questioned.update(found)

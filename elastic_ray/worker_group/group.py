@@ -62,7 +62,7 @@ class GroupObserver(Protocol):
         """No worker can have a process."""
 
     def complete(self) -> None:
-        """All have come to the end of the train function."""
+        """Complete the job: all ranks have ended the train function."""
 
     def released(self) -> None:
         """Resources were given back."""
@@ -132,7 +132,7 @@ class WorkerGroup:
 
     @property
     def silence_s(self) -> Mapping[str, float]:
-        """By member of the group, for how long it has been silent [s]."""
+        """Silence of each member of the group [s]."""
         silence_s = {member.worker: self._detector.silence_s(member.worker) for member in self.machine.members()}
         return {worker: age_s for worker, age_s in silence_s.items() if age_s is not None}
 
@@ -142,7 +142,7 @@ class WorkerGroup:
         return self._before
 
     def is_member(self, generation: int, worker: str) -> bool:
-        """Whether the worker belongs to this generation, which is the present one or is to be."""
+        """True if the worker belongs to this generation, which is the present one or the next."""
         flight = self.machine.in_flight
         specs = (self.machine.current, flight.spec if flight is not None else None)
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
@@ -209,7 +209,7 @@ class WorkerGroup:
         await self.actors.vacate()
 
     async def withdrawn(self) -> None:
-        """Nothing that was asked for, and not had, is left."""
+        """Wait until outstanding requests are withdrawn."""
         await self.actors.withdrawn()
 
     async def refilled(self) -> None:
@@ -237,7 +237,7 @@ class WorkerGroup:
             self._detector.heard(*(members - self.returned))
 
     def tick(self, now_s: float) -> None:
-        """Some ten times a second [s, monotonic]."""
+        """Advance the group; called about ten times a second [s, monotonic]."""
         members = self.machine.watched()
         for worker, silence_s in self._detector.silent(now_s, members):
             self.take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
@@ -249,7 +249,7 @@ class WorkerGroup:
             self.actors.keep_warm(collections.Counter(m.node for m in self.machine.current.members))
 
     async def _look_at(self, worker: str) -> None:
-        """One that is silent may be stopped or starved: its node knows."""
+        """Ask the node of a silent worker if its process is stopped or starved."""
         running = await self.actors.is_running(worker, self._spec.elastic.heartbeat_timeout_s / 2)
         if running:
             self._detector.excuse(worker)
@@ -302,7 +302,7 @@ class WorkerGroup:
                 self._observer.complete()
 
     def _assignment(self, launch: Launch) -> Assignment:
-        """What a worker is told that starts now."""
+        """Return the assignment of a worker that starts now."""
         self._record.starting()
         forming = self.machine.current is None
         if forming:

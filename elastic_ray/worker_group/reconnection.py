@@ -80,11 +80,11 @@ class Reconnection:
         self._struck.update(workers)
 
     def _dead(self, workers: list[str]) -> list[str]:
-        """Those whose process Ray knows to be dead."""
+        """Return the workers whose process Ray knows to be dead."""
         return [worker for worker in workers if (name := self._processes[worker]) and not _lives(name)]
 
     async def _runs(self, worker: str) -> bool | None:
-        """Whether the worker's node sees its process running; None where that cannot be told."""
+        """Return whether the worker's node sees its process running; None if that cannot be told."""
         node, pid = self._homes.get(worker), self._pids.get(worker)
         if node is None or pid is None:
             return None

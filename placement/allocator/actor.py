@@ -153,7 +153,7 @@ def _named_actor(packed: PackedPolicy, config: AllocatorConfig | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """Who rules, how, over whom: the answer to one who wants another policy or configuration."""
+    """Policy, configuration and jobs of a running allocator, for a client that wants others."""
 
     packed: PackedPolicy
     config: AllocatorConfig | None
@@ -161,7 +161,7 @@ class AllocatorSettings:
 
 
 def _equal(one: AllocatorConfig, other: AllocatorConfig | None) -> bool:
-    """Whether they say the same; an objective of a user's own need not be comparable, and comes as a copy."""
+    """True if two configurations have the same values; a user's objective may be a copy that is not comparable."""
     said = [_ADDRESS.sub("", repr(each)) for each in (one, other or AllocatorConfig())]
     return said[0] == said[1]
 

@@ -45,7 +45,7 @@ class Controllers:
         self._heard_s.pop(job, None)
 
     def post(self, instruction: Instruction) -> None:
-        """One call per job at a time, the latest instruction only: concurrent calls may overtake each other."""
+        """Send an instruction: one call per job at a time, and only the latest, as calls may overtake each other."""
         address = (instruction.job, type(instruction))
         self._outbox[address] = instruction
         if address not in self._sending:

@@ -388,7 +388,7 @@ class AllocatorCore:
         return avoid_failing(self.views(now_s), self._cluster, self._nodes.avoided(self._steady_s or 0.0))[0]
 
     def _carry_out(self, plan: Plan, trigger: Trigger, now_s: float, steady_s: float) -> list[Allocate]:
-        """One ``Allocate`` for each job whose nodes change, or that waits for a new reason; the changes are logged."""
+        """Return an ``Allocate`` for each job with changed nodes or a new reason to wait; log the changes."""
         instructions: list[Allocate] = []
         for name, job in self._jobs.items():
             reason = job.view.paused or plan.reasons.get(name, job.reason)

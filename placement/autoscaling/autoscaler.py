@@ -213,7 +213,7 @@ class Autoscaler:
     def _demand(
         self, views: Sequence[JobView], cluster: Cluster, types: Sequence[NodeType], lasts_h: Mapping[str, float]
     ) -> Demand:
-        """What the objective is asked: jobs by arrival, their offers on these types, the GPU type each runs on."""
+        """Return the objective's input: jobs by arrival, their offers on these types, and present GPU types."""
         gpus = {node.node_id: node.gpu_type for node in cluster.nodes}
         jobs = tuple(sorted(views, key=lambda view: view.arrival))
         return Demand(
@@ -271,7 +271,7 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> dict[str, int]:
-        """The same without new nodes on which the allocator would put no worker, what they replace being gone."""
+        """Return the target without new nodes that would get no worker, once those they replace are gone."""
         left = dict(target)
         while True:
             fresh = {

@@ -21,7 +21,7 @@ _KeyCo = TypeVar("_KeyCo", bound=Hashable, covariant=True)
 
 
 class Free(Protocol[_JobContra, _KeyCo]):
-    """What is left of the nodes, counted from 0: ``FreeResources`` where workers differ, else ``FreeSlots``."""
+    """Protocol of free room on nodes: ``FreeResources`` where workers differ, else ``FreeSlots``."""
 
     def key(self, job: _JobContra) -> _KeyCo:
         """Return the key that tells two jobs apart."""

@@ -270,7 +270,7 @@ class Experiment:
         return True
 
     def _over(self) -> bool:
-        """Whether it has ended, or the tuner has no more trials; raises ExperimentFailedError where it cannot go on."""
+        """True if the experiment has ended or lacks trials; raises ExperimentFailedError if it cannot continue."""
         now_s = time.monotonic()
         if self._reachable():
             self._answered_s = now_s

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class NNISearch(Searcher):
-    """One of NNI's tuners for ``TuneConfig(search_alg=...)``; trials are whatever the ``Tuner`` runs.
+    """Searcher of Ray Tune that asks one of NNI's tuners, for ``TuneConfig(search_alg=...)``.
 
     ``TuneConfig(search_alg=NNISearch("TPE"), metric="accuracy", mode="max")``; the space is the ``Tuner``'s
     ``param_space``, or one in NNI's words.

@@ -16,12 +16,12 @@ class _ElasticArguments:
 
     @property
     def process_index(self) -> int:
-        """This worker's rank."""
+        """Rank of this worker."""
         return get_context().get_world_rank()
 
     @property
     def local_process_index(self) -> int:
-        """Its rank among those on its node."""
+        """Rank of this worker among those on its node."""
         return get_context().get_local_rank()
 
     @property

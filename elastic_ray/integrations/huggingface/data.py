@@ -65,7 +65,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 
 
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
-    """What ``get_train_dataloader`` gives, which may be the user's own, as a loader whose batches all workers share.
+    """Return the loader of ``get_train_dataloader``, possibly the user's own, as one that all workers share.
 
     Raises:
         TypeError: it is neither torch's nor ours.
@@ -93,7 +93,7 @@ def _of_torch(loader: Any) -> DataLoader[Any]:
 
 
 def counts_items(compute_loss: Callable[..., Any]) -> bool:
-    """Whether a ``compute_loss`` takes part in ``num_items_in_batch``, by its code.
+    """True if a ``compute_loss`` uses ``num_items_in_batch``, by its code.
 
     Then it is a sum over items, divided by that; else it is a mean over samples.
     """

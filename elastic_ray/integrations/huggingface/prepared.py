@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives for a model and for a loader, and what it has given for an optimizer."""
+"""Results of ``Accelerator.prepare`` for a model and for a loader, and earlier results for an optimizer."""
 
 from __future__ import annotations
 

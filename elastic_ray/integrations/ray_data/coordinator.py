@@ -58,7 +58,7 @@ class RowsWanted:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsFound:
-    """Where rows are: spans in order, and the rows of the whole epoch (None until its end has been read)."""
+    """Spans of rows in order, and the number of rows of the epoch (None until its end has been read)."""
 
     spans: tuple[RowSpan, ...]
     total: int | None
@@ -96,7 +96,10 @@ def find_coordinator(name: str, patience_s: float) -> Any:
 
 
 class DatasetCoordinator:
-    """Actor class; see the module's text. Methods are coroutines of one event loop; streams have a thread each."""
+    """Actor class of the coordinator.
+
+    Methods are coroutines of one event loop; streams have a thread each.
+    """
 
     def __init__(self, packed: PackedDatasets, controller: Any) -> None:
         log_plainly(logging.WARNING)
@@ -128,7 +131,7 @@ class DatasetCoordinator:
         return None if rows is None else int(rows)
 
     async def rows(self, wanted: RowsWanted) -> RowsFound:
-        """Where these rows are, once they are there; nowhere for a reader that has left or asked for others meanwhile.
+        """Wait for rows and return where they are; empty for a reader that has left or asked for others meanwhile.
 
         Raises:
             Exception: the dataset could not be read.
@@ -178,7 +181,7 @@ class DatasetCoordinator:
             self._close(stream)
 
     def _tell(self) -> None:
-        """There is something new for those that wait."""
+        """Wake the calls that wait for news."""
         waiting, self._waiting = self._waiting, set()
         for news in waiting:
             if not news.done():
@@ -205,7 +208,7 @@ class DatasetCoordinator:
         return stream
 
     def _is_stale(self, stream: RowStream, wanted: RowsWanted) -> bool:
-        """Whether nobody will read it: those are gone who did, or it was begun for an epoch that had no use for it."""
+        """True if nobody will read the stream: its readers are gone, or its epoch did not need it."""
         if stream.generation < 0:
             return stream.epoch < wanted.epoch
         return stream.generation < wanted.reader.generation and not self._readers.has_others(stream, wanted.reader)
@@ -255,7 +258,7 @@ class DatasetCoordinator:
         ray.kill(self._handle)
 
     async def _is_over(self) -> bool:
-        """Whether the job has ended, or nobody is left who could say so."""
+        """True if the job has ended, or nobody is left who could say so."""
 
         async def phase() -> Any:
             return (await self._controller.status.remote()).phase
@@ -280,7 +283,7 @@ def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
 
 
 def _says_something(record: logging.LogRecord) -> bool:
-    """Not what Ray says of every such actor: executions have threads of their own, and show no progress."""
+    """True unless it is the record that Ray logs for every such actor, whose executions show no progress."""
     return _TALKATIVE[record.name] not in record.getMessage()
 
 

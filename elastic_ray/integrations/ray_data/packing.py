@@ -105,7 +105,7 @@ def unpack(packed: PackedDatasets) -> dict[str, bytes]:
 
 
 def forget(packed: PackedDatasets) -> None:
-    """They are not wanted any more."""
+    """Delete the stored datasets."""
     if packed.stored:
         internal_kv._internal_kv_del(packed.stored.encode(), namespace=NAMESPACE)
 
@@ -128,7 +128,7 @@ class TrainLoopWithDatasets:
 
 
 def _readable(datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that can be read again from where they are stored."""
+    """Return the datasets that can be read again from where they are stored."""
     return {name: each for name, each in datasets.items() if each.has_serializable_lineage()}
 
 

@@ -85,7 +85,7 @@ class RayDataShard(IterableDataset[Any]):
         self._coordinator, self._run = coordinator, run
 
     def batch_source(self, collate: Callable[[Any], Any] | None) -> RayDataBatches:
-        """What a loader takes its batches from.
+        """Return the source of a loader's batches.
 
         Args:
             collate: makes a batch, as Ray Data's ``collate_fn``: from a dict of column to NumPy array, or, for a
@@ -111,7 +111,7 @@ def _way_out(name: str, asked: str) -> str:
 
 
 def _no_datasets(name: str) -> str:
-    """Why there are none here."""
+    """Return why there are no datasets here."""
     session = session_of_thread()
     if session is not None and session.elastic and ray.is_initialized():
         return f"the job has no datasets: pass ElasticTrainer(..., datasets={{{name!r}: ray.data.read_parquet(...)}})"
@@ -199,7 +199,7 @@ class RayDataBatches:
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """Whether a group of ``world_size`` may begin here."""
+        """True if a group of ``world_size`` may start at ``position``."""
         self._know(position + 2 * world_size, ahead=0)
         known = self._end if self._total is None else self._total
         return can_switch(position=position, total=known, world_size=world_size)
@@ -243,7 +243,7 @@ class RayDataBatches:
         )
 
     def _answer(self, call: Any, end: int, ahead: int) -> RowsFound:
-        """What a call gives; it is made anew for a coordinator that Ray has restarted.
+        """Return the result of a call, which is repeated for a coordinator that Ray has restarted.
 
         Data may take any time to read: the wait lasts as long as the coordinator lives, and the job's user is told.
         """
@@ -308,7 +308,7 @@ def cut(block: Any, first: int, end: int) -> Any:
 
 
 def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any:
-    """One batch of the rows of these tables.
+    """Make one batch of the rows of these tables.
 
     Args:
         pieces: Arrow tables of one schema, in order.

@@ -59,7 +59,7 @@ class RowStream:
 
     @property
     def generation(self) -> int:
-        """Of the newest group that reads it."""
+        """Generation of the newest group that reads the stream."""
         return self._window.generation
 
     @property
@@ -69,7 +69,7 @@ class RowStream:
 
     @property
     def failed(self) -> bool:
-        """Whether the dataset could not be read further."""
+        """True if the dataset could not be read further."""
         return self._error is not None
 
     @property
@@ -85,7 +85,7 @@ class RowStream:
             self._lock.notify_all()
 
     def has(self, end: int) -> bool:
-        """Whether rows up to ``end`` have been read, or all there are.
+        """True if rows up to ``end``, or all that exist, have been read.
 
         Raises:
             Exception: the dataset could not be read further.
@@ -216,6 +216,6 @@ def _seeds(operator: Any) -> Iterator[Any]:
 
 
 def _draws_anew(make: Any) -> bool:
-    """Whether a shuffle of files has another seed each time (``shuffle="files"``), or none."""
+    """True if a shuffle of files has a new seed each time (``shuffle="files"``), or none."""
     first, second = make(), make()
     return first is not None and (first.seed is None or first.seed != second.seed)

@@ -27,7 +27,9 @@ from placement.storage.private_files import make_directory, make_own
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrialView:
-    """What loggers read of a ``ray.tune`` trial. Two of the same ``trial_id`` are equal: loggers keep them as keys.
+    """View of a trial as loggers read one of ``ray.tune``.
+
+    Two of the same ``trial_id`` are equal: loggers keep them as keys.
 
     Attributes:
         trial_id: the same for the whole run, whatever controllers it has.
@@ -58,7 +60,7 @@ class TrialView:
 
     @property
     def local_dir(self) -> str:
-        """Where ``local_path`` lies."""
+        """Parent directory of ``local_path``."""
         return os.path.dirname(self.local_path)
 
     @property
@@ -73,12 +75,12 @@ class TrialView:
 
     @property
     def trainable_name(self) -> str:
-        """By which some loggers group trials."""
+        """Name by which some loggers group trials."""
         return self.trial_name
 
     @property
     def experiment_tag(self) -> str:
-        """What tells it from the other trials of its experiment: there are none."""
+        """Tag of the trial in its experiment, which has no others."""
         return self.trial_id
 
     @property
@@ -140,7 +142,7 @@ class Callbacks:
         self._unpacked: tuple[tuple[Any, ...], RunContext] | None = None
 
     def get(self, index: int) -> tuple[Any, RunContext]:
-        """One of them, and the run's context; raises what unpickling them raises."""
+        """Return one callback and the run's context; raises what unpickling them raises."""
         with self._lock:
             if self._unpacked is None:
                 self._unpacked = unpack_callbacks(self._packed, self._run_id)
@@ -148,7 +150,10 @@ class Callbacks:
 
 
 class CallbackTracker:
-    """One callback. It hears of each report once, also when a run goes back to a checkpoint and repeats some.
+    """Tracker of one callback.
+
+    It receives each report once, also when a run returns to a checkpoint and repeats some. It hears of each report
+    once, also when a run goes back to a checkpoint and repeats some.
 
     Attributes:
         note: what the tracker of a controller after this one has to know; empty for nothing.
@@ -163,7 +168,7 @@ class CallbackTracker:
         self.note = ""
 
     def recall(self, note: str) -> None:
-        """What the tracker of a controller before this one has noted; before anything else."""
+        """Restore the note of an earlier controller's tracker; called before anything else."""
         if note:
             self._note = json.loads(note)
             self._seen = SeenReports(int(self._note.get("told", 0)))
@@ -190,7 +195,7 @@ class CallbackTracker:
                 self._keep()
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """They go with the next report."""
+        """Keep the numbers for the next report."""
         self._numbers = numbers.values
 
     def event(self, event: JobEvent) -> None:
@@ -210,7 +215,7 @@ class CallbackTracker:
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Do nothing: no calls are buffered here."""
 
     def finish(self, phase: JobPhase) -> None:
         """Tell it that the run is over."""
@@ -249,11 +254,11 @@ class _Target(Protocol):
         """The job has ended."""
 
     def state(self) -> str | None:
-        """What it needs to go on in another process; None for nothing."""
+        """Return the state that another process needs to continue; None if there is none."""
 
 
 def _target(callback: Any, context: RunContext, run: TrackedRun) -> _Target | None:
-    """How to call a callback; None for one that Ray Tune calls."""
+    """Return how to call a callback; None for one that Ray Tune calls."""
     from ray.tune.logger import LoggerCallback
 
     if not isinstance(callback, LoggerCallback):
@@ -268,7 +273,7 @@ class _UserCallback:
         self._callback, self._context, self._run = callback, context, run
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """It has no method for it."""
+        """Restore the callback's state; it has no method for a start."""
         if state is not None:
             go_on(self._callback, None, state)
         return frozenset()
@@ -285,14 +290,14 @@ class _UserCallback:
             on_resize(self._context, dataclasses.replace(event, detail=copy.deepcopy(dict(event.detail))))
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """As Ray Train does."""
+        """Call ``after_exception`` as Ray Train does."""
         self._callback.after_exception(self._context, dict(errors))
 
     def finish(self, phase: JobPhase) -> None:
-        """It has no method for it."""
+        """Do nothing: the callback has no method for the end."""
 
     def state(self) -> str | None:
-        """Of those that have ``get_state`` and ``set_state``."""
+        """Return the state of callbacks that have ``get_state`` and ``set_state``."""
         return state_of(self._callback, None)
 
 
@@ -349,7 +354,7 @@ class _LoggerCallback:
         """Loggers have no method for it."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """They hear of it at the end."""
+        """Do nothing: loggers are notified at the end."""
 
     def finish(self, phase: JobPhase) -> None:
         """The trial ends, and with it the experiment; then what was written goes where the run is."""
@@ -369,7 +374,7 @@ class _LoggerCallback:
             copy_directory(local, self._trial.local_path, storage, target)
 
     def state(self) -> str | None:
-        """By which the tracker's own run is found again."""
+        """Return the state by which the tracker's own run is found again."""
         return state_of(self._callback, self._trial)
 
 
@@ -391,7 +396,7 @@ def folder_of(run: TrackedRun) -> str:
 
 
 def _checkpoint(report: Report, storage: RunStorage) -> Any:
-    """As ``ray.train.Checkpoint``; None without one."""
+    """Return the report's ``ray.train.Checkpoint``; None without one."""
     if report.checkpoint is None:
         return None
     from ray.train import Checkpoint
@@ -416,7 +421,7 @@ def before_setup(logger: Any) -> None:
 
 
 def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
-    """After its ``setup``: go on with the run of this state."""
+    """Continue the run of this state; called after the logger's ``setup``."""
     kind, _, value = state.partition(":")
     if kind == "mlflow" and isinstance(getattr(logger, "_trial_runs", None), dict):
         logger._trial_runs[trial] = value
@@ -425,7 +430,7 @@ def go_on(logger: Any, trial: TrialView | None, state: str) -> None:
 
 
 def state_of(logger: Any, trial: TrialView | None) -> str | None:
-    """By which its run is found again; None where it has no way to say so, or says too much."""
+    """Return the state by which the logger's run is found again; None if it has none, or too large a one."""
     runs = getattr(logger, "_trial_runs", None)
     if _is(logger, "MLflowLoggerCallback") and isinstance(runs, dict) and trial in runs:
         return f"mlflow:{runs[trial]}"
@@ -450,5 +455,5 @@ def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
 
 
 def _is(logger: Any, *names: str) -> bool:
-    """Whether it is of such a class; the classes' modules may not be there."""
+    """True if the logger is of such a class, by name; the classes' modules may be missing."""
     return any(each.__name__ in names for each in type(logger).__mro__)

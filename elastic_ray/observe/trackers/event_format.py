@@ -83,7 +83,7 @@ def version_event(time_s: float) -> bytes:
 
 
 def restart_event(time_s: float, step: int) -> bytes:
-    """What was written of this step and later ones counts no more; it is written anew."""
+    """Return an event that voids earlier events of this step and later ones."""
     return _event(time_s, _int(_STEP, step), _field(_SESSION_LOG, _int(1, _START)))
 
 
@@ -109,7 +109,7 @@ def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ReadEvent:
-    """What is read of an event.
+    """Contents of an event that was read.
 
     Attributes:
         time_s: when it was written [s since the epoch].

@@ -12,7 +12,7 @@ import ray.cloudpickle
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What callbacks get as ``run_context``: a run, in the terms of Ray Train.
+    """Run for callbacks, which get it as ``run_context``, in the terms of Ray Train.
 
     Attributes:
         run_id: the same for the whole run.

@@ -56,7 +56,7 @@ class RunTrackers:
         self._make()
 
     def _make(self) -> None:
-        """One tracker for TensorBoard, where it is wanted, and one for each callback."""
+        """Make one tracker for TensorBoard, if it is wanted, and one for each callback."""
         spec = self._spec
         storage = RunStorage(spec.storage_path, spec.storage_filesystem, private=spec.elastic.private_files)
         wanted = spec.elastic.tensorboard
@@ -83,7 +83,7 @@ class RunTrackers:
 
     @property
     def notes(self) -> dict[str, str]:
-        """What the trackers of a controller after this one have to know."""
+        """Notes for the trackers of a controller after this one."""
         found = {str(index): tracker.note for index, tracker in enumerate(self._callbacks) if tracker.note}
         return {**found, _BEGUN: ""} if self._begun else {}
 
@@ -144,7 +144,7 @@ class RunTrackers:
             thread.call("after_exception", functools.partial(tell, tracker))
 
     def tick(self, now_s: float, planner: BatchPlanner, group: GenerationSpec | None) -> None:
-        """Some ten times a second [s, monotonic], with the present generation."""
+        """Update the trackers, with the present generation; called about ten times a second [s, monotonic]."""
         if group is not None and (not self._groups or self._groups[-1].generation != group.generation):
             self._groups.append(group)
         if planner.latest is not None and planner.latest is not self._seen:

@@ -1,4 +1,4 @@
-"""What of a run goes into trackers, as numbers by name (pure)."""
+"""Series of a run for trackers, as numbers by name (pure)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SIZES = frozenset({EventKind.RESIZE, EventKind.FAILURE, EventKind.PREEMPTED, Ev
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobNumbers:
-    """How a job stands.
+    """State of a job as numbers.
 
     Attributes:
         time_s: when [s since the epoch].
@@ -63,7 +63,7 @@ def job_numbers(
     failures: int,
     time_s: float,
 ) -> JobNumbers:
-    """What rank 0's step report says.
+    """Return the numbers of rank 0's step report.
 
     Args:
         report: the latest.
@@ -106,17 +106,17 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float
 
 
 def is_mark(event: JobEvent) -> bool:
-    """Whether an event is shown beside a run's curves."""
+    """True if an event is shown beside a run's curves."""
     return event.kind in _MARKS
 
 
 def is_change_of_size(event: JobEvent) -> bool:
-    """Whether a job that trained trains with another number of workers, or with none."""
+    """True if a training job trains with another number of workers, or with none."""
     return event.kind in _SIZES
 
 
 def changes_workers(event: JobEvent) -> bool:
-    """Whether a job trains with another number of workers from then on."""
+    """True if a job trains with another number of workers from then on."""
     return event.kind in _STARTS or is_change_of_size(event)
 
 

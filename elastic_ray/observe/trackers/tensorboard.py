@@ -42,7 +42,7 @@ _KNOWN = 1000  # reports that are looked for in the files of an earlier controll
 
 
 class TensorBoardWriter:
-    """One directory of event files, for a run whose controllers and rank 0 may change.
+    """Writer of one directory of event files, for a run whose controllers and rank 0 may change.
 
     A run that goes back to a checkpoint tells readers so, and what it repeats replaces what was there; marks stay.
     The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
@@ -80,7 +80,7 @@ class TensorBoardWriter:
         self._files.write()
 
     def report(self, report: Report, time_s: float) -> None:
-        """Its numbers, under the names that the user has given them."""
+        """Write the report's numbers, under the user's names."""
         if not self._seen.add(report.index):
             return
         step = report.steps or report.index
@@ -111,7 +111,7 @@ class TensorBoardWriter:
             self._files.add(event_format.scalar_event(event.time_s, step, values))
 
     def _go_back(self, step: int, reports: int) -> None:
-        """What is there of later steps counts no more, but for the marks."""
+        """Return to an earlier step: later values are voided, except for the marks."""
         self._seen.go_back(reports)
         self._step = step
         self._files.add(event_format.restart_event(time.time(), step + 1))
@@ -137,7 +137,7 @@ class TensorBoardWriter:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Found:
-    """What event files say that still counts.
+    """Contents of event files that still count.
 
     Attributes:
         reports: the last reports, with their steps.
@@ -155,7 +155,7 @@ class Found:
 
 
 def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
-    """Those that a run has not gone back behind."""
+    """Return the entries of steps before `void`."""
     return {thing: step for thing, step in steps.items() if void is None or step < void}
 
 
@@ -179,7 +179,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """What earlier controllers have written that still counts.
+        """Find what earlier controllers have written that still counts.
 
         Raises:
             OSError: the directory cannot be read.
@@ -201,7 +201,7 @@ class EventFiles:
         return found
 
     def _read(self, name: str) -> Found:
-        """What one file says."""
+        """Read one file."""
         found = Found()
         with self._filesystem.open_input_stream(posixpath.join(self._folder, name)) as stream:
             for record in event_format.records(stream):

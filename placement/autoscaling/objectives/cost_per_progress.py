@@ -75,7 +75,7 @@ class CostPerProgress:
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
-        """Its best size and GPU type within deadline and budget; of a job held, or not known yet, see ``_blind``."""
+        """Return the job's best size and GPU type within its limits; see ``_blind`` for held or unknown jobs."""
         gpu = demand.gpus[view.job]
         options = demand.offers[view.job]
         if not options[0].known or view.held_at is not None:
@@ -94,7 +94,7 @@ class CostPerProgress:
         return WantedSize(job=view.job, workers=k, gpu=best.offer.kind.gpu_type, reason=reason, note=note)
 
     def _forecast(self, view: JobView, offer: NodeTypeOption, demand: Demand) -> CompletionForecast:
-        """Its end at every size; unknown work is ``UNKNOWN_S`` at the present goodput, or at the smallest size's."""
+        """Forecast the end at every size; unknown work is ``UNKNOWN_S`` at the present or smallest goodput."""
         rate = offer.rate
         sizes = np.arange(1, len(rate) + 1)
         here = demand.gpus[view.job] == offer.kind.gpu_type
@@ -117,7 +117,7 @@ class CostPerProgress:
     def _best(
         self, forecasts: list[CompletionForecast], view: JobView, gpu: str | None
     ) -> tuple[CompletionForecast, int]:
-        """Where and at which size its score is lowest, within what exploration allows; where it is, if hardly worse."""
+        """Return the explored forecast and size of lowest score; the present type if it is hardly worse."""
         ranked: list[tuple[float, int, int]] = []
         for i, forecast in enumerate(forecasts):
             score = forecast.score[: forecast.offer.limit]

@@ -49,7 +49,7 @@ class SpotTrace:
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
 
     def gone(self, place: int, offset_s: float, until_s: float) -> Iterator[Span]:
-        """When a place is empty, in simulated time: second 0 is ``offset_s`` of the record; the last may not end."""
+        """Yield when a place is empty in simulated time; second 0 is ``offset_s`` of the record."""
         taken = self.places[place]
         if not taken:
             yield 0.0, math.inf

@@ -376,7 +376,7 @@ class SimulatedJob:
         return GoodputModel(fitted(tuple(known.values()), fixed), noise, self.app.init_batch_size)
 
     def view(self) -> TraceJobView:
-        """Its heartbeat: nothing in it is from the tables but the oracle, which only rigid simulations carry."""
+        """Return the heartbeat; nothing in it is true data except the oracle of rigid simulations."""
         gpu = self._last_gpu or next(iter(self.app.step_times))
         cap = min(self.rules.most_workers, self.app.max_batch_size // self.app.local_bsz_range(gpu)[0])
         if self.app.name in _SINGLE and not self.requested:
