@@ -165,7 +165,7 @@ class LeaseKeeper:
                 logger.warning("job %s: renewing its lease failed: %r", self._job, error)
 
     def _away(self, error: BaseException) -> None:
-        """Its process has died, and Ray starts another one, as a rule; the job trains on meanwhile."""
+        """Note that the controller does not answer; Ray usually restarts it, and the job continues meanwhile."""
         now_s = time.monotonic()
         if self._away_since_s is None:
             self._away_since_s = now_s
