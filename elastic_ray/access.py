@@ -212,5 +212,5 @@ def _refused(address: str, token: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """The message without Ray's advice behind it."""
+    """The message without Ray's advice after it."""
     return str(getattr(error, "message", "") or error).strip().splitlines()[0].rstrip(".")

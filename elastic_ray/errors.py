@@ -1,7 +1,7 @@
 """Failures of a job as exceptions that can be sent between actors.
 
 They derive from ``ray.train.TrainingFailedError``, and what workers have failed with from its ``WorkerGroupError``, so
-that ``except`` clauses written for Ray Train go on working.
+that ``except`` clauses written for Ray Train continue working.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class JobLostError(TrainingFailedError):
         super().__init__(
             f"job {job!r} was lost: its controller is gone ({printable(reason).rstrip('.')}). Last known state: "
             f"{printable(last)}. "
-            "Submit the job again under the same name and storage_path to go on from its last checkpoint; "
+            "Submit the job again under the same name and storage_path to continue from its last checkpoint; "
             "if the driver was stopped or cut off for longer than ElasticConfig.lease_s, raise lease_s."
         )
         self.job, self.reason, self.last = job, reason, last

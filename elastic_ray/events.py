@@ -236,8 +236,8 @@ class JobStatus:
         note: what to know meanwhile: a deadline or budget that cannot be met, with the best that can be had; workers
             that find no node; storage that does not answer, and what for; gradients that are not finite, and what a
             worker warns of; workers that are slow.
-        waits_for: what it cannot go on without: slots (of which type), a placement group, a node of the autoscaler, the
-            start of processes, storage; empty when it simply runs.
+        waits_for: what it cannot continue without: slots (of which type), a placement group, a node of the autoscaler,
+            the start of processes, storage; empty when it simply runs.
         start_s: of a job that waits for slots, when jobs that run now will have left enough of them, by their ETAs and
             if none comes in between [s from now]; None where that cannot be told.
         progress: 0 to 1; None without a declared length (epochs; of a trial also the most that its sweep gives one).
@@ -260,8 +260,8 @@ class JobStatus:
         memory_bound: most samples that a worker takes at once, since one ran out of memory with more; None for none.
         backend: carries gradients between the GPUs: ``nccl`` or ``gloo``; empty for one worker.
         mfu: model FLOPs utilisation, 0 to 1; None where operations, or the GPU's peak, are not known.
-        reports: reports of rank 0 so far, those of earlier runs that it goes on from included.
-        checkpoint: path of what a restart would go on from, reported or automatic; empty before the first.
+        reports: reports of rank 0 so far, those of earlier runs that it continues from included.
+        checkpoint: path of what a restart would continue from, reported or automatic; empty before the first.
         trial: of a trial of a sweep, what it is; None of any other job.
     """
 
@@ -316,7 +316,7 @@ class Report:
     """Report made by one call of ``elastic_ray.report``.
 
     Attributes:
-        index: its number in the run, from 1; a run that goes on from a checkpoint counts on.
+        index: its number in the run, from 1; a run that continues from a checkpoint counts on.
         metrics: as rank 0 reported them.
         checkpoint: path of the stored checkpoint on the job's storage file system; None if there was none.
         workers: size of the job then.

@@ -20,7 +20,7 @@ MOMENTS = (
     "optimizer_step",  # agreed, about to apply
     "publish",  # owners have updated tiles, parameters are about to be sent to all
     "rows",  # a group begins: rows of a sharded model are about to move
-    "restore",  # after a change of the group, behind an update: more tiles are about to move to their new owners
+    "restore",  # after a change of the group, after an update: more tiles are about to move to their new owners
     "after_step",  # applied, the step's edge not reached yet
     "edge",  # at the step's edge, before it is committed
     "save",  # all ranks have agreed to write their parts of a checkpoint, and this one is about to

@@ -19,7 +19,7 @@ class TrialSpec:
         controller: name of its controller's actor after ``job:``, if it is given one of its own, and of this run of the
             trial, which may have several; a controller may run one trial after the other.
         start_from: checkpoint to start from, a path on the job's storage file system; None starts anew. What an earlier
-            run left in the job's directory does not count: the sweep decides where a trial goes on.
+            run left in the job's directory does not count: the sweep decides where a trial continues.
         reports_ahead: how many reports may have been made that the sweep has not dealt with before the next one waits.
         knowledge_path: directory, on the job's storage file system, beside whose files what the trials measure is kept.
         keep_s: how long the controller and its processes wait for another trial after this one's end [s].
@@ -102,7 +102,7 @@ class JobSpec(RunSettings):
         submission: id of Ray's job submission that it was started from; empty if from none.
         secret: by which its workers and its controller know each other; it travels through Ray alone, and a controller
             that Ray starts again has it again. Never shown.
-        callbacks: cloudpickle of the user's callbacks with what they are told of the run; empty for none.
+        callbacks: cloudpickle of the user's callbacks with the run context that they receive; empty for none.
         callback_names: names of their classes, in order.
         datasets: name of the actor that reads the job's Ray datasets; empty for none.
         shown: its driver shows what happens to it, so that the controller's log need not.
@@ -145,7 +145,7 @@ class JobSpec(RunSettings):
     def states_kept(self) -> int:
         """Number of automatic checkpoints to keep, two at least, since the last but one is the way back.
 
-        Trials go on from what the sweep says, and from nothing else.
+        Trials continue from what the sweep says, and from nothing else.
         """
         if self.trial is not None or not self.elastic.automatic_checkpoints:
             return 0

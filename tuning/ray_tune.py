@@ -259,7 +259,7 @@ class ElasticTrainable(Trainable):
         """The workers read it."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Go on from a checkpoint of this trial or another one.
+        """Continue from a checkpoint of this trial or another one.
 
         Raises:
             NoCheckpointError: there is none.

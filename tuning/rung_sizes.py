@@ -231,7 +231,7 @@ class SweepPlanner:
         said = " and ".join(f"{name}={value:g}" for name, value in limits.items() if value is not None)
         return (
             f"{said} cannot be kept: by what its trials have told, the sweep takes {needs_s:.0f} s{cost} from its "
-            "beginning; it goes on with the sizes that come closest. Give it as much, or fewer trials or reports"
+            "beginning; it continues with the sizes that come closest. Give it as much, or fewer trials or reports"
         )
 
 

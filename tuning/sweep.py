@@ -366,7 +366,7 @@ class SweepActor:
         self._weigh()
 
     async def tell(self, trial: str, before: int, values: tuple[float, ...]) -> None:
-        """A trial has reported: the compared metric after each report of this run, which went on after ``before``."""
+        """A trial has reported: the compared metric after each report of this run, which continued after ``before``."""
         record = self._records.get(trial, TrialRecord(trial=trial)).told(before, values)
         self._records[trial] = dataclasses.replace(record, running=self._runs(trial))
         self._weigh()
@@ -418,7 +418,7 @@ class SweepActor:
         return True
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """A worker process on the node, and whether it has ever answered; None for a run that it was not told of."""
+        """Return a process on the node, and whether it has ever answered; None for a run not reported to the sweep."""
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:

@@ -31,7 +31,7 @@ class SweepProcesses:
 
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
     never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and
-    goes on has a second run, which has nothing to do with the processes of its first one.
+    continues has a second run, which has nothing to do with the processes of its first one.
 
     Args:
         sweep: name of the sweep, for which processes are taken from the cluster's pool, as far as there are any.

@@ -59,11 +59,11 @@ _ELASTIC = ElasticConfig(warm_workers_per_node=0)
 
 
 class NoCheckpointError(RuntimeError):
-    """A trial is to go on from a checkpoint, and there is none."""
+    """A trial is to continue from a checkpoint, and there is none."""
 
     def __init__(self, trial: str) -> None:
         super().__init__(
-            f"the sweep's scheduler wants trial {trial} to go on from a checkpoint, but the train loop has not "
+            f"the sweep's scheduler wants trial {trial} to continue from a checkpoint, but the train loop has not "
             "reported any: call elastic_ray.report(metrics, checkpoint=Checkpoint.from_directory(...)) in it, and load "
             "elastic_ray.get_checkpoint() where it begins. PopulationBasedTraining, PB2, HyperBand and BOHB cannot do "
             "without, nor can Ray Tune's CheckpointConfig(checkpoint_frequency=...)"
@@ -187,7 +187,7 @@ class TrialJob:
 
     Raises:
         ImpossibleResourcesError: the cluster could never run it. TypeError: a parameter cannot be pickled.
-        NoCheckpointError: it was paused, and there is nothing to go on from.
+        NoCheckpointError: it was paused, and there is nothing to continue from.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class TrialJob:
         """End the job, at once: its workers and their room are given back, and no reports are lost by it.
 
         Args:
-            paused: the sweep may want the trial to go on, but there is no checkpoint from which it could.
+            paused: the sweep may want the trial to continue, but there is no checkpoint from which it could.
         """
         if paused:
             self._write_note({**(self._read_note() or {}), _PAUSED: "without a checkpoint"})
@@ -356,7 +356,7 @@ class TrialJob:
         sweep = find_sweep(self._sweep, self._template.promise)
         with contextlib.suppress(RayError):
             self._promise = self._promise or ray.get(sweep.attached.remote(spec, controller), timeout=START_TIMEOUT_S)
-        logger.info("trial %s: its job still runs, and goes on", self.job)
+        logger.info("trial %s: its job still runs, and continues", self.job)
         return handle
 
     def _tell(self, method: str, *arguments: Any) -> None:

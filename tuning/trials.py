@@ -1,8 +1,8 @@
 """Weights of a sweep's trials, from rungs, ranks and remaining budget (pure).
 
 A sweep is over when its longest survivor is. So a trial's share should follow how much training is still *expected* of
-it: much of one that will go on to the end, little of one that is about to be cut. With budget t (reports made so far),
-rungs r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
+it: much of one that will continue to the end, little of one about to be cut. With budget t (reports made so far), rungs
+r_1 < r_2 < ... < R at which successive halving keeps one trial in eta, and s the chance to pass the next rung r::
 
     expected = (r - t) + s (R - r)                     [reports]
     weight   = expected / mean expected of the running trials, within [1 / 4, 4]

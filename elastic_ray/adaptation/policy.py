@@ -33,7 +33,7 @@ class Policy:
 
     Attributes:
         watches: names of metrics, as given to ``elastic_ray.report``, that the view is to hold (numbers only).
-        strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it goes on without that
+        strict: an error, a wrong answer, a refusal or a disagreement ends the job; otherwise it continues without that
             request, and an event of kind ``policy`` says so.
         deadline_s: longest time that a hook may take [s]; a policy that takes longer is not asked again.
     """
@@ -43,7 +43,7 @@ class Policy:
     deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The run is about to train its first step; not called again where it goes on from a checkpoint."""
+        """The run is about to train its first step; not called again where it continues from a checkpoint."""
         return None
 
     def before_epoch(self, view: PolicyView) -> Answer:

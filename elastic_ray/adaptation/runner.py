@@ -285,7 +285,7 @@ class PolicyRunner:
         return {name: value for name, value in state.items() if name not in initial or initial[name] != value}
 
     def _load(self, number: int, policy: Policy) -> None:
-        """Have a policy that is still asked go on from its state."""
+        """Have a policy that is still asked continue from its state."""
         if self._is_asked(number):
             policy.load_state_dict(copy.deepcopy({**self._initial[number], **self._states[number]}))
 

@@ -16,7 +16,7 @@ class SharedValues:
         batch_size: global batch that a policy has set [samples]; None where the job chooses.
         wish: fewest and most workers that a policy asks for; None for no wish.
         wished_by: number of the policy whose wish it is.
-        stopped: epoch and number of the loader pass in which a policy has ended the training; None while it goes on.
+        stopped: epoch and number of the loader pass in which a policy has ended the training; None while it continues.
         elapsed_s: since the run's first step [s].
         worker_s: the same, summed over the workers.
         samples: trained on.
@@ -26,7 +26,7 @@ class SharedValues:
         epoch: the last one for which ``before_epoch`` was called; -1 before.
         ended_epoch: the same for ``after_epoch``.
         off: why a policy is not asked any more, by its number.
-        news: what was told of the last step that was committed: text and detail of each event.
+        news: what was reported of the last step that was committed: text and detail of each event.
         events: how many events there were.
     """
 

@@ -261,7 +261,7 @@ class SmoothedNoise:
         return NoiseScale(sqr=max(sqr * self.size, TINY), var=max(var * self.size, TINY))
 
     def _signal(self, place: int) -> float:
-        """Return the average signal of a group, or of all behind the last one, in units of the size."""
+        """Return the average signal of a group, or of all after the last one, in units of the size."""
         sums = self.sqr[place] if place < len(self.sqr) else math.fsum(self.sqr)
         return sums / self.weight
 

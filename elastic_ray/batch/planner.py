@@ -64,7 +64,7 @@ class BatchPlanner:
         self._chosen_for = 0
         self._measured: StepReport | None = None  # the latest that saw a step
         self._mixed: tuple[str, ...] = ()  # types of groups with several, those that were fitted longest ago first
-        self._strategy: str | None = None  # of the first that did: what others are told of
+        self._strategy: str | None = None  # of the first that did: what is reported to others
         self.loader: LoaderInfo | None = None
         self.latest: StepReport | None = None
         self.throughput = 0.0
@@ -205,7 +205,7 @@ class BatchPlanner:
         self._choice, self._replicas, self._gpu = self._before
 
     def advise(self, priors: Mapping[str, Prior]) -> tuple[BatchChoice, str] | None:
-        """Hear what others have measured; the batch to change to and why, None to go on as it is."""
+        """Hear what others have measured; the batch to change to and why, None to continue as it is."""
         self._priors.update(priors)
         news = [gpu for gpu, prior in priors.items() if gpu in self._tuners and self._tuners[gpu].set_prior(prior)]
         return self._reconsider() if self._gpu in news else None
@@ -294,7 +294,7 @@ class BatchPlanner:
         return snapshot
 
     def fitted(self, model: GoodputModel | None) -> tuple[BatchChoice, str] | None:
-        """Take a fit; the batch to change to and why, None to go on as it is."""
+        """Take a fit; the batch to change to and why, None to continue as it is."""
         if self._fitting is None:
             return None
         gpu, snapshot = self._fitting
@@ -315,7 +315,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """The batch to change to and why; None to go on as it is."""
+        """The batch to change to and why; None to continue as it is."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None

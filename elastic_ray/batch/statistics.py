@@ -155,7 +155,7 @@ def _eps(group: _State) -> float:
 
 
 def _step(state: _State) -> float:
-    """Steps behind a state; optimizers that keep no count are taken to be warm."""
+    """Return the number of steps in a state; optimizers that keep no count are taken to be warm."""
     return float(state.get("step", WARM_STEPS))
 
 
@@ -163,7 +163,7 @@ def _step(state: _State) -> float:
 def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
     """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
 
-    1 for parameters with fewer than ``WARM_STEPS`` steps behind them. Coordinates that never had a gradient would count
+    1 for parameters with fewer than ``WARM_STEPS`` steps so far. Coordinates that never had a gradient would count
     with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
     so that one waking coordinate cannot pass for the whole gradient.
 

@@ -184,7 +184,7 @@ class BatchTuner:
             accum_steps: s.
             step_time: seconds per optimizer step; reports that are not finite and above 0 are left out.
             grad_time: seconds of one micro-step without synchronisation; 0 if not measured.
-            steps: steps behind the means.
+            steps: number of steps in the means.
             strategy: how gradients were synchronised; see ``outdated``.
         """
         if not (math.isfinite(step_time) and step_time > 0) or steps < 1:

@@ -7,7 +7,7 @@ one of another checksum is corrupt. The token differs each time, so that writing
 there, even of as many steps.
 
 Of a job that has finished the last one stays, and ``automatic/finished`` has its name: a job of the same name begins
-anew, and does not go on from there.
+anew, and does not continue from there.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def state_files(
         storage: the run.
         directory: where they lie; empty for the run's own place.
         pass_over: takes why something that looks like one is not used, a sentence.
-        heard: called with every one, so that who waits sees that it goes on.
+        heard: called with every one, so that who waits sees that it continues.
 
     Raises:
         OSError: storage cannot be read, which says nothing about what is there.
@@ -130,7 +130,7 @@ def _read_note(storage: RunStorage, path: str) -> StateFile:
 def delete_others(storage: RunStorage, state: StateFile, *, keep: int) -> None:
     """Delete all automatic checkpoints but the one just written and the newest of fewer steps, ``keep`` in all.
 
-    Those of more steps are of a course that was left: the job went on from an earlier one because they were corrupt.
+    Those of more steps are of a course that was left: the job continued from an earlier one because they were corrupt.
     """
     others = [each for each in state_files(storage) if each.path != state.path]
     fewer = [each for each in others if each.steps < state.steps]

@@ -1,4 +1,4 @@
-"""SHELL: copies a directory from one file system to another, piece by piece, so that who waits sees that it goes on."""
+"""SHELL: copies a directory from one file system to another, piece by piece, so that a caller sees progress."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def copy_directory(
             directories.append(copy)
         else:
             files.append((entry.path, copy))
-    # An upload to S3 goes on in several threads of its own; several at once may deadlock (apache/arrow#32372).
+    # An upload to S3 continues in several threads of its own; several at once may deadlock (apache/arrow#32372).
     threads = 1 if isinstance(storage.filesystem, pyarrow.fs.S3FileSystem) else _THREADS
     pool = StorageCalls(target, threads=threads)
     copies = [

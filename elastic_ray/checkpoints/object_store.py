@@ -1,4 +1,4 @@
-"""SHELL: a trial's last checkpoint in the cluster's memory, for a trial that goes on from it while this one lives."""
+"""SHELL: a trial's last checkpoint in the cluster's memory, for a trial that continues from it while this one lives."""
 
 from __future__ import annotations
 

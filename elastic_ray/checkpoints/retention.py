@@ -13,7 +13,7 @@ class CheckpointRetention:
     """The checkpoints of a run, oldest first, and which of them a new one displaces.
 
     Without a score the newest ``num_to_keep`` are kept. With one, the best ``num_to_keep`` are kept, and the
-    latest in addition where it is not among them: a run must always be able to go on from where it was. A
+    latest in addition where it is not among them: a run must always be able to continue from where it was. A
     checkpoint whose metrics lack the score, or whose score is no number, ranks below all others; among equals
     the newer one stays.
     """

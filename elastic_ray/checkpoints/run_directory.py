@@ -337,7 +337,7 @@ class RunStorage:
 
         Args:
             pass_over: takes why something that looks like one is not used, a sentence.
-            heard: called with every one, so that who waits sees that it goes on.
+            heard: called with every one, so that who waits sees that it continues.
             verify: compare the files' checksums as well as their sizes, for which all of them are read.
 
         Raises:

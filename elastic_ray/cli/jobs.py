@@ -59,7 +59,7 @@ def show_events(job: str, events: Sequence[JobEvent]) -> None:
 
 @click.command(short_help="Print what a job prints.")
 @job_argument
-@click.option("--follow", "-f", is_flag=True, help="Go on to the job's end; exit code 1 if it fails.")
+@click.option("--follow", "-f", is_flag=True, help="Continue to the job's end; exit code 1 if it fails.")
 @click.option("--events", "only_events", is_flag=True, help="What happened to the job, not what its script prints.")
 def logs(job: str, follow: bool, only_events: bool) -> None:
     """Print what a job's script and workers print; of one that was not submitted here, what happened to it."""

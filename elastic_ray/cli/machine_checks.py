@@ -58,7 +58,7 @@ def machine_checks() -> tuple[Check, ...]:
 
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
-    """A check that breaks is a finding, and the others go on."""
+    """A check that breaks is a finding, and the others continue."""
     try:
         return look()
     except Exception as error:

@@ -56,7 +56,7 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """An id for a submission of this name: Ray wants each id once, and a job that goes on has its old name."""
+    """An id for a submission of this name: Ray wants each id once, and a job that continues has its old name."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 

@@ -53,7 +53,7 @@ def submit(
     """Run SCRIPT, which makes an ElasticTrainer, on the cluster; give it ARGUMENTS after `--`.
 
     SCRIPT may also be a file such as job.yaml that names the script and says what the options would; options
-    that are given here outrank it. The script runs on the head node as one of Ray's submitted jobs, and goes on when
+    that are given here outrank it. The script runs on the head node as one of Ray's submitted jobs, and continues when
     this command has ended.
 
     \b

@@ -78,7 +78,7 @@ def live(text: str | None, policy: str | None, as_json: bool) -> None:
 
 
 def row(here: Outlook) -> tuple[str, ...]:
-    """A job as it will go on."""
+    """A job as it will continue."""
     reason = " ".join(here.reason.split())
     return here.job, str(here.workers), _rate(here.goodput), _span(here.ends_s), reason
 

@@ -18,10 +18,10 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # a packet filter's whole 
 
 
 def refuse_connections(told: Iterable[bytes]) -> int:
-    """Let the kernel drop whatever comes to the sockets that this process listens on and has told of.
+    """Let the kernel drop whatever comes to the sockets that this process listens on and has published.
 
     gloo listens for as long as a group lasts, though all have connected: strangers' connections would take up its
-    file descriptors, and what they send would be looked at. The connections that there are go on.
+    file descriptors, and what they send would be looked at. The connections that there are continue.
 
     Args:
         told: what peers were told, in which gloo writes a socket's address as the kernel has it.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # preemption, how often rank 0 has reported, its wishes that all ranks hold the same model (1) and compare it (2), and
 # whether a rank ran out of memory.
 CONTROL_SIZE = 9
-# A vote goes on with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
+# A vote continues with a digest of the names of sums, and how many they are. The sums themselves follow there as far as
 # there is room, and in a reduction of their own from there on: of a length that is known to be the same by then.
 _NAMES_END = CONTROL_SIZE + 4
 _SUMS_ROOM = PAYLOAD_SIZE - _NAMES_END
@@ -41,8 +41,8 @@ class AgreedChanges:
     Attributes:
         generation: generation to go to after this step, 0 for none.
         stop: the job stops after this step, for good.
-        preempted: it stops there to go on another time.
-        batch: batch shape to change to, None to go on as it is.
+        preempted: it stops there to continue another time.
+        batch: batch shape to change to, None to continue as it is.
         comparison: all ranks are to compare their models with the next announcement that they make.
         ran_out: a rank ran out of memory in the step in progress: this one, or, once the sums are known, any.
         saves: checkpoints are reported in the present group.

@@ -23,7 +23,7 @@ from elastic_ray.consensus.intents import (
     notes_differ,
 )
 
-# Values that ride along, added up over the ranks; parts of the control sums have room of their own behind them.
+# Values that ride along, added up over the ranks; parts of the control sums have room of their own after them.
 PAYLOAD_SIZE = 32
 # Ranks that have returned wait for those that have not, which may be busy for hours: exporting a model, for instance.
 # So do announcements of those that have waited for a slow one: it takes part when it next announces something itself.
@@ -32,7 +32,7 @@ _FINISHED_S = 7 * 24 * 3600.0
 _PATIENCE_S = 2.0
 _HEARING_S = 0.2
 _TAGS = 64
-# Bytes of a strategy's name, and how long a rank that cannot go on waits for those of the others.
+# Bytes of a strategy's name, and how long a rank that cannot continue waits for those of the others.
 _NAME_BYTES, _NAMES_S = 64, 5.0
 
 
@@ -162,12 +162,12 @@ class Announcer:
         The announcement stands as long as the group does: a rank that announces something else later finds it.
 
         Raises:
-            RanksDisagreeError: another one goes on, as far as that is known in this time.
+            RanksDisagreeError: another one continues, as far as that is known in this time.
         """
         self._begin(what, loader_steps, fingerprint, ())
         self._open = None
         until_s = time.monotonic() + wait_s
-        self._work = None  # an outdated announcement, behind which these stand
+        self._work = None  # an outdated announcement, after which these are queued
         try:
             # Twice: the first may meet an outdated announcement of another rank, which then makes a second, too.
             standing = [self._stand(), self._stand()]

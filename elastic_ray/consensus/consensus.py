@@ -248,7 +248,7 @@ class RankConsensus:
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
         """Check that all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.
 
-        Ranks that have read other samples for it are told of once: an augmentation may differ, which does no harm.
+        Ranks that have read other samples for it are reported once: an augmentation may differ, which does no harm.
         """
         if not self.announcer.check_same_step(tags, note):
             self._reads_differ = True

@@ -150,12 +150,12 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Text of the error of a rank that is about to begin a step behind which another one's training has ended.
+    """Text of the error of a rank that is about to begin a step after which another rank's training has ended.
 
     Args:
         rank: the one that has returned.
         steps: of all loaders that it has committed.
-        other: a rank that goes on.
+        other: a rank that continues.
         others_steps: that this one has committed.
     """
     return (

@@ -323,7 +323,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """The length of the dataset, the epoch's order, and what can be told of the items."""
+        """The length of the dataset, the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

@@ -75,7 +75,7 @@ def seed_sample(seed: int, epoch: int, position: int) -> None:
 
 
 class FollowsEpochs:
-    """A dataset that is told of each epoch by its first batch, in whichever process it is.
+    """Dataset to which each epoch is reported by its first batch, in whichever process it is.
 
     Args:
         dataset: the user's.

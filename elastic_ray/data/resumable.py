@@ -68,7 +68,7 @@ class ResumableLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin where ``state_dict`` was called; before the first epoch, on every worker alike.
 
-        A job that goes on from a checkpoint of its own stays where that stands, which its model does, too.
+        A job that continues from a checkpoint of its own stays where that stands, which its model does, too.
 
         Raises:
             ValueError: it is no such state; the message names the field.
@@ -91,7 +91,7 @@ def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     present = run.states.progress
     if present.steps or present.epoch or present.passes:
         logger.info(
-            "the job goes on from its own checkpoint, after step %d; a loader's state of step %d is not used",
+            "the job continues from its own checkpoint, after step %d; a loader's state of step %d is not used",
             present.steps,
             point.steps,
         )

@@ -8,7 +8,7 @@ shrinks or fails; a step that failed is drawn again by calling the same function
 
 Where evaluation keeps batches whole, they lie one after the other in that order; batch ``b`` ends at sample
 ``ends[b]``. A step takes the next ``world_size`` batches, one for each rank, so position is always the end of a batch,
-and a group of any size can go on from it. Only the last step may have fewer batches than ranks; its last ranks have
+and a group of any size can continue from it. Only the last step may have fewer batches than ranks; its last ranks have
 none.
 """
 

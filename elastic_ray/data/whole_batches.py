@@ -113,7 +113,7 @@ class WholeBatches(MapBatches):
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """A group of any size can go on from the end of a batch."""
+        """A group of any size can continue from the end of a batch."""
         return True
 
 

@@ -188,7 +188,7 @@ class JobDisplay:
             return
         try:
             print(line, file=self._stream, flush=True)
-        except (OSError, ValueError):  # closed pipe or stream: the job goes on unseen
+        except (OSError, ValueError):  # closed pipe or stream: the job continues unseen
             self._works = False
 
 

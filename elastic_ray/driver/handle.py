@@ -114,7 +114,7 @@ class JobHandle:
     """A submitted job: ask it, hold it at a size, wait for it, stop it.
 
     While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
-    ``ElasticConfig.lease_s``, or goes on if another process attaches in time. After the job's end all methods
+    ``ElasticConfig.lease_s``, or continues if another process attaches in time. After the job's end all methods
     answer from what the handle has kept. Its methods may be called from any thread.
     """
 
@@ -149,7 +149,7 @@ class JobHandle:
         if controller is None:
             raise ValueError(
                 f"there is no job {job!r} to attach to: it has ended, or its lease ran out; submit it again "
-                "under the same name to go on from its last checkpoint"
+                "under the same name to continue from its last checkpoint"
             )
         try:
             spec = _spec_of(controller)
@@ -181,7 +181,7 @@ class JobHandle:
             timeout: longest wait [s]; None waits for ever.
 
         Raises:
-            TimeoutError: if the job has not ended within ``timeout``; it goes on.
+            TimeoutError: if the job has not ended within ``timeout``; it continues.
             TrainFunctionError: if the train function raised; it is also of the type of the user's exception.
             WorkersLostError: if all workers were lost more often than ``FailureConfig.max_failures`` allows.
             JobLostError: if the job's controller died.
@@ -190,7 +190,7 @@ class JobHandle:
         if ending is None:
             raise TimeoutError(
                 f"job {self.job!r} has not ended within {timeout:g} s ({_state(self._lease.last)}); "
-                "it goes on, ask again later or stop() it"
+                "it continues, ask again later or stop() it"
             )
         if ending.outcome is None:
             raise JobLostError(self.job, ending.lost, _state(ending.before or ending.status))
@@ -387,7 +387,7 @@ class JobHandle:
 
         Args:
             now: in the middle of a step, and unsaved; its workers are gone at once. Else it saves itself after the step
-                in progress, so that a job of the same name goes on from there.
+                in progress, so that a job of the same name continues from there.
             reason: why, for the job's message and its last event.
         """
         self._ask("stop", now=now, reason=reason)

@@ -226,7 +226,7 @@ def _check_failures(config: FailureConfig) -> None:
         raise ValueError(
             f"FailureConfig(controller_failure_limit={config.controller_failure_limit!r}) is not supported: "
             "the controller of an elastic job is not restarted; leave it out, and submit the job again "
-            "under its name to go on from its last checkpoint"
+            "under its name to continue from its last checkpoint"
         )
     reason = (
         "a preempted node costs an elastic job workers, not a restart, so there is nothing to count "
@@ -252,7 +252,7 @@ def job_name(name: Any) -> str | None:
         return None
     if not isinstance(name, str) or not _JOB_NAME.fullmatch(name):
         raise ValueError(
-            "RunConfig(name) must start with a letter or digit and go on with at most 127 letters, digits "
+            "RunConfig(name) must start with a letter or digit and continue with at most 127 letters, digits "
             f"or ._=,+- (it names a directory and an actor), but got {name!r}"
         )
     return name
@@ -295,7 +295,7 @@ _ELSEWHERE = {
         "is to lie beside it"
     ),
     "resume_from_checkpoint": (
-        "a job that is submitted again under the same RunConfig(name, storage_path) goes on from its last "
+        "a job that is submitted again under the same RunConfig(name, storage_path) continues from its last "
         "checkpoint by itself; to start another job from one, pass its path in train_loop_config and load it in "
         "the train function"
     ),

@@ -15,7 +15,7 @@ TESTED = {"transformers": "5.24", "accelerate": "1.15", "lightning": "2.6"}
 def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str]]) -> None:
     """Check that classes of another library have the methods and properties that we override or call.
 
-    A library that is newer than what was tested is told of, and used.
+    A library that is newer than what was tested is reported, and used.
 
     Args:
         library: its distribution's name.

@@ -52,7 +52,7 @@ class PassEpochs:
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`Session.sync_point`.
-            RuntimeError: the job goes on from a checkpoint that the code has not asked for.
+            RuntimeError: the job continues from a checkpoint that the code has not asked for.
             CommunicationFailedError: this worker's code is ahead of the others'; another worker takes its place.
         """
         if self._first is None:
@@ -237,7 +237,7 @@ class RayTrainLoader(LoaderOnDevice):
         session = current_session()
         epochs, replays = epochs_of(session), True
         if not epochs.begin_pass(self):
-            # A worker that came behind the last step would run code after the loop without having run the loop's body.
+            # A worker that came after the last step would run code after the loop without having run the loop's body.
             for batch in self.loader.batches(joined_later=True):
                 replays = False
                 yield _moved(batch, self.device)

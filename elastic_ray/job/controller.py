@@ -320,7 +320,7 @@ class JobController:
         await self._persist_state()
 
     async def _persist_state(self) -> None:
-        """Persist the state before a driver is told of it, so that it survives this process."""
+        """Persist the state before it is reported to a driver, so that it survives this process."""
         self._job.journal_state()
         await asyncio.to_thread(self._journal.flush, _NOTE_S)
 
@@ -376,7 +376,7 @@ class JobController:
         job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason))
 
     async def push(self, message: WorkerMessage) -> bool:
-        """A worker's message; whether the job goes on."""
+        """A worker's message; whether the job continues."""
         await self._recovered.wait()
         job = self._job
         await job.hear(message)

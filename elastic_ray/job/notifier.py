@@ -19,7 +19,7 @@ _DEADLINE_S = 10.0
 
 
 class Notifier:
-    """Posts what people want to be told of as JSON to the address of ``ElasticConfig(webhook)``.
+    """Posts the requested events as JSON to the address of ``ElasticConfig(webhook)``.
 
     A call that fails or takes too long is an event of kind ``warning``, and nothing else. The address may hold a
     secret: nothing shows it. A trial's end is its sweep's affair.

@@ -15,7 +15,7 @@ from elastic_ray.worker.messages import WorkerReport
 
 
 class ReportIntake:
-    """Takes a job's reports; a trial's are answered when training may go on.
+    """Takes a job's reports; a trial's are answered when training may continue.
 
     Args:
         spec: the job.
@@ -73,7 +73,7 @@ class ReportIntake:
         return await self.queue.next(after, wait_s)
 
     async def catch_up(self, first_report: int) -> None:
-        """Go on with the files of the controller before this one, which knew of this first report; 0 for none.
+        """Continue with the files of the controller before this one, which knew of this first report; 0 for none.
 
         Raises:
             OSError: the files could not be read.

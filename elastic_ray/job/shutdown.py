@@ -24,7 +24,7 @@ class JobShutdown:
     """Shutdown of a job, step by step.
 
     Args:
-        parts: of the job; the allocator is told of the end.
+        parts: of the job; the end is reported to the allocator.
         status: the job as others see it.
         notifier: tells people of the end.
 

@@ -246,7 +246,7 @@ class JobSupervisor:
             self.record.paused(self._paused)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """A worker's message; a trial's report is answered when training may go on."""
+        """A worker's message; a trial's report is answered when training may continue."""
         await self._messages.hear(message)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
@@ -436,7 +436,7 @@ class JobSupervisor:
         self._shutdown.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
-        """Go on with the workers that the controller before this one had, as far as they live."""
+        """Continue with the workers that the controller before this one had, as far as they live."""
         if self.record.phase.ended:
             return
         if len(self._revivals) > _MOST_REVIVALS:
@@ -495,7 +495,7 @@ class JobSupervisor:
             self._batches.advise(answer.priors)
 
     def _view(self) -> JobView:
-        """The job as the allocator is told of it."""
+        """Return the job's view for the allocator."""
         return views.allocator_view(
             self._spec,
             self._planner,

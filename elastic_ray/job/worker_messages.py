@@ -84,7 +84,7 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """A worker's message; a trial's report is answered when training may go on."""
+        """A worker's message; a trial's report is answered when training may continue."""
         if not self._group.heard(message.worker):
             return
         match message:
@@ -209,7 +209,7 @@ class WorkerMessages:
                 pass  # of workers that the job has given back since
             case GroupLost(cause=cause):
                 self._group.take(Lost(worker=worker, cause=cause))
-            case RunOutOfMemory(cause=cause) if trains:  # the others go on without it
+            case RunOutOfMemory(cause=cause) if trains:  # the others continue without it
                 self._group.take(Lost(worker=worker, cause=f"out of memory before it could join: {cause}"))
             case RunFailed():  # RunOutOfMemory is one
                 self._raised(worker, result)

@@ -47,7 +47,7 @@ def session_of_new_model() -> Session:
 
     Outside a trainer, a model that is wrapped after the first epoch, or after an opening that failed, begins another
     run of the process: a notebook's cell that is run again, the next fold. Loaders made since, and the one that has fed
-    the run before, go along. A loop of the earlier run that goes on nevertheless raises (see
+    the run before, go along. A loop of the earlier run that continues nevertheless raises (see
     ``run.current.check_present``).
     """
     earlier = current_session()
@@ -186,7 +186,7 @@ def get_checkpoint() -> Checkpoint | None:
 def get_tracker_dir() -> str:
     """Directory for what the train function logs by itself: tensors, images, text, a profiler's traces.
 
-    It belongs to the run, so that a new rank 0 goes on where the one before has stopped: ``tensorboard/user`` in the
+    It belongs to the run, so that a new rank 0 continues where the one before has stopped: ``tensorboard/user`` in the
     run's directory, which TensorBoard shows beside the run's own numbers. Where storage is not local it is a directory
     of this node, whose files are copied there every 15 s and when the train function returns. Without a trainer it is
     ``runs/user`` in the present directory, or what the environment variable ``ELASTIC_RAY_TRACKER_DIR`` says.

@@ -105,7 +105,7 @@ class GenerationChanges(Roster):
         self._not_before_s = max(self._not_before_s, self._joiner_rested_s)
 
     def _bereave(self, record: WorkerRecord, cause: str, now_s: float) -> None:
-        """Go on without a worker that was not expected to go."""
+        """Continue without a worker that was not expected to go."""
         if record.phase is WorkerPhase.MEMBER:
             self._bereft = True
             self._note_loss(record, cause)
@@ -168,7 +168,7 @@ class GenerationChanges(Roster):
     def _check_memory(self, workers: int) -> None:
         """Tell once of a group that is too small for its memory.
 
-        It goes on all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
+        It continues all the same: what the workers hold is lost if they end, and more of them may be there in a moment.
         """
         need = self.config.sizes.memory
         short = workers if need is not None and workers < need.least_workers else 0
@@ -176,14 +176,14 @@ class GenerationChanges(Roster):
             self._note(
                 EventKind.WARNING,
                 workers,
-                f"{workers} workers go on, fewer than the {need.least_workers} that the job's memory asks for, until "
-                f"the allocator has decided again: {need.shortage(workers)}",
+                f"{workers} workers continue, fewer than the {need.least_workers} that the job's memory asks for, "
+                f"until the allocator has decided again: {need.shortage(workers)}",
                 generation=self.issued,
             )
         self._short = short
 
     def _force(self, cause: str, now_s: float) -> None:
-        """The generation is broken: go on with its survivors, who hold the state.
+        """The generation is broken: continue with its survivors, who hold the state.
 
         Where the change to it was under way, its joiners are among them: they may have trained in it already, and
         a worker that has must not be left behind with a state that differs from the others'.
@@ -264,7 +264,7 @@ class GenerationChanges(Roster):
             self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
     def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
-        """A joiner speaks as one that holds a state. Where the others went on without it, it is of no use to them."""
+        """A joiner speaks as one that holds a state. Where the others continued without it, it is of no use to them."""
         record.hold_state()
         flight = self.in_flight
         expected = flight is not None and (flight.spec.generation == generation or record in self.entering())

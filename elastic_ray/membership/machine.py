@@ -101,7 +101,7 @@ class JobMembership(GenerationChanges):
         now_s: float,
         named: int = 0,
     ) -> list[Instruction]:
-        """Go on after the controller's process was restarted, with the workers that live.
+        """Continue after the controller's process was restarted, with the workers that live.
 
         Args:
             survivors: the workers that live.
@@ -384,10 +384,10 @@ def next_group(
     """Members of the next planned generation by rank; None where it is not worth one.
 
     It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
-    and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left go on in any
-    case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would lack
-    memory; they go as others have come in their place. A group that is too small for its memory takes in joiners until
-    it is not, whether or not its size is allowed.
+    and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left continue in
+    any case. Who leaves hands over to members that stay, so leavers are kept while so few others stay that these would
+    lack memory; they go as others have come in their place. A group that is too small for its memory takes in joiners
+    until it is not, whether or not its size is allowed.
 
     Args:
         roster: the workers.

@@ -143,7 +143,7 @@ class StopJob:
     """End the job cleanly after the present step.
 
     Attributes:
-        save: it is only preempted: rank 0 saves its state first, and the job goes on from there another time.
+        save: it is only preempted: rank 0 saves its state first, and the job continues from there another time.
     """
 
     save: bool = False
@@ -161,7 +161,7 @@ class StateVersion:
         optimizers_stepped: optimizers already stepped within the step in progress (a GAN has two).
         averaged: which average of models was the last that it has been through, where ranks train by themselves between
             averages; larger is later, and 0 is none. It tells whose models count, not who is further.
-        lineage: generation of the last commit: of two groups that went on from the same step without knowing of
+        lineage: generation of the last commit: of two groups that continued from the same step without knowing of
             each other, the later one counts.
         passes: ended loader passes. Among equal states it tells who has left a pass that others are leaving still.
         has_state: whether the worker holds a trained state at all; a newcomer does not.

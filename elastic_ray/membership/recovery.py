@@ -124,7 +124,7 @@ def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: flo
 
 def _record(survivor: SurvivingWorker, newest: GenerationSpec | None, now_s: float) -> WorkerRecord:
     """Return the membership record of a living worker."""
-    # A worker that trained before, and is no member of the newest, leaves, or the others have gone on.
+    # A worker that trained before, and is no member of the newest, leaves, or the others have continued.
     passed_over = survivor.veteran and newest is not None and newest.rank_of(survivor.worker) is None
     if survivor.leaving or passed_over:
         phase = WorkerPhase.LEAVING

@@ -121,11 +121,11 @@ class InFlight:
         since_s: when it was announced.
         from_workers: workers of the generation before.
         from_state: whether some member was known to hold a trained state; without one, training begins.
-        loaded: steps of the furthest automatic checkpoint that a member has loaded; training goes on from there.
+        loaded: steps of the furthest automatic checkpoint that a member has loaded; training continues from there.
         pauses: pause of each worker that has entered.
         failed: workers that could not form its group.
         effective_s: when the first worker was known to have entered.
-        proof: what the first one told of its state.
+        proof: what the first one reported of its state.
     """
 
     spec: GenerationSpec

@@ -2,7 +2,7 @@
 
 Two threads meet here. The *control thread* (a Ray call, or nothing at all outside a trainer) delivers messages
 through :meth:`WorkerMembership.post`; the *training thread* asks for agreement, switches and regroups. Forming a
-group happens in a thread of its own, so that training on the present group goes on meanwhile.
+group happens in a thread of its own, so that training on the present group continues meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CommunicatorFactory(Protocol):
 
 
 class LostGroupError(RuntimeError):
-    """No generation to go on with was announced in time."""
+    """No generation to continue with was announced in time."""
 
 
 class WorkerMembership:
@@ -47,8 +47,8 @@ class WorkerMembership:
         generation: number of the present generation, 0 before the first.
         voided: the present generation was called off.
         prepared_ahead: how many generations ahead of the present one the prepared group is; 0 when none is prepared.
-        wanted_batch: batch shape that the controller wants in the present generation, None to go on as it is.
-        stop_requested, preempting: the job is to stop; it is to go on another time.
+        wanted_batch: batch shape that the controller wants in the present generation, None to continue as it is.
+        stop_requested, preempting: the job is to stop; it is to continue another time.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class WorkerMembership:
             return spec, communicator
 
     def take_next(self, *, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
-        """Wait for a group to go on with and make it the present one: any for a newcomer, and for a member whose
+        """Wait for a group to continue with and make it the present one: any for a newcomer, and for a member whose
         group is broken only one that replaces it (a planned change still needs everybody's agreement).
 
         Raises:

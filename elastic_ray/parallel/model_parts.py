@@ -154,13 +154,13 @@ class ModelParts:
 
         if len(optimizers_of(self._optimizer)) > 1:
             raise StrategyError(
-                "several optimizers of a sharded model (elastic_ray.fully_shard) are not served: give one optimizer "
+                "several optimizers of a sharded model (elastic_ray.fully_shard) are not supported: give one optimizer "
                 "several parameter groups; or shard and wrap the parts of the model by themselves, each with its "
                 'optimizer; or leave the model whole and shard what its optimizers keep, strategy="zero1"'
             )
         if self._tables:
             raise StrategyError(
-                "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not served: use "
+                "a ShardedEmbedding in a model that is sharded (elastic_ray.fully_shard) is not supported: use "
                 "torch.nn.Embedding, whose rows fully_shard divides among the ranks as well"
             )
         if not is_elementwise(self._optimizer):

@@ -1,4 +1,4 @@
-"""A wrapped model that runs out of memory: its step is lost, and the loop goes on to have it drawn again (torch).
+"""A wrapped model that runs out of memory: its step is lost, and the loop continues so that it is drawn again (torch).
 
 An exception would leave the user's loop, which only a job can begin anew. So what fails here is caught where it is
 raised: in the model's forward, in ``backward()`` and in ``optimizer.step()``. User code then has results of the right

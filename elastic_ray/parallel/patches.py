@@ -122,7 +122,7 @@ def _unread_scale(scaler: Any) -> Any:
 
 
 def _take_back_scale(scaler: Any, kept: Any) -> None:
-    """Have a scaler go on from a scale that it had."""
+    """Have a scaler continue from a scale that it had."""
     if isinstance(kept, tuple):
         for present, before in zip((scaler._scale, scaler._growth_tracker), kept, strict=True):
             present.copy_(before)

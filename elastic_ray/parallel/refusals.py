@@ -157,7 +157,7 @@ def refuse_bounded_tables(tables: Mapping[str, torch.nn.Module], workers: int) -
             raise ValueError(
                 f"{name} has max_norm={layer.max_norm}, with which each worker shortens the rows that its own samples "
                 f"look up, so that the replicas of the table drift apart ({workers} workers, or as many later). Leave "
-                "it out: shorten the looked-up vectors in forward(), or all rows behind optimizer.step() under "
+                "it out: shorten the looked-up vectors in forward(), or all rows after optimizer.step() under "
                 "torch.no_grad(), with torch.renorm; or train with one worker"
             )
 

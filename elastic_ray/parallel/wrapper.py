@@ -141,7 +141,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         monitor: what is measured of the steps besides the noise scale, and how often; :attr:`measures` has it.
         stragglers: what a run without a trainer (``torchrun``) does about slow workers: ``"ignore"`` (as None),
             ``"tell"`` (the log) or ``"share"``. Under a trainer ``ElasticConfig(stragglers=)`` says it.
-        fold_random: have torch's generators go on, from the first epoch on, with numbers of each rank's own, so that
+        fold_random: have torch's generators continue, from the first epoch on, with numbers of each rank's own, so that
             ranks that are seeded alike draw other dropout masks, and a worker that joins none of those of before.
             False leaves them as user code has seeded them.
 
@@ -385,7 +385,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._sync.strategy
 
     def set_strategy(self, strategy: str | os.PathLike[str] | Strategy | StrategyBuilder) -> None:
-        """Go on with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
+        """Continue with another strategy from the next step on (KungFu's SetStrategy); ``"auto"`` begins to choose.
 
         Every rank must ask for the same in the same step; ranks that differ learn it in the next one.
 

@@ -22,7 +22,7 @@ class ControllerState:
 
     Attributes:
         job: its name.
-        run: its run (:func:`run_of`); a trial that is paused and goes on has another one.
+        run: its run (:func:`run_of`); a trial that is paused and continues has another one.
         phase: value of its ``JobPhase``.
         message: of its status.
         submitted_s: when it was submitted [s since the epoch].
@@ -57,7 +57,7 @@ class ControllerState:
         claimed: scripted faults that were carried out.
         first_report: number of its first report; 0 before it.
         return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
-        trackers: what its trackers have to know to go on with their runs.
+        trackers: what its trackers have to know to continue with their runs.
         format: of the note.
     """
 

@@ -104,7 +104,7 @@ class JobRecord:
 
     @property
     def newest_checkpoint(self) -> str:
-        """Path of what a restart would go on from; empty before the first."""
+        """Path of what a restart would continue from; empty before the first."""
         states = self.states
         return states[0].path if states else self.restart_point[0] or ""
 
@@ -190,7 +190,7 @@ class JobRecord:
         self.unwritten_events.add(event.to_json())
 
     def recall(self, phase: JobPhase, message: str, events: Iterable[JobEvent]) -> None:
-        """Go on with what a controller before this one has noted down; :meth:`catch_up` follows."""
+        """Continue with what a controller before this one has noted down; :meth:`catch_up` follows."""
         self.phase, self.message = phase, message
         self.events = list(events)
 

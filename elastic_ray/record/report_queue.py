@@ -19,7 +19,7 @@ class ReportQueue:
     the last ones are kept: an earlier one is to be looked for in the run's file, see :meth:`gone`.
 
     Args:
-        taken: number of the last report before the first one here; a run that goes on from a checkpoint counts on.
+        taken: number of the last report before the first one here; a run that continues from a checkpoint counts on.
         ahead: how many reports that are not taken may have been made before the next one waits; None for any number.
         keep: how many are kept.
     """
@@ -39,7 +39,7 @@ class ReportQueue:
             self._wake()
 
     def begin_after(self, taken: int) -> None:
-        """The run goes on after this report; before anything is put here."""
+        """The run continues after this report; before anything is put here."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:

@@ -70,7 +70,7 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
     Args:
         job: its name.
         events: of all its runs, oldest first.
-        seen_s: when its last run was known to go on, if it has not ended [s since the epoch].
+        seen_s: when its last run was known to continue, if it has not ended [s since the epoch].
     """
     spans = list(_spans(events, seen_s))
     worker_s: dict[int, float] = defaultdict(float)

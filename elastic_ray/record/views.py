@@ -76,7 +76,7 @@ def allocator_view(
     paused: str = "",
     node_failures: tuple[NodeFailure, ...] = (),
 ) -> JobView:
-    """The job as the allocator is told of it; ``resume_point`` says how far it is before its workers can."""
+    """Return the job's view for the allocator; ``resume_point`` says how far it is before its workers can."""
     limits = planner.loader.limits if planner.loader is not None else None
     most, wished = _wished(spec, planner, held_at)
     return JobView(

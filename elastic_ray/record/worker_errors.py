@@ -29,7 +29,7 @@ SEVERAL_NODES = 3
 """Nodes that must see an error of a device, or failed starts, before these are the program's."""
 
 _STARTS_PER_WORKER = 3
-_MOST_NOTED = 32  # failures that the allocator is told of
+_MOST_NOTED = 32  # failures that are reported to the allocator
 _CAUSE = 120  # characters
 
 

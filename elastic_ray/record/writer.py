@@ -202,7 +202,7 @@ class RecordWriter:
         return next((report for index, report in self._block.items() if index >= number), None)
 
     async def catch_up(self, first_report: int) -> tuple[Report, ...]:
-        """Go on with the files of a controller that died: events of the record that they lack are written.
+        """Continue with the files of a controller that died: events of the record that they lack are written.
 
         Args:
             first_report: number of the first report of this run, as the one before knew it; 0 for none.
@@ -235,6 +235,6 @@ def unreadable(spec: JobSpec, error: Exception) -> RuntimeError:
         )
     return RuntimeError(
         f"what an earlier run may have stored in {spec.storage_path} cannot be read, so that it is not known where job "
-        f"{spec.job!r} is to go on: {error}. Submit it again when its storage answers, with more patience "
+        f"{spec.job!r} is to continue: {error}. Submit it again when its storage answers, with more patience "
         f"(ElasticConfig(storage_timeout_s={spec.elastic.storage_timeout_s:g}) now), or under another RunConfig(name)"
     )

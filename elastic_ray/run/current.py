@@ -41,7 +41,7 @@ def check_present(session: object) -> None:
     if present is not None and present is not session:
         raise RuntimeError(
             "AdaptiveDataParallel must wrap every model before the first epoch: a model that was wrapped since has "
-            "begun another run of this process, so the loop of the run before cannot go on"
+            "begun another run of this process, so the loop of the run before cannot continue"
         )
 
 

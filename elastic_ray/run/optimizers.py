@@ -75,10 +75,10 @@ class OptimizerWatch:
         if late and optimizer in self._known:
             raise RuntimeError(
                 f"a {type(scheduler).__name__} was made for the optimizer of a wrapped model after the first epoch had "
-                "begun: workers that join later, and the job when it starts again, would go on with another schedule. "
-                "Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages that follow "
-                "each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is one "
-                "LambdaLR over all steps"
+                "begun: workers that join later, and the job when it starts again, would continue with another "
+                "schedule. Make all schedulers before the model is wrapped, and pass them as lr_scheduler=; stages "
+                "that follow each other are one torch.optim.lr_scheduler.SequentialLR, and a new one in each epoch is "
+                "one LambdaLR over all steps"
             )
         self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
 

@@ -271,7 +271,7 @@ class Registry:
         return tuple(each.strategy_name for each in self._gradients)
 
     def set_strategy(self, model: int, strategy: object) -> None:
-        """Have a model go on with another strategy; all ranks ask for the same between the same two steps.
+        """Have a model continue with another strategy; all ranks ask for the same between the same two steps.
 
         Raises:
             ValueError, TypeError: there is no such model or strategy, or the model cannot have it.

@@ -38,7 +38,7 @@ class GroupChanges:
         adaptation: policies of the user's, whose batch goes first.
         results: of user code's own collectives, which ranks that are behind in a new group receive.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
-        regroup_timeout_s: longest wait for a generation to go on with.
+        regroup_timeout_s: longest wait for a generation to continue with.
 
     Attributes:
         furthest_passes: loader passes that the present group's furthest rank had ended when it was formed.
@@ -152,7 +152,7 @@ class GroupChanges:
         return 0 < self._steps_waited <= _LONGEST_WAIT
 
     def regroup(self, cause: str) -> int:
-        """Find a group to go on with; returns the loader passes that its furthest rank has ended.
+        """Find a group to continue with; returns the loader passes that its furthest rank has ended.
 
         Raises:
             CommunicationFailedError: the group is one that cannot change.

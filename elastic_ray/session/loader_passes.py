@@ -19,7 +19,7 @@ from elastic_ray.steps.out_of_memory import free_caches
 from elastic_ray.steps.step import LoaderStep
 
 _LOST = (
-    "a worker {what} in the step in which break left the loop over the loader. Code that has gone on cannot draw it "
+    "a worker {what} in the step in which break left the loop over the loader. Code that has continued cannot draw it "
     "again, so its {count} samples are not used. A loop that is to lose none ends with its data"
 )
 _LOST_SUMS = (
@@ -160,7 +160,7 @@ class LoaderPasses:
 
     def abandon(self, left: PassProgress) -> None:
         """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
-        only the former goes on, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
+        only the former continues, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
         its epoch has been settled already."""
         self._run.ledger.abandon(left)
 
@@ -187,7 +187,7 @@ class LoaderPasses:
     def edge(
         self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False, abandoned: bool = False
     ) -> bool:
-        """The step's body has run: commit it, or find a group to go on with and have it drawn again.
+        """The step's body has run: commit it, or find a group to continue with and have it drawn again.
 
         Args:
             loader_pass: the pass whose step it is; None for the innermost.
@@ -280,8 +280,8 @@ class LoaderPasses:
         Args:
             loader_pass: the pass.
             total: its samples.
-            put_off: the user's code behind the loop has run already. What happens between two steps waits until the
-                progress says so; a joiner, or the job when it goes on later, does not run that code again.
+            put_off: the user's code after the loop has run already. What happens between two steps waits until the
+                progress says so; a joiner, or the job when it continues later, does not run that code again.
             abandoned: its loop was left before its end.
             rest: hashes of the samples that it leaves out; None where it is not to use each of its samples once.
 
@@ -372,7 +372,7 @@ class LoaderPasses:
             run.states.progress.add_sums(sums)
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
-        """A step was lost: undo what user code moved on in it, and go on with the workers that are left."""
+        """A step was lost: undo what user code moved on in it, and continue with the workers that are left."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         lost = run.ledger.undo(step, gradients_wait=run.registry.gradients_wait)

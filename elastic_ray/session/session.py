@@ -92,7 +92,7 @@ class Session:
         saved: states to start with, where there are some.
         elastic: whether the group may change (then the loop must use ``remaining_epochs_until``).
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
-        regroup_timeout_s: longest wait for a generation to go on with.
+        regroup_timeout_s: longest wait for a generation to continue with.
         faults: scripted faults, None outside tests.
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
@@ -285,7 +285,7 @@ class Session:
             if not saved.path:
                 raise
             raise RuntimeError(
-                f"the job has an automatic checkpoint of another model or optimizer: {error} Go on with the "
+                f"the job has an automatic checkpoint of another model or optimizer: {error} Continue with the "
                 f"model that {saved.path} was saved from, or start anew under another RunConfig(name)"
             ) from error
 
@@ -307,7 +307,7 @@ class Session:
         self.progress.declare_epochs(epochs)
 
     def leave_epochs(self) -> None:
-        """The loop over epochs is left: note what this rank holds, before the code behind it changes that."""
+        """The loop over epochs is left: note what this rank holds, before the code after it changes that."""
         if self.synced and self.world_size > 1:
             self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
@@ -383,7 +383,7 @@ class Session:
 
         Raises:
             RuntimeError: the train function never trained through an ``AdaptiveDataLoader``.
-            RanksDisagreeError: another rank goes on training. It finds out as well, if that takes longer.
+            RanksDisagreeError: another rank continues training. It finds out as well, if that takes longer.
             ReplicasDifferError: the ranks have come apart in the last steps.
         """
         if not self.synced:

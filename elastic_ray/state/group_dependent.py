@@ -102,7 +102,7 @@ class GroupDependent(Protocol):
         """Name of the strategy in force."""
 
     def set_strategy(self, strategy: object) -> None:
-        """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+        """Continue with another one from the next step on; raises ValueError or TypeError where it cannot be."""
 
     @property
     def strategy_key(self) -> str | None:

@@ -96,7 +96,7 @@ class DataPlan(Facts):
 
 
 def check_ends(fingerprints: Sequence[int]) -> None:
-    """Compare what the ranks hold behind the last epoch.
+    """Compare what the ranks hold after the last epoch.
 
     Args:
         fingerprints: of their parameters, by rank; 0 where one has told none.

@@ -119,7 +119,7 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def begin_pass(self, ordinal: int) -> None:
-        """The epoch's pass of this number begins, or goes on."""
+        """The epoch's pass of this number begins, or continues."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives

@@ -84,7 +84,7 @@ class Replicas:
         self._trains[id(module)] = module.training
 
     def end_pass(self) -> None:
-        """Note that no code of the user's has come behind the last step of a pass: it may change one rank's models."""
+        """Note that no code of the user's has come after the last step of a pass: it may change one rank's models."""
         self._held = self._memory()
 
     def _memory(self) -> int:
@@ -93,9 +93,9 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """The loop over epochs is left after so many steps: code behind it may change models on one rank alone.
+        """The loop over epochs is left after so many steps: code after it may change models on one rank alone.
 
-        Where code in the last epoch has done so, behind the steps, there is nothing to compare.
+        Where code in the last epoch has done so, after the steps, there is nothing to compare.
         """
         if self.due(steps, always=True) and self._held == self._memory():
             digest = hashlib.blake2b(repr(self._sums()).encode(), digest_size=_BYTES)

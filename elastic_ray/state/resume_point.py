@@ -9,7 +9,7 @@ from typing import Any
 
 
 class UnreadableStateError(Exception):
-    """A state to go on from cannot be read, or is not what was written."""
+    """A state to continue from cannot be read, or is not what was written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class ResumePoint:
     It is written as JSON beside every checkpoint, by the names of the first version.
 
     Attributes:
-        epoch: epoch to go on in, from 0.
+        epoch: epoch to continue in, from 0.
         epochs: declared number of epochs, None where it was not known.
         passes: position [samples], and whether it has ended, of each loader pass that the epoch has begun.
         steps: optimizer steps that the checkpoint holds.
@@ -27,7 +27,7 @@ class ResumePoint:
         done: statistical progress, see ``RunProgress``.
         epoch_ends: ``done`` at the end of every ``stride``-th epoch.
         stride: see ``RunProgress``.
-        samples_left: samples left in the pass that it was taken in; no more workers than that can go on from there.
+        samples_left: samples left in the pass that it was taken in; no more workers than that can continue from there.
             0 where none was in progress.
     """
 

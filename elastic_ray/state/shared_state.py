@@ -103,7 +103,7 @@ class SharedState:
         self.shape: BatchChoice | None = None
         self.complete = False
         self.joined = False  # the present group without a state of its own, and has that of others
-        self.loaded = False  # that is from an automatic checkpoint, and no group has gone on from it yet
+        self.loaded = False  # that is from an automatic checkpoint, and no group has continued from it yet
         self._states: dict[str, Stateful] = {}
         self._rollbacks: list[_Rollback] = []
         self._snapshots: list[Any] = []
@@ -230,11 +230,11 @@ class SharedState:
             if key not in skip:
                 late = isinstance(state, TakesUnread) and state.takes_unread
                 tree = trees[key] if late else read_all(trees[key])
-                with _named(key, "take over what another worker, or a checkpoint, has told of it"):
+                with _named(key, "take over what another worker, or a checkpoint, has sent of it"):
                     state.restore(tree)
 
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
-        """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
+        """Continue from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
         Raises:
             RuntimeError: as :meth:`install`.
@@ -325,7 +325,7 @@ class SharedState:
         self.complete, self.loaded = True, False
         bounds = [row[-2] for row in rows if row[-2]]  # one rank alone may know that it ran out of memory
         self.progress.limit_memory(min(bounds, default=None))
-        # Who is behind has taken over what the furthest have, and may have ended a pass that goes on there.
+        # Who is behind has taken over what the furthest have, and may have ended a pass that continues there.
         furthest = max(each.order() for each in everyone)
         return Exchanged(received=received, passes=max(each.passes for each in everyone if each.order() == furthest))
 
@@ -348,7 +348,7 @@ class SharedState:
             return state.capture() if in_place and isinstance(state, ModuleState) else None
 
         trees, done = receive_state(communicator, source, own)
-        # A checkpoint may hold more: a program may drop a state and go on. Of ranks one may be the next to hold it all.
+        # A checkpoint may hold more: a program may drop a state and continue. One rank may be the next to hold all.
         unknown = trees.keys() - self._states.keys() - _OF_EVERY_RUN
         if unknown:
             raise RuntimeError(

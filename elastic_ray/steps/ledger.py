@@ -108,7 +108,7 @@ class StepLedger:
         self.abandoned = 0
         self._samples_left = 0
         self._failure: str | None = None
-        # Why outer steps are lost while a pass within them goes on, and how many are.
+        # Why outer steps are lost while a pass within them continues, and how many are.
         self._around: tuple[str | None, int] = (None, 0)
         self._reduced = False
         self._trains = False
@@ -346,7 +346,7 @@ class StepLedger:
     def resume(self, lost: LostStep, cause: str) -> None:
         """A group was found after :meth:`undo`; if no rank finished the surrounding step, that is drawn again, too.
 
-        The pass within it goes on first, so that user code has its result: only then is the failure in force.
+        The pass within it continues first, so that user code has its result: only then is the failure in force.
         """
         outer_lost = lost.outer_lost or not self._reduced  # its shares were cut for a group that is gone
         if lost.nested and outer_lost and lost.before == self._place:

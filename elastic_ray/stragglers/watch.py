@@ -32,10 +32,10 @@ _ALPHA = 0.1
 class StragglerWatch:
     """Finds stragglers, has them take fewer samples, and says which are to be replaced.
 
-    It is told of every committed step of training, on all ranks, and keeps no other clock than the steps' own times.
-    Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the others
-    takes 1 / r of its samples next. With a part of the step that does not shrink this converges from above, for the
-    ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
+    Every committed step of training is reported to it, on all ranks; it keeps no other clock than the steps' own
+    times. Where slow ranks are relieved, shares follow the measured times: a rank that takes r times as long as the
+    others takes 1 / r of its samples next. With a part of the step that does not shrink this converges from above, for
+    the ratio of successive errors is that part over the whole. One that catches up gets its samples back the same way.
 
     Args:
         config: what is done, as far as nobody asks for more.

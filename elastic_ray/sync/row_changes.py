@@ -124,7 +124,7 @@ class HandChanges:
         self._found = self._suspected = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take its steps for updates, and what its hooks do behind them for changes by hand."""
+        """Take its steps for updates, and what its hooks do after them for changes by hand."""
         handle = optimizer.register_step_post_hook(lambda *_: self.note())
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 

@@ -58,7 +58,7 @@ class StepHooks:
 
     @contextmanager
     def left_out(self, *, after: bool = True) -> Iterator[None]:
-        """Have the optimizer's step call inner hooks only within; ``after``: behind it as well, not only before."""
+        """Have the optimizer's step call inner hooks only within; ``after``: after it as well, not only before."""
         found: list[dict[int, Any]] = [self._optimizer._optimizer_step_pre_hooks]
         found += [self._optimizer._optimizer_step_post_hooks] if after else []
         kept = [dict(hooks) for hooks in found]

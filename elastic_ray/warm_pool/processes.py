@@ -121,7 +121,7 @@ class Processes:
     One that a worker has left may serve the job's next one. Others come from the cluster's pool of warm processes,
     which the job asks to keep some on its nodes, or, where that is off, from a warm pool of the job's own.
 
-    A trial's belong to its sweep: one trial gives them back and another one goes on in them, within milliseconds.
+    A trial's belong to its sweep: one trial gives them back and another one continues in them, within milliseconds.
 
     Args:
         spec: the job.

@@ -309,7 +309,7 @@ class HeartbeatThread:
             return None
         try:
             return session.step_report()
-        except Exception:  # heartbeats must go on whatever a measurement runs into
+        except Exception:  # heartbeats must continue whatever a measurement runs into
             logger.exception("the step report failed")
             return None
 

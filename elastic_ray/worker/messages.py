@@ -45,7 +45,7 @@ class WorkerReady(Ready):
 
     Attributes:
         loader: limits of the training loader.
-        resumed: which automatic checkpoint it goes on from, or why it could not.
+        resumed: which automatic checkpoint it continues from, or why it could not.
     """
 
     loader: LoaderInfo | None

@@ -1,4 +1,4 @@
-"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training goes on."""
+"""SHELL: rank 0's automatic checkpoints: a copy between two steps, written by a thread while training continues."""
 
 from __future__ import annotations
 

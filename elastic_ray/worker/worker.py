@@ -224,7 +224,7 @@ class Worker:
         return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
-        """The first good one of the automatic checkpoints to go on from, and its path."""
+        """The first good one of the automatic checkpoints to continue from, and its path."""
         unusable = ""
         for state in assignment.states:
             try:
@@ -325,7 +325,7 @@ class Worker:
         saved: SavedState | None,
         checkpoint: Any,
     ) -> Session:
-        """A session for one run: a membership of its own, and what it goes on from."""
+        """A session for one run: a membership of its own, and what it continues from."""
         elastic = self._setup.elastic
 
         def form(spec: GenerationSpec, rank: int) -> Communicator:
@@ -401,7 +401,7 @@ def _end(kind: type[_End], **values: Any) -> _End:
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
-    """The job goes on another time: rank 0 saves what all ranks hold, or each its part."""
+    """The job continues another time: rank 0 saves what all ranks hold, or each its part."""
     if session.rank != 0:
         problem = saver.save() if saver is not None else ""
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it

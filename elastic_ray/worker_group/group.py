@@ -47,7 +47,7 @@ _UNNOTED = 16  # workers that a controller may have named in its last moments
 
 
 class GroupObserver(Protocol):
-    """The job, which is told of what is not the workers' own business."""
+    """Protocol of the job as the group reports to it what is not the workers' own business."""
 
     def came_back(self, worker: str, result: RunResult) -> None:
         """A run of the train function has ended."""
@@ -180,7 +180,7 @@ class WorkerGroup:
             self.actors.keep_warm({})
 
     def take_over(self, told: Sequence[WorkerReregistration], state: ControllerState) -> None:
-        """Go on with the workers of a controller before this one, which are all that live."""
+        """Continue with the workers of a controller before this one, which are all that live."""
         for each in told:
             self.actors.adopt(each)
             self._detector.heard(each.worker)
@@ -219,7 +219,7 @@ class WorkerGroup:
     def heard(self, worker: str) -> bool:
         """A worker has said something; whether it matters.
 
-        It does not of one that was declared lost, or served the trial before: the job goes on without it.
+        It does not of one that was declared lost, or served the trial before: the job continues without it.
         """
         if worker in self._given_up or number(worker) <= self._before:
             return False
@@ -263,7 +263,7 @@ class WorkerGroup:
             self._observer.came_back(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
-        """No process can be had for a worker: a job that trains goes on without, another one cannot begin."""
+        """No process can be had for a worker: a job that trains continues without, another one cannot begin."""
         self._refused += 1
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
             self._observer.cannot_begin(error)

@@ -28,7 +28,7 @@ _STARVED_S = 20.0
 
 
 class Reconnection:
-    """Introductions so far; the latest of each worker counts, for training goes on meanwhile.
+    """Introductions so far; the latest of each worker counts, for training continues meanwhile.
 
     Args:
         noted: what the controller before has noted down.
@@ -76,7 +76,7 @@ class Reconnection:
 
     def _strike(self, workers: list[str]) -> None:
         for worker in workers:
-            logger.info("worker %s is dead or stopped: its controller goes on without it", worker)
+            logger.info("worker %s is dead or stopped: its controller continues without it", worker)
         self._struck.update(workers)
 
     def _dead(self, workers: list[str]) -> list[str]:

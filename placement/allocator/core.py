@@ -136,7 +136,7 @@ class AllocatorCore:
 
     @property
     def cluster(self) -> Cluster:
-        """The nodes as it was last told of them."""
+        """Nodes as they were last reported to the core."""
         return self._cluster
 
     @property

@@ -47,7 +47,7 @@ class Observation:
         step_time: Seconds of one optimizer step, s + 1 micro-steps and synchronisation together. > 0.
         grad_time: Seconds of one micro-step without synchronisation (T_grad), or 0 if not measured.
         count: Weight, such as how many steps the times are a mean of. > 0.
-        spread: Standard deviation of the logarithms of the reports behind ``step_time``; 0 if not measured.
+        spread: Standard deviation of the logarithms of the reports in ``step_time``; 0 if not measured.
 
     Raises:
         TypeError: a value is not a real number.

@@ -313,7 +313,7 @@ def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[
     """(k, wanted m) for the samples per replica and step in `local`, in columns.
 
     Besides each of them in as few micro-steps as `high` allows: full micro-steps of `high`, since goodput
-    jumps down behind each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as
+    jumps down after each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as
     make up the least batch, since with few batches to choose from others have no multiple.
     """
     fewest = np.ceil(local / high)

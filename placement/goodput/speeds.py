@@ -120,7 +120,7 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
     Nearest by |log2(workers / workers measured)|, of two equally near the smaller, among shapes on one node for such
     and on several for the others. A model that is wrong in one shape is about as wrong in the next: corrected there
     alone, a job that is faster than modelled would seem to lose by growing. Across the node's edge only what was faster
-    is carried, so that a curve that falls there goes on doing so.
+    is carried, so that a curve that falls there continues doing so.
     """
     measured = sorted(known.items(), key=lambda item: (item[0][1], item[0][0]))
     m, k = np.array([shape for shape, _ in measured], dtype=np.float64).T

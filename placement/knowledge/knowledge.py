@@ -310,7 +310,7 @@ def _epoch(view: JobView) -> int:
 
 
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:
-    """The family's noise where the job is in its training, else the earliest: noise rises as training goes on.
+    """The family's noise where the job is in its training, else the earliest: noise rises as training continues.
 
     var = tr(Sigma) / M0, and the job's M0 may be another than that of the one who measured it.
     """

@@ -29,7 +29,7 @@ are null:
 ``accum_steps``         int64       step: micro-steps before the one that synchronises
 ``step_time_s``         float64     step: one optimizer step, synchronisation included [s]
 ``grad_time_s``         float64     step: one micro-step without synchronisation [s], 0 if not measured
-``weight``              float64     step: of the measurement, by how many steps are behind it
+``weight``              float64     step: of the measurement, by how many steps it is a mean of
 ``epoch``               int64       noise: epochs that the job had finished
 ``noise_sqr``           float64     noise: squared norm of the gradient
 ``noise_var``           float64     noise: variance of a gradient at the initial batch, same unit as ``noise_sqr``

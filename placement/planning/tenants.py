@@ -152,7 +152,7 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
     """Weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 
     All shares rise together, each in proportion to its weight, until a tenant's demand is met or a resource that it
-    needs is used up; the others go on.
+    needs is used up; the others continue.
 
     Args:
         demands: what each tenant could use, by resource.

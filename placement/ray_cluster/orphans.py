@@ -2,7 +2,7 @@
 
 Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
 a worker that has lost its controller saves the job first and then gives back its own. What is left is a reservation
-whose process is dead, or that no process was told of. With its notes in Ray's control store it is the same.
+whose process is dead, or that was reported to no process. With its notes in Ray's control store it is the same.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
         missing.append(parent)
         parent = os.path.dirname(parent)
     for each in reversed(missing):
-        with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is told of below
+        with contextlib.suppress(FileExistsError):  # another process was faster; a file in its place is reported below
             os.mkdir(each, DIRECTORY_MODE if private else 0o777)
         sync_directory(filesystem, os.path.dirname(each))
     if not os.path.isdir(path):

@@ -2,7 +2,7 @@
 
 A file system is asked through calls that block; NFS without its server and S3 behind a dead link block for good. Such a
 call costs a thread of this pool and nothing else: threads are few, they are daemons (so that none holds up the end of
-its process), and the caller goes on at its deadline.
+its process), and the caller continues at its deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Call:
         what: what it does, for messages: "writing events".
         answer: what it returns.
         heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
-        given_up: its caller does not wait for it any more; a call that goes on in pieces ends itself.
+        given_up: its caller does not wait for it any more; a call that continues in pieces ends itself.
     """
 
     what: str
@@ -77,7 +77,7 @@ class StorageCalls:
         return self._add(Call(what=what, run=function, heard_s=time.monotonic()))
 
     def start_long(self, what: str, function: Callable[[Callable[[], bool]], Any]) -> Call:
-        """Make a call that goes on in pieces: it calls its argument after each, and ends when that says no."""
+        """Make a call that continues in pieces: it calls its argument after each, and ends when that says no."""
         call = Call(what=what, run=lambda: function(call.heard), heard_s=time.monotonic())
         return self._add(call)
 

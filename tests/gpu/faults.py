@@ -164,7 +164,7 @@ class Faults:
         if all(job.workers[each].generation >= generation for each in before):
             return {"next_s": 0.0, "late": 1}
         job.cancel(generation, (*before, number))
-        # Who has entered it already regroups; so all are told of another one, as the controller does.
+        # Who has entered it already regroups; so another one is reported to all, as the controller does.
         begin_s = time.monotonic()
         job.announce((*before, number), void=False)
         return {"next_s": self.trained(begin_s, "a cancelled change") - begin_s}

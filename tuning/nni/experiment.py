@@ -62,7 +62,7 @@ class Experiment:
         metric: name of the reported metric; what NNI's functions report is always understood.
         mode: "max" if a larger metric is better, "min" otherwise; tuner and assessor are told.
         trial_concurrency: how many trials run at a time.
-        max_trial_number: trials in all; None goes on until the tuner has no more, or for ever.
+        max_trial_number: trials in all; None continues until the tuner has no more, or for ever.
         max_experiment_duration: "1h", "30m"...; no trial is started after it.
         train_loop_config: as for ``ElasticTrainer``; a trial's parameters go over it.
         scaling_config: workers of a trial, ``num_workers=(min, max)``, and what each of them needs.

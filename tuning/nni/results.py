@@ -68,7 +68,7 @@ class Results:
 
 
 class ExperimentFailedError(RuntimeError):
-    """The experiment could not go on; ``results`` are what it had come to.
+    """The experiment could not continue; ``results`` are what it had come to.
 
     Args:
         message: why.

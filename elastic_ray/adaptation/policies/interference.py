@@ -99,7 +99,7 @@ class Interference(ReadyPolicy):
         return self._next(present, key)
 
     def _next(self, present: str, key: str) -> Answer:
-        """Try the next strategy; after the last one go on with the fastest."""
+        """Try the next strategy; after the last one continue with the fastest."""
         untried = [name for name in self.strategies if name not in self.tried]
         if untried:
             return self._use(untried[0])

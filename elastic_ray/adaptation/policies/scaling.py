@@ -131,7 +131,7 @@ class UtilityCost(_Scaling):
 
     Args:
         utility: what it is worth to be done by a time since the run's first step: ``"USD at time 0,seconds until 0
-            USD"`` for a line, or ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line goes on
+            USD"`` for a line, or ``"USD:seconds,USD:seconds"`` for points that lines connect; the last line continues
             below 0.
         price_per_worker_hour: of one worker [USD per hour], 0 or more.
         every: steps of a group between two decisions.

@@ -218,7 +218,7 @@ class PartFile:
                 if len(chunk) != count or found != self._sums[first : first + len(found)]:
                     raise CorruptStateError(
                         f"{self._path} has changed since it was compared with its checksum: start the job again, which "
-                        "then goes on from the last checkpoint that is whole"
+                        "then continues from the last checkpoint that is whole"
                     )
                 _put(target, offset, chunk, at)
                 at += count

@@ -174,7 +174,7 @@ class PartSaver:
         Args:
             order: what the ranks have agreed on; None where this rank writes all that there is, alone.
             resume_point: where the run stands.
-            copy: whether training goes on while it is written.
+            copy: whether training continues while it is written.
 
         Raises:
             MemoryError: there is no memory for a copy.

@@ -365,7 +365,7 @@ class Accelerator(OnMainProcess, Collectives):
         """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
         raise NotImplementedError(
             "skip_first_batches() is not there under elastic-ray, whose batches change: load_state() before the first "
-            "epoch goes on behind the last sample that was used, without it"
+            "epoch continues after the last sample that was used, without it"
         )
 
     @contextlib.contextmanager

@@ -37,7 +37,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all workers, one behind the other; their first sizes may differ."""
+        """Tensors of all workers, one after the other; their first sizes may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))

@@ -220,7 +220,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
             _logger.info("  %s = %s", what, f"{count:,}")
 
     def _resume(self, folder: Path, loader: er.AdaptiveDataLoader, epochs: int, batches: int) -> bool:
-        """Go on where a checkpoint of theirs stands, unless the job has one of its own; returns whether it does."""
+        """Continue where a checkpoint of theirs stands, unless the job has one of its own; returns whether it does."""
         states = current_session().states
         own = bool(states.progress.steps or states.progress.epoch or states.progress.passes)
         position = read_position(folder)
@@ -297,7 +297,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
         )
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
-        if ledger.failed:  # drawn again: nobody is told of it
+        if ledger.failed:  # drawn again: nothing is reported
             model.zero_grad()
             return False
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)

@@ -156,7 +156,7 @@ class ElasticFitLoop(_FitLoop):
         progress: Any = theirs.batch_progress
         place, self._place = self._place, None
         within = self.epoch_progress.current.ready > self.epoch_progress.current.processed
-        if within:  # Lightning counts a batch behind what saves
+        if within:  # Lightning counts a batch after what saves
             theirs._batches_that_stepped += 1
         for theirs in (progress.total, progress.current):
             theirs.ready = theirs.started = theirs.completed = theirs.processed
@@ -250,7 +250,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         return not self._came_later and super().done
 
     def reset(self) -> None:
-        """Begin the epoch's counts, or go on with those of the others."""
+        """Begin the epoch's counts, or continue with those of the others."""
         session = current_session()
         ordinal, passes = session.ledger.next_ordinal, session.progress.passes
         if ordinal >= len(passes) or not (passes[ordinal].position or passes[ordinal].done):
@@ -259,7 +259,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
         self._came_later = True
 
     def on_run_start(self, data_fetcher: Any) -> None:
-        """Begin to fetch behind the batches that the epoch has had."""
+        """Start to fetch after the batches that the epoch has had."""
         super().on_run_start(data_fetcher)
         theirs = data_fetcher
         theirs.fetched = self.batch_progress.current.ready

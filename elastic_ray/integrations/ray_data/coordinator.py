@@ -41,7 +41,7 @@ class RowsWanted:
         dataset: name of the dataset.
         epoch: which epoch's rows.
         first: the first row that it does not know yet.
-        end: rows up to this one are to be told of, the last not included, as far as there are so many.
+        end: rows up to this one are to be reported, the last not included, as far as there are so many.
         ahead: rows up to this one it will ask for soon.
         last_epoch: whether no epoch is known to follow.
         reader: who asks, and where it stands.

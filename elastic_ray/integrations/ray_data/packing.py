@@ -72,7 +72,7 @@ def name_coordinator(job: str) -> str:
 def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
     """Datasets that :func:`check_datasets` gave, for :func:`unpack` in another process. Ray is to be connected.
 
-    The seed depends on the job's name, so that a job that is submitted again goes on in the same order.
+    The seed depends on the job's name, so that a job that is submitted again continues in the same order.
 
     Args:
         datasets: by name.

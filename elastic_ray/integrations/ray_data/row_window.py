@@ -87,7 +87,7 @@ class RowWindow:
         return max((each.generation for each in self._readers.values()), default=-1)
 
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
-        """The stream goes on with these rows; none at all is nothing."""
+        """The stream continues with these rows; none at all is nothing."""
         if rows:
             span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end

@@ -113,7 +113,7 @@ _MOST_STATE = 1 << 16  # characters
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run, as callbacks are told of it.
+    """Run as it is reported to callbacks.
 
     Attributes:
         job: its name.
@@ -239,7 +239,7 @@ class _Target(Protocol):
     """A callback of one of the two kinds."""
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """The run begins, or goes on from this state; numbers of reports that the callback is known to have."""
+        """The run begins, or continues from this state; numbers of reports that the callback is known to have."""
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
         """Rank 0 has reported; how the job stands, by name."""
@@ -415,7 +415,7 @@ def _address() -> str:
 # neither: of the first, the run id is put back where it keeps it; the second gets `resume="allow"`, which its
 # constructor takes for `wandb.init`. Others (Comet, Aim) begin another run.
 def before_setup(logger: Any) -> None:
-    """Have Weights & Biases go on with a run of the same id, where there is one."""
+    """Have Weights & Biases continue with a run of the same id, where there is one."""
     if _is(logger, "WandbLoggerCallback"):
         logger.kwargs.setdefault("resume", "allow")
 

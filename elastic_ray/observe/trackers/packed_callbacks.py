@@ -54,7 +54,7 @@ def pack_callbacks(
 
 
 def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunContext]:
-    """The callbacks that the job's user has submitted, and what they are told of the run.
+    """Return the callbacks that the job's user has submitted, and the run context that they receive.
 
     It runs the user's code: only for a thread that nothing waits for.
 

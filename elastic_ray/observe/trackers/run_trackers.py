@@ -88,7 +88,7 @@ class RunTrackers:
         return {**found, _BEGUN: ""} if self._begun else {}
 
     def begin(self, point: ResumePoint | None) -> None:
-        """The run begins here, None for its beginning, or goes on with all reports known that were made before."""
+        """The run begins here, None for its beginning, or continues with all reports known that were made before."""
         if not self._begun:
             steps, reports = (point.steps, point.reports) if point is not None else (0, 0)
             self._begin(steps, reports, again=False)
@@ -162,7 +162,7 @@ class RunTrackers:
                 thread.numbers(numbers)
         for thread in self._threads:
             for problem in thread.problems(now_s):
-                self._tell(f"{problem}. Training goes on without it")
+                self._tell(f"{problem}. Training continues without it")
 
     async def finish(self, phase: JobPhase, error: BaseException | Raised | None) -> None:
         """The job has ended: have trackers end the run, for as long as ``ElasticConfig(tracker_timeout_s)``.

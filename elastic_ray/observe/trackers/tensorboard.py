@@ -60,7 +60,7 @@ class TensorBoardWriter:
         self._marks = collections.deque[tuple[int, JobEvent]](maxlen=_MOST_MARKS)
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """Find what is there; where the run does not go on with it, what comes later than its beginning is void.
+        """Find what is there; where the run does not continue with it, what comes later than its beginning is void.
 
         Raises:
             OSError: it cannot be read or written.
@@ -95,7 +95,7 @@ class TensorBoardWriter:
         self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
 
     def event(self, event: JobEvent) -> None:
-        """A mark; what a run goes back behind is void."""
+        """Write a mark for the event; a restart voids later values."""
         if event.kind is EventKind.RESTART:
             self._go_back(int(event.detail.get("steps", 0)), int(event.detail.get("reports", 0)))
         if is_mark(event):

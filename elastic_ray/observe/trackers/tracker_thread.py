@@ -62,7 +62,7 @@ class TrackerThread:
         name: of the tracker, for messages.
         tracker: it.
         most: calls that wait at most; further ones are left out, and counted.
-        hangs_s: a call that takes longer is told of [s].
+        hangs_s: a call that takes longer is reported [s].
     """
 
     def __init__(self, name: str, tracker: Tracker, *, most: int = _MOST, hangs_s: float = _HANGS_S) -> None:

@@ -33,8 +33,8 @@ class Drift:
 
     Averages are made between two steps, when all ranks have committed the same one. The *consensus* is the mean over
     ranks of parameters and of the optimizer's floating state. It is made wherever all ranks have to hold the same: a
-    mean of parameters alone would leave each with moments of its own. AMP's scalers go on from the smallest loss scale:
-    gradients that are added up must be scaled alike.
+    mean of parameters alone would leave each with moments of its own. AMP's scalers continue from the smallest loss
+    scale: gradients that are added up must be scaled alike.
 
     Args:
         context: the run.
@@ -148,7 +148,7 @@ class Drift:
         self._changed, self._settled_at = False, steps
 
     def agree_on_scale(self) -> None:
-        """Have all ranks go on with the smallest loss scale; all call it after the same committed step."""
+        """Have all ranks continue with the smallest loss scale; all call it after the same committed step."""
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
             take_scale(self.scaler, smallest_scale(communicator, self.scaler, counts=True))
@@ -250,7 +250,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
 
 
 def take_scale(scaler: Any, agreed: tuple[float, int] | None) -> None:
-    """Go on with that scale."""
+    """Continue with that scale."""
     if agreed is not None:
         scaler.load_state_dict({**scaler.state_dict(), _SCALE: agreed[0], _TRACKER: agreed[1]})
 

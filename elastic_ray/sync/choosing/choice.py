@@ -16,7 +16,7 @@ from elastic_ray.sync.spec import Strategy
 
 DRIFT = 2.0
 """Factor by which touched rows change before the choice is made anew."""
-# A trial of short steps, whose times scatter, goes on for so long [s], with at most so many times the steps.
+# A trial of short steps, whose times scatter, continues for so long [s], with at most so many times the steps.
 _TRIAL_S, _MOST_TRIAL_STEPS = 0.2, 2
 _FINAL = 6  # trials of the present strategy and its best rival in turn
 
@@ -236,7 +236,7 @@ def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> C
 
 
 def _tried(choice: Choice) -> Choice:
-    """A trial has ended: go on with the next, or try the best once more against the present one.
+    """A trial has ended: continue with the next, or try the best once more against the present one.
 
     The present one was measured first, and the best is also the luckiest: both three times more, in turn.
     """

@@ -95,7 +95,7 @@ class GradientEngine:
         self._control_size = 0
         self._statistics = statistics
         self._drift = Drift(context, module, trainable, optimizer, number, scaler)
-        self._ends = False  # whether another strategy comes behind the step that ranks have agreed on
+        self._ends = False  # whether another strategy comes after the step that ranks have agreed on
         self._row_steps = [RowSteps(each) for each in optimizers_of(optimizer)]
         self._reducer = GradientReducer(
             trainable,
@@ -170,7 +170,7 @@ class GradientEngine:
         return self._carried.local
 
     def set_strategy(self, strategy: object) -> None:
-        """Go on with another strategy from the next step on. Every rank must ask for the same in the same step.
+        """Continue with another strategy from the next step on. Every rank must ask for the same in the same step.
 
         Args:
             strategy: as of ``AdaptiveDataParallel(strategy=...)``.
@@ -246,8 +246,8 @@ class GradientEngine:
         """Backward passes inside only add to this rank's gradients."""
         if self._sharded:
             raise RuntimeError(
-                "no_sync() is not served for a model with a ShardedEmbedding, whose owners get gradients in each step: "
-                "let the loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
+                "no_sync() is not supported for a model with a ShardedEmbedding, whose owners get gradients in each "
+                "step: let the loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
             )
         return self._reducer.no_sync()
 

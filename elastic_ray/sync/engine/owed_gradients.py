@@ -83,7 +83,7 @@ class _Debtor:
         return not tensors.keys().isdisjoint(self.names)
 
     def take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
-        """Go on from these."""
+        """Continue from these."""
         self.residual.become(self.flat(owed) if self.is_among(owed) else None)
         if self.is_among(folded):
             self.residual.fold(self.flat(folded))
@@ -112,7 +112,7 @@ class OwedGradients:
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Other buckets: what is owed, and factors, go on by parameter.
+        """Other buckets: what is owed, and factors, continue by parameter.
 
         Args:
             layout: of the buckets.
@@ -142,7 +142,7 @@ class OwedGradients:
         return (*self._debtors, *self._settling)
 
     def _take(self, owed: _Tensors, folded: _Tensors, factors: _Tensors) -> None:
-        """Go on from these."""
+        """Continue from these."""
         for index, each in list(self._plain.items()):
             if each.is_among(owed) or each.is_among(folded):
                 self._settle(index)
@@ -178,7 +178,7 @@ class OwedGradients:
             each.residual.fold(total)
 
     def enter_group(self) -> None:
-        """A group was entered: begin with an equal part of the sum, or go on with one's own where that is not known.
+        """A group was entered: begin with an equal part of the sum, or continue with one's own where that is not known.
 
         All ranks tell what they know, whether they owe or not: of those that come from another group, some may have
         begun with a strategy that compresses, and others not yet.
@@ -205,7 +205,7 @@ class OwedGradients:
             self._context.tell(
                 "warning",
                 f"what compression had left out of the gradients of {whose} is lost with the group: each worker keeps "
-                "its own until a later step sends it. Training goes on without",
+                "its own until a later step sends it. Training continues without",
                 {"workers": workers},
             )
 

@@ -5,7 +5,7 @@ that ``.grad`` holds the mean when ``loss.backward()`` returns, as under torch D
 are several models, and where passes are nested, so that gradients come several times, reductions start when the
 outermost pass ends. Gradients are weighted by samples, or as the loop says, so unequal local batches give the gradient
 of the whole batch. Under a plain all-reduce ``.grad`` is a view of the bucket. A reduction that was given up keeps its
-memory, and ``.grad`` gets other: it can never write into what training goes on with.
+memory, and ``.grad`` gets other: it can never write into what training continues with.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GradientReducer:
         self._note = 0  # of its gradients, as this rank has told it
         self._nests = False  # passes within passes were seen, as of reentrant checkpoints: gradients come several times
         self._knows = False  # a pass was seen to its end
-        self._early = False  # buckets are reduced while the pass goes on
+        self._early = False  # buckets are reduced while the pass continues
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
         self._own_sum: Number = 0.0  # of what this rank has put into buckets
@@ -256,7 +256,7 @@ class GradientReducer:
                 bucket.begin_filling(alone=self._reduces and not self._accumulates)
 
     def _announce(self) -> None:
-        """Tell the other ranks that this one reduces gradients: they answer while backward goes on."""
+        """Tell the other ranks that this one reduces gradients: they answer while backward continues."""
         if not self._reduces:
             return
         self._told = True

@@ -101,7 +101,7 @@ class Reduction:
             self._works[index].append(gradients.all_reduce(layout.tail))
 
     def finish(self, *, checks: bool) -> None:
-        """Wait, and go on in rounds until every bucket holds the sum; as many rounds on every rank.
+        """Wait, and continue in rounds until every bucket holds the sum; as many rounds on every rank.
 
         What one bucket takes on the CPU is done while later ones are on their way: its finite sum goes into ``.grad``.
 

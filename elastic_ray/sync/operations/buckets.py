@@ -33,7 +33,7 @@ class Bucket:
         index: position in the order of reduction.
         group: parameter group that the parameters belong to.
         params: the parameters, in the order of their ``views``.
-        tail: extra elements behind them.
+        tail: extra elements after them.
         shows: whether gradients may lie in the buffer, for nothing but a plain all-reduce uses it.
 
     Attributes:

@@ -40,7 +40,7 @@ class Compression(Protocol):
         """Return the factors that are equal on all ranks, by parameter of the bucket."""
 
     def take_factors(self, factors: dict[int, torch.Tensor]) -> None:
-        """Go on from these."""
+        """Continue from these."""
 
 
 class CompressedOperation(OwingOperation):

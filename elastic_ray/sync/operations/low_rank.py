@@ -11,7 +11,7 @@ import torch
 from elastic_ray.batch.device_numbers import real_count
 from elastic_ray.sync.operations.bucket_operation import GradientCollectives
 
-# Less of a column than this share, behind the columns before it, is their rounding errors.
+# Less of a column than this share, after the columns before it, is their rounding errors.
 _SMALLEST = 1e-9
 _AT_ONCE = 1 << 16  # elements, which with what is made of them stay in a core's cache
 

@@ -27,7 +27,7 @@ class Residual:
     follow each other. None of that counts before :meth:`commit`, and :meth:`void` goes back to the last one.
 
     Before a change of group :meth:`fold` is given the sum over all ranks, which is then kept beside this rank's own
-    until a pass of the next group begins: a change that fails half-way can still go on from either.
+    until a pass of the next group begins: a change that fails half-way can still continue from either.
 
     Attributes:
         folded: that sum, without a loss scale; None where there is none.

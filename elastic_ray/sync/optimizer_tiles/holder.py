@@ -84,7 +84,7 @@ class Everyone:
         tiles: of each.
         unpublished: whether one lacks parameters of the last update.
         gathered: whether one knows that rank 0 had the whole state.
-        stored: whether rank 0 has the whole state that it goes on from.
+        stored: whether rank 0 has the whole state that it continues from.
     """
 
     tiles: list[frozenset[int]]
@@ -112,7 +112,7 @@ class TileHolder:
         held: the tiles that this rank holds; None where it holds the whole state, or nothing.
         owners: ranks of the present group that own each tile, as long as the state is divided in it. After a change of
             the group they are others for some steps than they are to be.
-        stored: the whole state that this rank goes on from, read or not, until the next update; empty where the
+        stored: the whole state that this rank continues from, read or not, until the next update; empty where the
             optimizer has it.
     """
 
@@ -306,7 +306,7 @@ class TileHolder:
             self._optimizer.state.pop(param, None)
 
     def forget_stored(self) -> None:
-        """The state is about to be another one than what the run goes on from; what is held is a part of that."""
+        """The state is about to be another one than what the run continues from; what is held is a part of that."""
         if self.held is not None:
             self.stored.forget()
 

@@ -12,7 +12,7 @@ from elastic_ray.sync.sharded.placement import Move
 
 
 class StateLostError(LostGroupError):
-    """Tiles of the optimizer state were lost with all their owners: the job goes on from its last checkpoint."""
+    """Tiles of the optimizer state were lost with all their owners: the job continues from its last checkpoint."""
 
 
 def carry_out(

@@ -35,7 +35,7 @@ _COPIED_IN_A_STEP = 24
 """Spans whose state gets memory of its own in one step after a change of the group."""
 
 RESTORED_IN_A_STEP = 8 << 20
-"""Bytes of parameters whose state a rank receives behind one step, while owners are not yet what they are to be."""
+"""Bytes of parameters whose state a rank receives after one step, while owners are not yet what they are to be."""
 
 
 class TiledOptimizer:
@@ -75,7 +75,7 @@ class TiledOptimizer:
         self._publisher: Publisher | None = None
         self._open = True  # whether rank 0 has all that there is to gather, as all ranks know
         self._gathered: dict[str, State] | None = None
-        self._stored = False  # whether that is what rank 0 goes on from, as all ranks know: it is read once asked for
+        self._stored = False  # whether that is what rank 0 continues from, as all ranks know: it is read once asked for
         self.denominators = Denominators(optimizer, lambda: self.divided)
 
     # -- the strategy --------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class TiledOptimizer:
     def gather(self) -> None:
         """Have rank 0 hold the whole state until the next update; all ranks call it.
 
-        At the end of a pass as well, so that code which saves a checkpoint behind a loop may do so on rank 0 alone.
+        At the end of a pass as well, so that code which saves a checkpoint after a loop may do so on rank 0 alone.
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)

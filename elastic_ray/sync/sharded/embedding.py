@@ -19,7 +19,7 @@ from elastic_ray.sync.sharded.tiles import RowTiling
 _MOST = 1 << 40
 _UNSERVED = {
     "max_norm": "rows are not shortened when they are looked up: normalise them in the model",
-    "norm_type": "it belongs to max_norm, which is not served",
+    "norm_type": "it belongs to max_norm, which is not supported",
     "scale_grad_by_freq": "gradients are added up over all ranks before they are applied, without counting lookups",
     "sparse": "gradients are always those of touched rows; leave it out",
 }
@@ -46,7 +46,7 @@ class ShardedEmbedding(torch.nn.Module):
             ``"adam"``; None for what the wrapped optimizer does, where that is SGD without momentum, Adagrad or
             SparseAdam without decays. Its learning rate follows the wrapped optimizer's.
         copies: workers that own each row, 1 or 2. With 2, on different nodes where balance allows, one may be lost
-            without loss of rows. With 1 the job goes on from its last checkpoint when a worker is lost.
+            without loss of rows. With 1 the job continues from its last checkpoint when a worker is lost.
         std: standard deviation of the normal distribution that rows are drawn from.
         seed: of that; None draws one from torch's generator, and rank 0's counts.
         dtype: of the rows, floating.
@@ -57,7 +57,7 @@ class ShardedEmbedding(torch.nn.Module):
 
     Raises:
         StrategyError: a size or ``copies`` is out of range.
-        ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not served.
+        ValueError: another argument is. TypeError: ``optimizer`` is no rule for rows, or an option is not supported.
     """
 
     travels_by_itself: ClassVar[bool] = True
@@ -272,12 +272,12 @@ class ShardedEmbedding(torch.nn.Module):
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments that are not served; one that asks for nothing passes."""
+    """Raise TypeError for arguments that are not supported; one that asks for nothing passes."""
     for name, value in options.items():
         if name not in _UNSERVED:
             raise TypeError(f"ShardedEmbedding has no argument {name!r}")
         if value not in (None, False) and not (name == "norm_type" and value == 2.0) and name != "sparse":
-            raise TypeError(f"{name}={value!r} is not served by ShardedEmbedding: {_UNSERVED[name]}")
+            raise TypeError(f"{name}={value!r} is not supported by ShardedEmbedding: {_UNSERVED[name]}")
 
 
 def _padding(padding_idx: int | None, rows: int) -> int | None:

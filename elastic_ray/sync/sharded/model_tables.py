@@ -39,7 +39,7 @@ class ModelTables:
         layers = {name: each for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)}
         if layers and scaler is not None and scaler.is_enabled():
             raise StrategyError(
-                "grad_scaler is not served for a model with a ShardedEmbedding: the scaler looks for overflow in "
+                "grad_scaler is not supported for a model with a ShardedEmbedding: the scaler looks for overflow in "
                 "gradients of parameters, which rows are not. Train in bfloat16, which needs no scaler"
             )
         self.tables: list[ShardedTable] = [

@@ -19,7 +19,7 @@ _Matrix = Sequence[Sequence[int]]
 
 
 class RowsLostError(LostGroupError):
-    """Rows of a sharded table were lost with all their owners: the job goes on from its last checkpoint."""
+    """Rows of a sharded table were lost with all their owners: the job continues from its last checkpoint."""
 
 
 class TableShard:

@@ -79,7 +79,7 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
 def initialise(
     module: nn.Module, params: Sequence[ShardedParam], seed: int, keep: Callable[[int, Tensor], None]
 ) -> None:
-    """Make a model's parameters and buffers, as building it in memory behind ``torch.manual_seed(seed)`` does.
+    """Make a model's parameters and buffers, as building it in memory after ``torch.manual_seed(seed)`` does.
 
     So it is where its constructor makes modules in the order of ``modules()``, and draws in ``reset_parameters`` alone.
 

@@ -34,8 +34,8 @@ _OTHER_SETTERS = (
     *("set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params"),  # the last one: from torch 2.12 on
 )
 _CHANGED = (
-    "{setter}() is not served for elastic_ray.fully_shard: gradients are the mean over the samples of a step, whatever "
-    "the shares of the workers. Leave it out, and scale the loss where another scale is wanted"
+    "{setter}() is not supported for elastic_ray.fully_shard: gradients are the mean over the samples of a step, "
+    "whatever the shares of the workers. Leave it out, and scale the loss where another scale is wanted"
 )
 _GROUP = (
     "mesh_info",
@@ -72,7 +72,7 @@ _DISPATCHER = (
 
 NO_MEMORY_YET = (
     "the model was built on the meta device, and gets its shards when its first loop over an AdaptiveDataLoader "
-    "begins, when it is known which rows each worker holds: call it, save it and load into it in that loop or behind "
+    "begins, when it is known which rows each worker holds: call it, save it and load into it in that loop or after "
     "it. Weights of a file can be put in by fully_shard(..., param_init_fn=...)"
 )
 
@@ -353,7 +353,7 @@ def _reset(root: Any) -> None:
 
 
 def reshard(module: nn.Module) -> None:
-    """Let gathered parameters go, as torch does behind a call of each sharded module."""
+    """Let gathered parameters go, as torch does after a call of each sharded module."""
     for unit in units_of(module):
         unit.reshard()
 

@@ -59,7 +59,7 @@ class HeldShards:
     """Shards that this rank holds.
 
     Attributes:
-        unread: by parameter, all rows in a checkpoint that this rank goes on from, which are read when they are given
+        unread: by parameter, all rows in a checkpoint that this rank continues from, which are read when they are given
             away or taken; nothing without one.
     """
 

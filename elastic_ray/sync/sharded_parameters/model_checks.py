@@ -40,7 +40,7 @@ OF_NO_GROUP = (
     "of the weights"
 )
 CREATES_GRAPH = (
-    "create_graph=True is not served for a sharded model: torch frees the parameters that a gradient of a gradient "
+    "create_graph=True is not supported for a sharded model: torch frees the parameters that a gradient of a gradient "
     'would be computed with. Train models with gradient penalties unsharded, as with strategy="zero1"'
 )
 NO_STRATEGY = (
@@ -51,7 +51,7 @@ NO_STRATEGY = (
 
 _HOOKS = (
     "Change gradients between backward() and optimizer.step(), or use register_post_accumulate_grad_hook() of the "
-    "parameters behind fully_shard(), which sees this rank's rows"
+    "parameters after fully_shard(), which sees this rank's rows"
 )
 
 
@@ -213,7 +213,7 @@ def check_model(module: nn.Module, optimizer: Any, *, strategy: object, scaler: 
         )
     if scaler is not None and scaler.is_enabled():
         raise StrategyError(
-            "grad_scaler is not served for a sharded model: each rank would look for overflow in its own rows alone. "
-            "Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype="
-            "torch.bfloat16, reduce_dtype=torch.float32))"
+            "grad_scaler is not supported for a sharded model: each rank would look for overflow in its own rows "
+            "alone. Train in bfloat16, which needs no scaler: fully_shard(module, mp_policy=MixedPrecisionPolicy("
+            "param_dtype=torch.bfloat16, reduce_dtype=torch.float32))"
         )

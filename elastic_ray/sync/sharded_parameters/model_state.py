@@ -116,7 +116,7 @@ class StateDicts:
         if strange := sharded - known.keys():
             raise RuntimeError(
                 f"state_dict() of a sharded model has keys that are no names of its parameters, as {min(strange)!r}, "
-                "so whole tensors cannot be put there: rename keys behind state_dict(), not in a hook of a module"
+                "so whole tensors cannot be put there: rename keys after state_dict(), not in a hook of a module"
             )
         whole = self._optimizer.whole_params()
         for name in sharded:

@@ -2,7 +2,7 @@
 
 Torch's own ``ProcessGroup`` of a generation would block in a collective whose peer is gone, and raise inside user code.
 This one has no connections: what user code asks of sharded tensors (``clip_grad_norm_``, ``full_tensor()``) comes by
-here, and goes on as a collective of the present generation, or as none in a step that is lost.
+here, and continues as a collective of the present generation, or as none in a step that is lost.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Piece:
 
     Attributes:
         param: position of the parameter in the model.
-        start, stop: first row, and the one behind the last; ``start < stop``.
+        start, stop: first row, and the one after the last; ``start < stop``.
     """
 
     param: int
@@ -60,7 +60,7 @@ class RowMove:
 
 
 def rows_of(rows: int, shard: ShardId) -> tuple[int, int]:
-    """First row of a shard, and the one behind its last, of a parameter with so many; the same twice for none."""
+    """Return the half-open row range of `shard` in a parameter with `rows` rows; empty if start == stop."""
     each = -(-rows // shard.world)
     return min(rows, shard.index * each), min(rows, (shard.index + 1) * each)
 
@@ -144,7 +144,7 @@ class Layout:
         return tuple(sorted(group[index] for group in self.groups))
 
     def holders(self, index: int) -> tuple[int, ...]:
-        """The ranks that hold the shard at a place: owners, ascending, and the follower behind them."""
+        """The ranks that hold the shard at a place: owners, ascending, and the follower after them."""
         follower = self.follower_of(index)
         return self.owners(index) if follower is None else (*self.owners(index), follower)
 

@@ -126,7 +126,7 @@ class ShardCollectives:
             what: the others have announced: a call of the model, or that one of them is gathered.
         """
         if what.intent is not Intent.GATHER:
-            for each in units:  # as the others do behind the call; one with gradients may have left them gathered
+            for each in units:  # as the others do after the call; one with gradients may have left them gathered
                 each.reshard()
             return
         unit, self._joins = units[what.detail], True
@@ -179,7 +179,7 @@ class ShardCollectives:
         finally:
             self._unit = -1
         if not found:
-            # A step that is lost goes on with numbers of the right size, which zeros would not always be.
+            # A step that is lost continues with numbers of the right size, which zeros would not always be.
             output.view(-1, tensor.numel()).copy_(tensor.clone().view(1, -1).expand(len(self.peers), -1))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, unit: int) -> None:

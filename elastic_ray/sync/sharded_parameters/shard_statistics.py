@@ -119,7 +119,7 @@ class MovedRows:
     Args:
         optimizer: the user's.
         shards: the rows that it steps.
-        meter: knows which updates are to be measured, the same on all ranks, and is told of them.
+        meter: knows which updates are to be measured, the same on all ranks, and receives them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, shards: ShardedOptimizer, meter: GradientMeter) -> None:

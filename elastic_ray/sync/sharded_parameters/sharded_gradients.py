@@ -299,8 +299,8 @@ class ShardedGradients:
             RuntimeError: always.
         """
         raise RuntimeError(
-            "no_sync() is not served for a sharded model, of which no rank could hold whole gradients: let the loader "
-            "accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
+            "no_sync() is not supported for a sharded model, of which no rank could hold whole gradients: let the "
+            "loader accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
         )
 
     # -- the optimizer -------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 Each shard lies with its owner, in whose model it is, and with the rank that follows. Before an update each rank sends
 the gradients of its rows, as user code has left them, to the one that follows it, and then all vote. Right after a
-change others may follow, which have the rows already; those that are to receive them behind the first update. Where
+change others may follow, which have the rows already; those that are to receive them after the first update. Where
 shards have an owner in each of several shard groups, there is no follower, and all owners have the gradients already.
 What one rank has heard decided can be done on every rank that lives: all holders of a shard have all that the update
-takes, and make it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training goes on
+takes, and make it alike. So a loss of any one rank loses nothing, and nothing has to be sent before training continues
 but rows for the new layout.
 """
 
@@ -246,7 +246,7 @@ class ShardedOptimizer:
     def end_pass(self) -> None:
         """A pass has ended on all ranks: compare the holders of each shard, and have rank 0 hold the whole.
 
-        So code that saves a checkpoint behind a loop may do so on rank 0 alone. A model that was built on the meta
+        So code that saves a checkpoint after a loop may do so on rank 0 alone. A model that was built on the meta
         device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
 
         Raises:
@@ -371,8 +371,8 @@ class ShardedOptimizer:
         """
         if tree is None:
             raise RuntimeError(
-                "a model that was not sharded cannot go on as a sharded one, nor from its automatic checkpoint: shard "
-                "it on every worker (elastic_ray.fully_shard), or start anew under another RunConfig(name)"
+                "a model that was not sharded cannot continue as a sharded one, nor from its automatic checkpoint: "
+                "shard it on every worker (elastic_ray.fully_shard), or start anew under another RunConfig(name)"
             )
         if tree["parameters"] != self.capture()["parameters"]:
             raise RuntimeError("train_loop_per_worker must build and shard the same model on every worker")

@@ -1,6 +1,6 @@
 """``.grad`` of a parameter whose mean gradient lies in slices with several ranks (torch).
 
-It is a tensor without elements: what cannot be told of the whole gradient without them raises an error, and nothing
+It is a tensor without elements: what cannot be known of the whole gradient without them raises an error, and nothing
 gives the number of a part for that of the whole. All ranks know its 2-norm and whether it is finite, so that clipping
 and AMP's ``GradScaler`` work as they are, and do the same on every rank.
 """

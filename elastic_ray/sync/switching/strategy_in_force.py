@@ -156,7 +156,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=exact, works=works)
 
     def enter_group(self) -> None:
-        """A group was entered: go on with what is known of such a one, or begin to measure."""
+        """A group was entered: continue with what is known of such a one, or begin to measure."""
         self._since_s, self._step = None, None
         topology = self._model.topology
         device = self._model.device.type
@@ -327,7 +327,7 @@ class StrategyInForce:
         return True
 
     def ask(self, given: object) -> None:
-        """Go on with another strategy from the next step on; ``Auto`` begins to choose. All ranks must ask alike.
+        """Continue with another strategy from the next step on; ``Auto`` begins to choose. All ranks must ask alike.
 
         Args:
             given: as of ``AdaptiveDataParallel(strategy=...)``.

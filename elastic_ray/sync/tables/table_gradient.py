@@ -43,7 +43,7 @@ class TableGradient:
         self._pause, self._left = 0, 0
 
     def follow(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Be told of all layers that use the table, as far as the module tree tells."""
+        """Take all layers that use the table, as far as the module tree tells."""
         if self._shows == "auto" and not any(getattr(layer, "sparse", False) for layer in layers):
             self._shows = "dense"
         if self._shows == "auto":

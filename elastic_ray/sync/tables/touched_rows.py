@@ -15,7 +15,7 @@ _SAMPLED_ROWS = 4096
 
 
 class RowPreconditioner:
-    """Row-wise form of ``batch.statistics.preconditioner``. It stays as it is while the optimizer goes on.
+    """Row-wise form of ``batch.statistics.preconditioner``. It stays as it is while the optimizer continues.
 
     Its floor is a thousandth of the root mean square of all denominators; of a large table, of every n-th row's.
     """

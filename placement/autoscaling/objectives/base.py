@@ -19,7 +19,7 @@ from placement.goodput.table import Ints
 from placement.policies.goodput.tables import useful
 
 UNKNOWN_S = 3600.0
-"""A job that does not say how long it is, is taken to go on for so long."""
+"""A job that does not say how long it is, is taken to continue for so long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

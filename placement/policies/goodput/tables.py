@@ -282,7 +282,7 @@ class SizeGrid:
     Attributes:
         sizes: workers.
         regular: powers of two within a node, whole nodes, and whatever some job must have: sizes that leave no
-            scattered room behind. The others are for filling up.
+            scattered room. The others are for filling up.
     """
 
     sizes: Ints
