@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StartingPoint:
-    """Saved state that a run of a train function finds when it starts.
+    """Starting point of a train function's run: its checkpoint, and the epoch that its code starts with.
 
     Args:
         checkpoint: a reported one that the user's code may load; None at the beginning.
