@@ -31,7 +31,7 @@ class AccessRefusedError(ConnectionError):
 
 
 def join() -> None:
-    """``ray.init()``, unless this process has joined a cluster already.
+    """Call ``ray.init()``, unless this process has joined a cluster already.
 
     Raises:
         ConnectionError: the cluster that it would join does not answer.

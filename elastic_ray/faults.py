@@ -104,7 +104,7 @@ class FaultInjector:
         self._claim = claim
 
     def at(self, moment: str, *, worker: str, rank: int, step: int) -> None:
-        """Called by the session at each moment."""
+        """Strike the faults of this moment; called by the session at each moment."""
         for index, fault in list(self._open.items()):
             if fault.due(worker=worker, rank=rank, step=step, moment=moment):
                 del self._open[index]

@@ -209,7 +209,7 @@ class ElasticTrainable(Trainable):
         return PlacementGroupFactory([on.get("resources", _WITHOUT_HEAD)])
 
     def setup(self, config: dict[str, Any], **constants: Any) -> None:
-        """Called by Tune; the job starts with the first step, once it is known where from.
+        """Set up the trial for Tune; the job starts with the first step, once it is known where from.
 
         Args:
             config: the trial's parameters.
@@ -256,7 +256,7 @@ class ElasticTrainable(Trainable):
         return self._saved or _TrainingResult(checkpoint=None, metrics={})
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """The workers read it."""
+        """Do nothing: the workers read the checkpoint."""
 
     def restore(self, checkpoint_path: Any) -> None:
         """Continue from a checkpoint of this trial or another one.
@@ -279,13 +279,13 @@ class ElasticTrainable(Trainable):
         return True
 
     def cleanup(self) -> None:
-        """The trial is over, or makes way: everything that its job holds is given back."""
+        """Clean up a trial that is over or makes way: release everything that its job holds."""
         job, self._job = self._job, None
         if job is not None:
             job.stop(paused=self._asked_last and not job.done)
 
     def vacate(self) -> None:
-        """Called where Tune's loop runs, once it keeps this actor for a trial that may come."""
+        """Vacate the trial's actor, which Tune's loop keeps for a trial that may come."""
         self.cleanup()
 
     def _place(self) -> StorageContext:
@@ -462,7 +462,7 @@ class _Watch:
         self.driver: SweepDriver | None = None
 
     def claim(self, name: str, driver: SweepDriver) -> None:
-        """Become the driver of the sweep of this name; raises SweepRunsError where it has one."""
+        """Claim the sweep of this name for the driver; raises SweepRunsError if it has one."""
         claim_sweep(name, driver)
         self.driver = driver
 

@@ -308,7 +308,7 @@ class SweepActor:
         return None
 
     async def release(self, token: str) -> None:
-        """The driver with this token has ended."""
+        """Release the sweep of the driver with this token, which has ended."""
         if self._driver is not None and self._driver.token == token:
             self._driver = None
 
@@ -372,7 +372,7 @@ class SweepActor:
         self._weigh()
 
     async def closed(self, run: str) -> None:
-        """A run is over, and its controller may run another trial."""
+        """Close a run, whose controller may run another trial."""
         ended = self._busy.pop(run, None)
         if ended is not None:
             self._idle[run] = ended
@@ -422,15 +422,15 @@ class SweepActor:
         return await self._processes.lend(run, node)
 
     async def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """A process is not needed any more; ``fit``: another trial may use it."""
+        """Take back a process that is no longer needed; ``fit``: another trial may use it."""
         self._processes.take_back(run, actor, fit=fit)
 
     async def settle(self, run: str, fit: dict[Any, bool]) -> None:
-        """A run's controller gives all back; ``fit``: processes that another trial may use, and if they answered."""
+        """Settle a run's processes; ``fit``: those that another trial may use, and if they answered."""
         self._processes.settle(run, fit)
 
     async def hold(self, run: str, path: str, held: tuple[Any]) -> None:
-        """A run's checkpoint is in the cluster's memory.
+        """Hold a run's checkpoint in the cluster's memory.
 
         ``held`` is wrapped, for Ray would hand over what a bare reference refers to.
         """

@@ -44,7 +44,7 @@ class SweepProcesses:
         self._lent: dict[str, list[_Process]] = {}
 
     def admit(self, run: str, kind: JobSpec) -> None:
-        """A run begins, and may borrow processes for trials of this kind until it is settled."""
+        """Admit a run, which may borrow processes for trials of this kind until it is settled."""
         self._kinds[run] = kind
         self._lent.setdefault(run, [])
 
@@ -75,7 +75,7 @@ class SweepProcesses:
         return process.actor, process.ready
 
     def take_back(self, run: str, actor: Any, *, fit: bool) -> None:
-        """A run needs a process no more; one that is not ``fit`` for another run ends."""
+        """Take back a process of a run; one that is not ``fit`` for another run ends."""
         for process in self._lent.get(run, []):
             if process.actor == actor:
                 self._lent[run].remove(process)
@@ -84,7 +84,7 @@ class SweepProcesses:
         ray.kill(actor)  # lent by a sweep's actor that is gone
 
     def settle(self, run: str, fit: Mapping[Any, bool] | None = None) -> None:
-        """A run is over: what it still has ends, but for processes that another run may use.
+        """Settle a run that is over: its processes end, except those that another run may use.
 
         Args:
             run: the run.

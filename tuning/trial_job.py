@@ -386,7 +386,7 @@ class TrialJob:
         return note if isinstance(note, dict) and {"controller", "key"} <= note.keys() else None
 
     def _delete_untaken(self) -> None:
-        """Checkpoints of reports that the sweep never saw."""
+        """Delete the checkpoints of reports that the sweep never saw."""
         begun = time.monotonic()
         storage = RunStorage(self._handle.storage_path, self._filesystem)
         after = self._taken

@@ -229,7 +229,7 @@ class CheckpointCache:
         self._until_s: dict[str, float] = {}
 
     def hold(self, run: str, path: str, reference: Any) -> None:
-        """A run has reported a checkpoint; its last two stay."""
+        """Hold a checkpoint that a run has reported; its last two stay."""
         mine = self._of_run.setdefault(run, {})
         mine[path] = reference
         while len(mine) > _PER_RUN:
@@ -240,7 +240,7 @@ class CheckpointCache:
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:
-        """A run is over; what it has reported is wanted until then [s, monotonic], as PBT pauses donors as well."""
+        """Keep what an ended run has reported until then [s, monotonic], as PBT pauses donors as well."""
         if run in self._of_run:
             self._until_s[run] = until_s
 

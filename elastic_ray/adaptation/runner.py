@@ -147,7 +147,7 @@ class PolicyRunner:
         return said
 
     def settle(self, step: int) -> None:
-        """A step was committed: apply what all ranks have agreed on with it.
+        """Apply what all ranks have agreed on with the step that was committed.
 
         Raises:
             PolicyError: of a strict policy; on every rank.
@@ -194,7 +194,7 @@ class PolicyRunner:
             self._announce(f"{name}.{failure}{after}", {"policy": name, "step": step, "failure": failure})
 
     def _differs(self, number: int, policy: Policy, pending: Pending, step: int) -> None:
-        """The ranks' copies say different things."""
+        """Report that the ranks' copies of a policy ask for different things."""
         name = name_of(policy)
         own = "; ".join(pending.failures) or ", ".join(str(from_plain(each)) for each in pending.requests) or "nothing"
         what = (
@@ -218,7 +218,7 @@ class PolicyRunner:
             self._tell("policy", text, detail)
 
     def _switch_off(self, number: int, why: str) -> None:
-        """A policy is not asked any more; what it kept may differ from rank to rank and does not travel."""
+        """Switch off a policy; its state may differ from rank to rank and does not travel."""
         self.values.switch_off(number, why)
         self._states[number], self._pending[number] = {}, Pending()
 
@@ -238,7 +238,7 @@ class PolicyRunner:
                 _check_plain(value, f"{name_of(policy)}.{name}")
 
     def end(self, steps: int) -> None:
-        """The run is over after so many steps: what is only to be told is told, without another step to agree in."""
+        """End the run after `steps`: report what is only to be reported, without another step to agree in."""
         if self.ballot.take_entered():
             self._repeat()
         for policy, pending in zip(self._policies, self._pending, strict=True):
@@ -367,12 +367,12 @@ class Pending:
         return bool(self.requests or self.failures)
 
     def ask(self, hook: str, requests: Sequence[dict[str, Any]]) -> None:
-        """A hook has answered."""
+        """Record a hook's requests."""
         self.requests += requests
         self.hooks += [hook] * len(requests)
 
     def fail(self, failure: str, *, ends: bool = False) -> None:
-        """A hook has failed; with ``ends`` the policy is not asked any more here."""
+        """Record a hook's failure; with ``ends`` the policy is not asked any more here."""
         self.failures.append(failure)
         self.is_off = self.is_off or ends
 
@@ -407,7 +407,7 @@ class PolicyBallot:
         self._policies = policies
 
     def begin(self) -> None:
-        """A group was entered: what another one agreed on does not count in it."""
+        """Enter a group, in which agreements of another one do not count."""
         self._verdicts, self._entered = (), True
 
     def take_entered(self) -> bool:
@@ -424,7 +424,7 @@ class PolicyBallot:
         return [value for said in self._said() for value in flag_and_digest(said)] if self._policies else ()
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Take the sums over all ranks."""
         self._verdicts = tuple(verdict(sums[first : first + _SIZE], world_size) for first in range(0, len(sums), _SIZE))
 
     def take(self) -> tuple[Verdict, ...]:

@@ -48,7 +48,7 @@ class SharedValues:
     events: int = 0
 
     def advance(self, passed_s: float, workers: int, samples: int) -> None:
-        """A step was committed, so long after the one before [s]."""
+        """Count a committed step, which ended `passed_s` after the one before."""
         self.elapsed_s += passed_s
         self.worker_s += passed_s * workers
         self.samples += samples
@@ -77,22 +77,22 @@ class SharedValues:
         self.rate_factor *= factor
 
     def hold_batch(self, batch_size: int | None) -> None:
-        """A policy has set the batch; None gives the choice back."""
+        """Hold the batch that a policy has set; None gives the choice back."""
         self.batch_size = batch_size
 
     def wish_for(self, bounds: tuple[int | None, int | None]) -> None:
-        """A policy asks for so many workers."""
+        """Store a policy's wish for a number of workers."""
         self.wish, self.wished_by = None if bounds == (None, None) else bounds, -1
 
     def asked_by(self, policy: int) -> None:
-        """A request of this policy was carried out: a wish that is nobody's yet is its."""
+        """Attribute a wish without an owner to the policy whose request was carried out."""
         if self.wish is not None and self.wished_by < 0:
             self.wished_by = policy
         if policy in self.off and self.wished_by == policy:
             self.wish_for((None, None))
 
     def stop_in(self, epoch: int, number: int) -> None:
-        """The training ends in this pass."""
+        """Stop the training in this pass."""
         self.stopped = (epoch, number)
 
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,13 +107,13 @@ class SharedValues:
         self.news = []
 
     def switch_off(self, policy: int, why: str) -> None:
-        """A policy is not asked any more; its wish ends, for it could not take it back."""
+        """Switch off a policy and end its wish, which it could not take back."""
         self.off[policy] = why
         if self.wished_by == policy:
             self.wish_for((None, None))
 
     def ask_again(self) -> None:
-        """The run has other policies than those that were switched off, or that have wished for a size."""
+        """Ask all policies again, because the run has other policies than before."""
         self.off = {}
         self.wish_for((None, None))
 

@@ -147,7 +147,7 @@ class WatchedMetrics:
         self._own_reports = number
 
     def begin(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
 
     def size(self, world_size: int) -> int:
         """Values that ride along."""

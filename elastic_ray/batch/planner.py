@@ -157,7 +157,7 @@ class BatchPlanner:
         return float(model.efficiency(report.batch_size))
 
     def open(self, loader: LoaderInfo | None) -> None:
-        """A worker has told the loader's limits."""
+        """Open the planner with the limits of a worker's loader."""
         if self.loader is not None or loader is None:
             return
         self.loader = loader
@@ -191,7 +191,7 @@ class BatchPlanner:
         return choice
 
     def take_over(self, group: GenerationSpec, gpu: str | None) -> None:
-        """The generation in effect was chosen for by a controller before this one."""
+        """Adopt the generation in effect, which an earlier controller chose the batch for."""
         if self.loader is not None:
             self._tuner_on(gpu, self.loader.limits)
         self._choice, self._replicas, self._chosen_for = group.batch, group.world_size, group.generation
@@ -199,7 +199,7 @@ class BatchPlanner:
         self.equal_shares = group.equal_shares
 
     def withdraw(self) -> None:
-        """The generation that was chosen for last will not come to be, unless it has been reported from already."""
+        """Withdraw the latest choice, whose generation will not exist, unless it has been reported from already."""
         if self.latest is not None and self.latest.generation >= self._chosen_for:
             return
         self._choice, self._replicas, self._gpu = self._before
@@ -303,7 +303,7 @@ class BatchPlanner:
         return self._reconsider() if gpu == self._gpu else None
 
     def close(self) -> None:
-        """The job is over: what was measured since the last fit is told as well."""
+        """Close the planner at the job's end, and report what was measured since the last fit."""
         for gpu, tuner in self._tuners.items():
             self._tell(gpu, tuner.snapshot())
 

@@ -62,7 +62,7 @@ class StateFile:
 
 
 def write_note(storage: RunStorage, state: StateFile) -> None:
-    """Say that an automatic checkpoint is complete: from here on it counts."""
+    """Write the note that completes an automatic checkpoint, which counts from then on."""
     told = {"resume_point": state.resume_point.to_json(), "sha256": state.sha256, "size": state.size}
     content = json.dumps({"format": _FORMAT, **told, "parts": state.parts}).encode()
     write_checked(storage, _note_of(state.path), lambda stream: stream.write(content))

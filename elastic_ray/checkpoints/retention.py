@@ -21,7 +21,7 @@ class CheckpointRetention:
     def __init__(
         self, *, num_to_keep: int | None = None, score_attribute: str | None = None, score_order: str = "max"
     ) -> None:
-        """No checkpoint is kept yet.
+        """Check the rules; no checkpoint is kept yet.
 
         Args:
             num_to_keep: how many to keep, at least 1; None keeps all.

@@ -145,7 +145,7 @@ class RunStorage:
             ) from error
 
     def create_within(self, timeout_s: float) -> None:
-        """:meth:`create`, for who cannot wait for ever.
+        """Run :meth:`create` with a timeout.
 
         Raises:
             OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].

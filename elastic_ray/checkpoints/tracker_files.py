@@ -53,7 +53,7 @@ class TrackerFiles:
             return self._local
 
     def close(self, timeout_s: float) -> None:
-        """The process logs no more: copy what has changed, for at most ``timeout_s``."""
+        """Close the folder: copy what has changed since, for at most ``timeout_s``."""
         if self._thread is None:
             return
         self._closing.set()

@@ -77,7 +77,7 @@ def cli() -> None:
 
 
 def main() -> None:
-    """The installed command."""
+    """Run the installed command."""
     cli(prog_name="elastic-ray")
 
 

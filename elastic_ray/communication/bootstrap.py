@@ -73,7 +73,7 @@ class _Table:
             self.wake()
 
     def drop(self) -> None:
-        """The generation was given up."""
+        """Drop the values of an abandoned generation and wake its callers."""
         self.dropped = True
         self.wake()
 

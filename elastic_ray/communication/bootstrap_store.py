@@ -141,7 +141,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return len(self._known)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The deadline stays."""
+        """Do nothing: the deadline stays."""
 
     def has_extended_api(self) -> bool:
         """Return False: append, queues and the like are not supported."""

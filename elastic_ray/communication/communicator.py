@@ -138,7 +138,7 @@ class Communicator:
             ) from error
 
     def _authenticate_peers(self, prefix: str, secret: str, nonces: Sequence[bytes], until_s: float) -> None:
-        """Each pair of ranks proves to each other what only a worker of this job can.
+        """Authenticate each pair of ranks to each other by what only a worker of this job knows.
 
         Raises:
             CommunicationFailedError: a stranger has taken a rank's place.
@@ -346,7 +346,7 @@ class Communicator:
         return True
 
     def mark_broken(self) -> None:
-        """A peer does not keep to the protocol: operations may be pending for ever."""
+        """Mark the communicator as broken: a peer violates the protocol, so operations may be pending for ever."""
         self.broken = True
 
     def wait_all(self, works: Sequence[Any], batched: Sequence[Any] = ()) -> None:

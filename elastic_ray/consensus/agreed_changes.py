@@ -65,7 +65,7 @@ class AgreedChanges:
         self._heard = self._others = 0
 
     def begin(self) -> None:
-        """A group was entered: nothing that another one agreed on counts in it."""
+        """Enter a group, in which agreements of another one do not count."""
         self.generation, self.batch, self.ran_out = 0, None, False
         self._wants_consensus = self._consensus = False
         self._wants_comparison = self.comparison = self.saves = False
@@ -102,11 +102,11 @@ class AgreedChanges:
         self.ran_out = True
 
     def forget_ran_out(self) -> None:
-        """The step is undone."""
+        """Forget that ranks ran out of memory, because the step is undone."""
         self.ran_out = False
 
     def count_reports(self, reports: int) -> None:
-        """The run has made so many reports on this rank."""
+        """Set the number of reports that the run has made on this rank."""
         self.reports = reports
 
     def is_unrecorded(self) -> bool:
@@ -132,7 +132,7 @@ class AgreedChanges:
         ]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks: every rank draws the same conclusions from the same numbers."""
+        """Take the sums over all ranks, from which every rank draws the same conclusions."""
         if sums[0] > 0 and (ahead := agreed_generations_ahead(sums[0], sums[1], world_size)):
             self.generation = self._wishes.generation + ahead
         self.stop = self.stop or sums[2] > 0

@@ -143,7 +143,7 @@ class Announcer:
             raise
 
     def done(self) -> None:
-        """The collectives that were announced are all on their way."""
+        """Note that all announced collectives have been launched."""
         self._open = None
 
     @property
@@ -229,7 +229,7 @@ class Announcer:
         return tag, tag * tag
 
     def _begin(self, what: Announced, loader_steps: int, fingerprint: int, payload: Sequence[float]) -> None:
-        """A phase begins; raises where the one before was not completed."""
+        """Begin a phase; raises if the one before was not completed."""
         if self._refused is not None:
             raise self._refused  # user code has caught it the first time
         if self._open is not None:

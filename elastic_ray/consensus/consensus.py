@@ -38,7 +38,7 @@ class ControlPart(Protocol):
     """
 
     def begin(self) -> None:
-        """A group was entered: what another one concluded does not count in it."""
+        """Enter a group, in which conclusions of another one do not count."""
 
     def size(self, world_size: int) -> int:
         """Return the number of values; the same on all ranks of a group."""
@@ -47,7 +47,7 @@ class ControlPart(Protocol):
         """Return this rank's contribution, whose sums are exact in float32 where they must be."""
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks, the same on every rank that hears them."""
+        """Take the sums over all ranks, the same on every rank that receives them."""
 
 
 class RankConsensus:
@@ -92,14 +92,14 @@ class RankConsensus:
         self._parts.extend(parts)
 
     def follow_group(self) -> None:
-        """The group is another one: what its ranks tell each other before collectives, and what rides on them."""
+        """Follow the membership into a group: set up its announcements, and the parts of its control sums."""
         sizes = [(part, part.size(self._group.world_size)) for part in self._parts]
         self._riding = [(part, size) for part, size in sizes if size]
         if self._group.members:
             self.announcer = Announcer(self._group.communicator, room=PAYLOAD_SIZE + sum(n for _, n in self._riding))
 
     def enter_group(self) -> None:
-        """A group was entered: what was agreed on, or compared, in another one does not count in it."""
+        """Enter a group, in which agreements and comparisons of another one do not count."""
         self._replicas.begin()
         self._changes.begin()
         for part in self._parts:
@@ -200,7 +200,7 @@ class RankConsensus:
         return []
 
     def reductions_started(self) -> None:
-        """The reductions that were announced are all on their way."""
+        """Note that all announced reductions have been launched."""
         self.announcer.done()
 
     def wait(self, work: Any) -> None:
@@ -223,7 +223,7 @@ class RankConsensus:
         return values
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """Every rank draws the same conclusions from the sums of all ranks' control values."""
+        """Draw the same conclusions on every rank from the sums of all ranks' control values."""
         self._changes.conclude(sums[:CONTROL_SIZE], world_size)
         if self._changes.ran_out:
             self._position.fail(RAN_OUT)

@@ -45,7 +45,7 @@ class PartWriter(Protocol):
         """Return the readiness known since the last :meth:`readiness` call; costs nothing and starts nothing."""
 
     def begin(self) -> None:
-        """A group was entered: its rank writes another part there."""
+        """Enter a group, in which this rank writes another part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +86,11 @@ class SaveAgreement:
         self._writer = writer
 
     def give_up(self) -> None:
-        """The first rank saves alone from now on."""
+        """Give up joint saving: rank 0 saves alone from now on."""
         self._given_up = True
 
     def begin(self) -> None:
-        """A group was entered: what was agreed on in another one does not count."""
+        """Enter a group, in which agreements of another one do not count."""
         self._order, self._heard, self.refusals = None, None, 0
         if self._writer is not None:
             self._writer.begin()
@@ -138,7 +138,7 @@ class SaveAgreement:
         return Saving.TOGETHER
 
     def prepare(self, rank: int, world_size: int) -> None:
-        """A checkpoint is wanted for which not all ranks are ready: begin what is missing on this one."""
+        """Start what is missing on this rank for a wanted checkpoint."""
         if self._writer is not None and not self._given_up:
             self._writer.readiness(rank, world_size, now=False)
 
@@ -153,7 +153,7 @@ class SaveAgreement:
         return _NEVER if self._writer is None or self._given_up else _said(rank, self._writer.standing())
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Take the sums over all ranks."""
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:

@@ -157,16 +157,16 @@ class BatchSource(Protocol):
         """(Re)start at ``position`` of the epoch: at a pass's beginning, and when group or batch have changed."""
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Close the source at the run's end."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; also again, where one was voided."""
 
     def commit(self) -> None:
-        """The step was used."""
+        """Commit the step, whose samples were used."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
         """Return the facts that all ranks must share to use each sample of the epoch once, as plain values by name."""
@@ -278,11 +278,11 @@ class MapBatches:
         self._batches = iter(self._loader)
 
     def close(self) -> None:
-        """The run is over: worker processes end."""
+        """Close the source at the run's end: worker processes end."""
         self._batches = self._loader = None
 
     def end(self) -> None:
-        """The pass is over: unless they are kept for the next one, the worker processes go."""
+        """End the pass; worker processes end too, unless they are kept for the next one."""
         self._batches = None
         if not self._keeps_workers:
             self._loader = None
@@ -318,7 +318,7 @@ class MapBatches:
         return next(self._batches)
 
     def commit(self) -> None:
-        """The step was used."""
+        """Commit the step, whose samples were used."""
         for first in self._firsts:
             self._hashes.pop(first, None)
 
@@ -409,7 +409,7 @@ class StreamBatches:
         self._epoch = -1
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Go to ``position`` of the epoch's stream."""
+        """Seek to ``position`` of the epoch's stream."""
         if self._stream is None:
             self._stream = StreamSharder(self._dataset, seed=self._seed, epoch=epoch, position=position)
         elif epoch != self._epoch:
@@ -419,10 +419,10 @@ class StreamBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """The pass is over."""
+        """Do nothing at the end of a pass."""
 
     def close(self) -> None:
-        """The stream is read in this process: nothing has to end."""
+        """Do nothing: the stream is read in this process."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """Return the batches of the next step of the stream; the pass has the samples known to be there."""
@@ -444,7 +444,7 @@ class StreamBatches:
         return StepBatches(total=total, sizes=cut.sizes(drawn.count, position), fetches=fetches, sample_tag=drawn.tag)
 
     def commit(self) -> None:
-        """The step was used: its items are let go."""
+        """Commit the step and release its items."""
         if self._stream is not None:
             self._stream.commit()
 

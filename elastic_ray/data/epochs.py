@@ -23,7 +23,7 @@ def tell_errors() -> None:
 
 
 def _send_error(queue: Any, error: Exception, what: Any) -> None:
-    """Python's ``Queue._on_queue_feeder_error``, in the thread that sends; ``what`` is ``(number, batch)``."""
+    """Replace ``Queue._on_queue_feeder_error`` in the thread that sends; ``what`` is ``(number, batch)``."""
     worker = get_worker_info()
     if not isinstance(what, tuple) or worker is None:
         raise error
@@ -113,7 +113,7 @@ class FollowsEpochs:
         return found
 
     def _begin(self, batch: EpochBatch, number: int) -> None:
-        """A sample of the batch is about to be loaded."""
+        """Seed the sample of the batch that is about to be loaded."""
         if self._seed is not None:
             seed_sample(self._seed, batch.epoch, batch.first + number)
 

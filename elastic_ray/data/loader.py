@@ -300,7 +300,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._session.registry.loaders.leads(self)
 
     def join(self, session: Session) -> None:
-        """Belong to another run of this process from now on."""
+        """Join another run of this process."""
         if session is not self._session:
             self._session, self._setting, self._passes = session, None, 0
             self._announce()
@@ -413,7 +413,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self._source.hash_of_rest(epoch, loader_pass.position)
 
     def _end_reading(self, loader_pass: PassProgress) -> None:
-        """A pass is over; one that was left long ago, and is only collected now, does not end the one that reads."""
+        """End reading of a pass; one that was left long ago does not end the one that reads."""
         if self._reading is None or self._reading[0] is loader_pass:
             self._source.end()
 

@@ -251,8 +251,7 @@ class StreamSharder(Generic[Item]):
         self._skip(position)
 
     def seek(self, position: int) -> None:
-        """Go to `position`, dropping a drawn step: forwards by skipping, backwards by opening the stream
-        again."""
+        """Seek to `position`, dropping a drawn step: forwards by skipping, backwards by opening the stream again."""
         if position < self._position:
             self.start_epoch(self._epoch, position=position)
         else:

@@ -93,7 +93,7 @@ class LeaseKeeper:
         return self._ending
 
     def answer(self, status: JobStatus) -> None:
-        """The controller has told how the job stands, beside a renewal."""
+        """Take the job's status, which the controller sends with a renewal."""
         self.last = status
 
     def look(self) -> None:
@@ -185,7 +185,7 @@ class LeaseKeeper:
         self._end(self._collected)
 
     def _end(self, ending: EndedJob) -> None:
-        """The job has ended; only the first word of it counts."""
+        """Store how the job has ended; only the first call counts."""
         with self._lock:
             if self._ending is not None:
                 return

@@ -307,7 +307,7 @@ _ELSEWHERE = {
 
 
 def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Say what to do in place of arguments that an elastic job has not; None counts as not given.
+    """Raise TypeError with the alternative for arguments that an elastic job lacks; None counts as not given.
 
     Args:
         given: by name.

@@ -44,7 +44,7 @@ class PassEpochs:
         return session
 
     def add_model(self, module: torch.nn.Module) -> None:
-        """A model that the code trains."""
+        """Add a model that the code trains."""
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
@@ -100,7 +100,7 @@ class PassEpochs:
         return False
 
     def _join(self, first: int) -> None:
-        """Become part of the job, and have the last epoch ended when the code returns."""
+        """Join the job, and have the last epoch ended when the code returns."""
         session = self._session
         if get_context().get_world_rank() == 0:
             logger.info(
@@ -117,7 +117,7 @@ class PassEpochs:
         self._session.ledger.begin_epoch()
 
     def _end_epoch(self) -> None:
-        """The code has come to the next epoch, or to its end."""
+        """End the epoch, because the code has come to the next one or to its end."""
         if self._within:
             self._within = False
             self._session.passes.end_epoch()

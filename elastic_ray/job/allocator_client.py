@@ -66,7 +66,7 @@ class AllocatorClient:
         self._beating: asyncio.Task[None] | None = None
 
     def soon(self) -> None:
-        """Something has changed: do not wait for the next second."""
+        """Send the view soon: something has changed."""
         self._due_s = 0.0
 
     def tick(self, now_s: float) -> None:
@@ -78,7 +78,7 @@ class AllocatorClient:
         self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     def ended(self) -> None:
-        """The job is over."""
+        """Report the job's end to the allocator."""
         self._over = True
         if self._allocator is not None:
             self._allocator.ended.remote(self._spec.job, self._seen())

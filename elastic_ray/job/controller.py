@@ -331,7 +331,7 @@ class JobController:
         return self._job.record.outcome()
 
     async def close(self) -> None:
-        """The driver has all it wants of an ended job."""
+        """Close the ended job, from which the driver has everything."""
         self._closed.set()
 
     async def dismiss(self) -> None:
@@ -355,12 +355,12 @@ class JobController:
         return self._name
 
     async def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """The allocator's decision for this job."""
+        """Take the allocator's decision for this job."""
         await self._recovered.wait()
         self._job.allocate(nodes, reason, draining)
 
     async def unsatisfiable(self, reason: str, final: bool) -> None:
-        """No node could ever offer what the job asks for, as the allocator sees the cluster.
+        """Handle the allocator's finding that no node could ever offer what the job asks for.
 
         ``final``: nor could one that the allocator's own autoscaling may ask for.
         """
@@ -394,7 +394,7 @@ class JobController:
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
 
     async def introduce(self, told: WorkerReregistration) -> None:
-        """A worker of the controller before this one tells who it is."""
+        """Take the registration of a worker of an earlier controller."""
         if self._reconnection is not None:
             self._reconnection.hear(told)
 
@@ -412,7 +412,7 @@ class JobController:
         return self._job.claim_fault(index)
 
     async def _run(self) -> None:
-        """The controller's life: one job, or one trial after the other while they come in time."""
+        """Run one job, or one trial after the other while they come in time."""
         try:
             await self._run_job()
             while await self._is_renewed():

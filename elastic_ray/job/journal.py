@@ -112,7 +112,7 @@ class Journal:
             return self._lock.wait_for(lambda: not self._pending, timeout_s)
 
     def begin_again(self, spec: JobSpec) -> None:
-        """The controller runs another job, or trial, from the next note on: nothing before it counts. Blocks.
+        """Begin again with another job or trial; nothing noted before counts. Blocks.
 
         Raises:
             Exception: the control store does not take it.

@@ -28,12 +28,12 @@ class Preemption:
         return self._then is not None
 
     def begin(self, then: Allocated, now_s: float) -> None:
-        """The job is to have no nodes."""
+        """Begin to preempt the job, which is to have no nodes."""
         self._then, self.reason = then, then.reason
         self._since_s, self._reminded_s = now_s, float("-inf")
 
     def follow(self, then: Allocated) -> None:
-        """A later allocation; it holds once the job has stopped, for ranks may have stopped already."""
+        """Replace the allocation that follows; it holds once the job has stopped, as ranks may have stopped already."""
         self._then = then
 
     def remind(self, now_s: float) -> bool:

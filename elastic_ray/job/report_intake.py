@@ -52,7 +52,7 @@ class ReportIntake:
         await self.queue.wait_for_reader(message.index)
 
     def _hear_again(self, message: WorkerReport, workers: int) -> None:
-        """A report that the controller before this one has heard; its checkpoint, if any, was found in storage."""
+        """Take a report that an earlier controller has received; its checkpoint, if any, was found in storage."""
         if (report := self._record.report_again(message, workers)) is not None:
             self._take(report)
 

@@ -48,7 +48,7 @@ class JobShutdown:
         self.return_value = value
 
     def record(self, phase: JobPhase, error: BaseException | Raised | None, reason: str, *, complete: bool) -> None:
-        """The job has ended; its outcome waits until everything is known that belongs to it (``complete``)."""
+        """Record the job's end; the outcome waits until everything that belongs to it is known (``complete``)."""
         self._error = error
         if complete:
             self._record.end(phase, error=error, return_value=self.return_value, message=reason)
@@ -72,7 +72,7 @@ class JobShutdown:
             self._written = self._background.start(self._finish())
 
     async def _finish(self) -> None:
-        """Trackers read what is written, and may take long: they come after it; a failed notice is written as well."""
+        """Finish the records: notices, then storage, then trackers, which read what is written."""
         await self._remember()
         await self._notifier.tell(self._record.phase.value, self._record.message)
         await self._writer.finish()

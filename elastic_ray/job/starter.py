@@ -24,13 +24,13 @@ class StartingJob(Protocol):
         """Give all workers back, and begin with others."""
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """The allocator's decision for the job."""
+        """Take the allocator's decision for the job."""
 
     def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
-        """The job is over."""
+        """Finish the job."""
 
     def end_again(self) -> None:
-        """The job had ended before; all that its end needs is known by now."""
+        """End a job again that had ended before, now that everything its end needs is known."""
 
 
 class JobStarter:
@@ -57,7 +57,7 @@ class JobStarter:
         self._later: Allocated | None = None
 
     def recall(self, first_report: int) -> None:
-        """A controller before this one knew of this first report; 0 for none."""
+        """Restore the number of the first report that an earlier controller knew of; 0 for none."""
         self._first_report = first_report
 
     @property
@@ -66,7 +66,7 @@ class JobStarter:
         return self._first_report is None or self._caught_up
 
     def hold_back(self, target: Allocated) -> None:
-        """The allocator's decision, which holds once the job starts again."""
+        """Hold back the allocator's decision until the job starts again."""
         self._later = target
 
     async def open(self) -> None:

@@ -222,7 +222,7 @@ class JobSupervisor:
         return bool(self._spec.states_kept and trains and not self.record.waiting)
 
     def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """The allocator's decision for this job."""
+        """Take the allocator's decision for this job."""
         if self.record.phase.ended or self._stopping_since is not None:
             return
         if self._paused:  # the allocator may not have heard of it yet
@@ -241,12 +241,12 @@ class JobSupervisor:
             self._note_paused()
 
     def _note_paused(self) -> None:
-        """The job has no group any more, or had none: it is paused if that was asked for."""
+        """Record the pause that was asked for, once the job has no group."""
         if self._paused and self.group.machine.current is None and self.record.phase is not JobPhase.PAUSED:
             self.record.paused(self._paused)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """A worker's message; a trial's report is answered when training may continue."""
+        """Handle a worker's message; a trial's report is answered when training may continue."""
         await self._messages.hear(message)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
@@ -268,17 +268,17 @@ class JobSupervisor:
         return fresh
 
     def came_back(self, worker: str, result: RunResult) -> None:
-        """A run of the train function has ended."""
+        """Handle the end of a run of the train function."""
         self._messages.run_ended(worker, result)
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """A train function has returned; rank 0's value counts, or another's while there is none."""
+        """Store a train function's return value; rank 0's counts, or another's while there is none."""
         current = self.group.machine.current
         if current is None or current.rank_of(worker) == 0 or self._shutdown.return_value is None:
             self._shutdown.returned(value)
 
     def happened(self, note: Note) -> None:
-        """A group trains, or has failed."""
+        """Handle a note that a group trains, or has failed."""
         self.record.clear_waiters()
         before, after, history = note.from_workers, note.to_workers, self.group.history
         started = {**history.told_of_start(time.monotonic()), "owner": self._spec.owner}
@@ -301,7 +301,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def all_lost(self, reason: str) -> None:
-        """No worker is left that holds the state."""
+        """Handle the loss of all workers that held the state."""
         if self._starter.looking:
             return
         if self._stopping_since is not None:
@@ -323,7 +323,7 @@ class JobSupervisor:
         self._starter.start_again(reason)
 
     def cannot_begin(self, error: Exception) -> None:
-        """No worker can have a process."""
+        """Fail the job, because no worker can have a process."""
         self.finish(JobPhase.FAILED, error=error)
 
     def complete(self) -> None:
@@ -336,7 +336,7 @@ class JobSupervisor:
         self.finish(JobPhase.FINISHED)
 
     def released(self) -> None:
-        """Resources were given back."""
+        """Notify the allocator that resources were released."""
         self._allocator.soon()
 
     def _may_be_preempted(self) -> bool:
@@ -384,7 +384,7 @@ class JobSupervisor:
         self._allocator.soon()
 
     def journal_state(self) -> None:
-        """For the controller after this one."""
+        """Note the state for the controller after this one."""
         self._journal.note(self._state())
 
     def _state(self) -> ControllerState:
@@ -432,7 +432,7 @@ class JobSupervisor:
         self._journal.note(dataclasses.replace(state, revivals=self._revivals))
 
     def end_again(self) -> None:
-        """The job had ended before this controller knew all that the one before it did."""
+        """Record again the end of a job that ended before this controller knew everything."""
         self._shutdown.record_again()
 
     def take_over(self, state: ControllerState, told: Sequence[WorkerReregistration]) -> None:
@@ -512,7 +512,7 @@ class JobSupervisor:
         )
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
-        """The job is over; nothing happens if it was before."""
+        """Finish the job; does nothing if it has ended before."""
         if self.record.phase.ended:
             return
         reason = views.explain(error, phase, self._stop_reason)

@@ -48,7 +48,7 @@ class HearingJob(Protocol):
     """The job, as far as its workers may end or suspend it."""
 
     def returned(self, worker: str, value: Sealed | None) -> None:
-        """A worker's train function has returned this."""
+        """Take the return value of a worker's train function."""
 
     def suspend(self, why_not_saved: str) -> None:
         """Suspend the job, whose ranks have stopped at the same step; rank 0 has saved it, or could not."""
@@ -57,7 +57,7 @@ class HearingJob(Protocol):
         """Save the job and give its slots back."""
 
     def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
-        """The job is over."""
+        """Finish the job."""
 
 
 class WorkerMessages:
@@ -84,7 +84,7 @@ class WorkerMessages:
         self.stragglers = StragglerReplacement(parts)
 
     async def hear(self, message: WorkerMessage) -> None:
-        """A worker's message; a trial's report is answered when training may continue."""
+        """Handle a worker's message; a trial's report is answered when training may continue."""
         if not self._group.heard(message.worker):
             return
         match message:
@@ -153,7 +153,7 @@ class WorkerMessages:
             self._events.note(EventKind.CAUGHT_UP, f"step {goal} is reached again", detail={"steps": goal})
 
     def _ready(self, message: WorkerReady) -> None:
-        """A worker has built its model; a loader whose batches cannot be shared out as asked ends the job."""
+        """Handle a worker that has built its model; a loader whose batches cannot be shared as asked ends the job."""
         resumed = message.resumed
         if resumed and resumed != self._resumed and self._group.machine.current is None:
             self._resumed = resumed
@@ -189,7 +189,7 @@ class WorkerMessages:
         self.torn = False
 
     def run_ended(self, worker: str, result: RunResult) -> None:
-        """A run of the train function has ended."""
+        """Handle the end of a run of the train function."""
         trains = self._group.machine.current is not None
         match result:
             case RunFinished(steps=steps) if (error := self._errors.at_end(steps)) is not None:
@@ -215,7 +215,7 @@ class WorkerMessages:
                 self._raised(worker, result)
 
     def _raised(self, worker: str, result: RunFailed) -> None:
-        """A worker's train function has raised: only that worker is lost, unless the error is the program's."""
+        """Handle a train function's error: only that worker is lost, unless the error is the program's."""
         machine, now_s = self._group.machine, time.monotonic()
         record = machine.workers.get(worker)
         if record is None:

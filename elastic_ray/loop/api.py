@@ -78,7 +78,7 @@ def _run_after(earlier: Session) -> Session:
 
 
 def _take_along(leading: weakref.ref[Any], session: Session) -> None:
-    """A loader that was made outside the train function feeds the next run too, unless that has made its own."""
+    """Move a loader made outside the train function to the next run, unless that has made its own."""
     loader = leading()
     if loader is not None and session.registry.loaders.info is None:
         loader.join(session)

@@ -37,7 +37,7 @@ class Epochs:
         self._begun = self._within = False
 
     def join(self) -> None:
-        """Become part of the job, as the first :meth:`begin_epoch` does: everything is built, nothing is trained yet.
+        """Join the job, as the first :meth:`begin_epoch` does: everything is built, nothing is trained yet.
 
         Afterwards this worker has the job's state and knows its place in the group.
 

@@ -86,7 +86,7 @@ class GenerationChanges(Roster):
         self._out: list[Instruction] = []
 
     def _lost(self, worker: str, cause: str, now_s: float, *, newcomer: bool = False) -> None:
-        """A worker is gone."""
+        """Remove a lost worker."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -97,7 +97,7 @@ class GenerationChanges(Roster):
             self._bereave(record, cause, now_s)
 
     def _rest_after_joiner(self, now_s: float) -> None:
-        """A joiner was of no use: the next one waits, the longer the more of them there were."""
+        """Delay the next joiner after a useless one, the longer the more of them there were."""
         recent = now_s - self._joiner_rested_s <= self.config.remember_s
         self._failed_joiners = self._failed_joiners + 1 if recent else 1
         rest_s = min(self.config.backoff_s * 2 ** min(self._failed_joiners - 1, 20), self.config.remember_s)
@@ -183,7 +183,7 @@ class GenerationChanges(Roster):
         self._short = short
 
     def _force(self, cause: str, now_s: float) -> None:
-        """The generation is broken: continue with its survivors, who hold the state.
+        """Force a generation of the survivors, who hold the state, because the present one is broken.
 
         Where the change to it was under way, its joiners are among them: they may have trained in it already, and
         a worker that has must not be left behind with a state that differs from the others'.
@@ -241,7 +241,7 @@ class GenerationChanges(Roster):
         self._note(EventKind.CANCELLED, flight.spec.world_size, reason, generation=flight.spec.generation)
 
     def _step_failed(self, told: StepFailed, now_s: float) -> None:
-        """A collective failed on a worker: the news of who died may follow, else a generation of all is tried."""
+        """Handle a failed collective: news of a death may follow, else a generation of all is tried."""
         worker, generation, cause = told.worker, told.generation, told.cause
         flight, record = self.in_flight, self.workers.get(worker)
         if record is None:
@@ -264,7 +264,7 @@ class GenerationChanges(Roster):
             self._suspicion = _Deadline(now_s + self.config.notice_s, cause, generation)
 
     def _entered(self, record: WorkerRecord, generation: int, now_s: float) -> None:
-        """A joiner speaks as one that holds a state. Where the others continued without it, it is of no use to them."""
+        """Handle a joiner that speaks as a holder of state; if the others continued without it, it is of no use."""
         record.hold_state()
         flight = self.in_flight
         expected = flight is not None and (flight.spec.generation == generation or record in self.entering())
@@ -275,7 +275,7 @@ class GenerationChanges(Roster):
                 self._withdraw(f"joiner {record.worker} was given up", now_s)
 
     def _prepare_failed(self, told: PrepareFailed, now_s: float) -> None:
-        """A worker could not form the group of the generation in flight."""
+        """Handle a worker's failure to form the group of the generation in flight."""
         generation, cause, flight = told.generation, told.cause, self.in_flight
         if flight is None or flight.spec.generation != generation or self._hope is not None:
             return
@@ -298,7 +298,7 @@ class GenerationChanges(Roster):
                 self._give_up(record, "its group could not be formed")
 
     def _switched(self, told: Switched, now_s: float) -> None:
-        """A worker trains in a generation; with the first one it takes effect, with the last one it is complete."""
+        """Handle a worker's switch: with the first one the generation takes effect, with the last it is complete."""
         generation, flight, record = told.generation, self.in_flight, self.workers.get(told.worker)
         if record is not None and record.phase is WorkerPhase.READY:
             self._entered(record, generation, now_s)
@@ -316,7 +316,7 @@ class GenerationChanges(Roster):
             self._complete_switch(flight)
 
     def _take_effect(self, flight: InFlight, now_s: float) -> None:
-        """The first worker has entered the generation in flight: those that it leaves out are on their way out."""
+        """Put the generation in flight into effect after its first entry; workers left out are leaving."""
         before, self.current = self.generation, flight.spec
         flight.take_effect(now_s)
         self.trained = True

@@ -175,7 +175,7 @@ class JobMembership(GenerationChanges):
         self._replace_reason = wish.reason
 
     def _keep_replaced(self, now_s: float) -> None:
-        """No other worker is to be had: those that were to be replaced stay."""
+        """Keep the workers that were to be replaced, because no others are available."""
         for record in self.workers.values():
             if record.replaced:
                 record.replace(False)
@@ -189,7 +189,7 @@ class JobMembership(GenerationChanges):
         self._out.append(Launch(worker=worker, node=record.node))
 
     def _ready(self, told: Ready, now_s: float) -> None:
-        """A worker waits for a generation."""
+        """Handle a worker that waits for a generation."""
         record = self.workers.get(told.worker)
         if record is None:
             return
@@ -201,7 +201,7 @@ class JobMembership(GenerationChanges):
             record.built_early()  # it starts over, and its Rerun was overtaken
 
     def _left(self, worker: str, now_s: float) -> None:
-        """A worker's train function has unwound."""
+        """Handle a worker whose train function has unwound."""
         record = self.workers.pop(worker, None)
         if record is None:
             return
@@ -221,7 +221,7 @@ class JobMembership(GenerationChanges):
             self._end(Complete())
 
     def _rerun(self, worker: str, has_state: bool, now_s: float) -> None:
-        """A worker builds its model anew in its process, and no generation that it knows of is one for it."""
+        """Handle a worker that rebuilds its model in its process and is in no generation that it knows of."""
         record = self.workers.get(worker)
         if record is None or record.phase not in (WorkerPhase.MEMBER, WorkerPhase.READY, WorkerPhase.STARTING):
             return

@@ -72,7 +72,7 @@ class WorkerRecord:
         self.replaced = wanted
 
     def enter(self, phase: WorkerPhase, now_s: float) -> None:
-        """Come into a phase."""
+        """Enter a phase."""
         self.phase, self.since_s = phase, now_s
 
     def built(self, now_s: float, *, loaded: int, has_state: bool) -> None:
@@ -103,11 +103,11 @@ class WorkerRecord:
         self.has_state = True
 
     def fail_in(self, generation: int) -> None:
-        """A collective of this generation failed on it."""
+        """Record that a collective of this generation failed on the worker."""
         self.failed_in = max(self.failed_in, generation)
 
     def could_not_form(self) -> None:
-        """A planned generation with it as a joiner could not be formed."""
+        """Count a planned generation with this joiner that could not be formed."""
         self.failures += 1
 
 
@@ -145,7 +145,7 @@ class InFlight:
         return self.forced or self.effective_s is not None
 
     def take_effect(self, now_s: float) -> None:
-        """The first worker has entered it."""
+        """Record when the first worker entered the generation."""
         self.effective_s = now_s
 
     @property
@@ -155,12 +155,12 @@ class InFlight:
         return longest if self.from_workers else Pause()
 
     def entered(self, told: Switched) -> None:
-        """A worker has entered it."""
+        """Record that a worker has entered the generation."""
         self.pauses[told.worker] = told.pause
         self.proof = self.proof or told.proof
 
     def could_not_form(self, worker: str) -> None:
-        """A worker could not form its group."""
+        """Record that a worker could not form its group."""
         self.failed.add(worker)
 
 

@@ -97,7 +97,7 @@ class WorkerMembership:
             self._news.notify_all()
 
     def _follow(self) -> None:
-        """Something was heard or done: what the training thread reads in every step follows."""
+        """Update what the training thread reads in every step, after something was received or done."""
         self.generation = self.current.generation if self.current is not None else 0
         self.prepared_ahead = self._prepared[0].generation - self.generation if self._prepared is not None else 0
         wish = self._wish
@@ -105,13 +105,13 @@ class WorkerMembership:
         self.voided = self.communicator is not None and self.communicator.voided
 
     def give_up(self, why: str) -> None:
-        """No generation will ever be announced again: who waits for one learns why at once."""
+        """Give up on further generations: waiting calls raise with the reason at once."""
         with self._news:
             self._hopeless = why
             self._news.notify_all()
 
     def _take_spec(self, spec: GenerationSpec) -> None:
-        """A generation was announced: begin to form its group, unless it is void or old."""
+        """Take an announced generation and start to form its group, unless it is void or old."""
         self._void_below = max(self._void_below, spec.void_below)
         if self.is_void(spec.generation):
             return  # its cancellation was faster
@@ -144,7 +144,7 @@ class WorkerMembership:
                 self._retired.retire(communicator)
 
     def _prepare(self, spec: GenerationSpec, rank: int) -> None:
-        """Form the group of a generation, in a thread of its own; it is told if that fails."""
+        """Form the group of a generation, in a thread of its own; a failure is reported."""
         try:
             communicator = self._form(spec, rank)
         except Exception as error:  # whatever it is, the change must not wait for this worker

@@ -54,13 +54,13 @@ class Monitoring:
             self.meter.ask()
 
     def take_report(self, metrics: Mapping[str, object], number: int) -> None:
-        """The loop has reported, for the ``number``-th time in the run."""
+        """Record the loop's report ``number`` of the run."""
         loss = metrics.get("loss")
         if isinstance(loss, (int, float)) and not isinstance(loss, bool):
             self.loss = number, float(loss)
 
     def add_model(self, measures: Callable[[], StepMeasures]) -> None:
-        """The loop has wrapped another model, which is measured so."""
+        """Add the measures of another wrapped model."""
         self._models.append(measures)
 
     def measures(self, model: int = 0) -> StepMeasures:
@@ -113,16 +113,16 @@ class StepMeter:
         self.on = True
 
     def begin_step(self) -> None:
-        """The loader is about to fetch the first micro-batch of a step of training."""
+        """Begin a training step, before its first micro-batch is fetched."""
         if self.on:
             self._began_s, self._ready_s, self._data_s = self._clock(), None, 0.0
 
     def waited_for_data(self, seconds: float) -> None:
-        """The loader has fetched a micro-batch of the step [s]."""
+        """Add the time that the loader took for a micro-batch of the step [s]."""
         self._data_s += seconds
 
     def end_step(self) -> None:
-        """The step was committed."""
+        """End the committed step."""
         if not self.on:
             return
         now_s = self._clock()
@@ -145,7 +145,7 @@ class StepMeter:
         self._committed_s = self._ready_s if self._ready_s is not None else self._committed_s
 
     def begin(self) -> None:
-        """A group was entered: what lies between two groups is no step."""
+        """Enter a group; the time between two groups is no step."""
         self.workers = ()
         self._began_s = self._ended_s = self._ready_s = self._waits_since_s = None
         self._sync_s = self._step_s = self._waited_s = 0.0

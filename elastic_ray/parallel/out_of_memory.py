@@ -140,7 +140,7 @@ class _Lost(torch.autograd.Function):
 
 
 def give_zero_gradients(params: Sequence[Tensor]) -> None:
-    """A backward pass over ``params`` that gives nothing."""
+    """Run a backward pass over ``params`` that gives zero gradients."""
     with torch.enable_grad():
         torch.autograd.backward(_Lost.apply(params[0].new_zeros(()), *params))  # type: ignore[no-untyped-call]
 

@@ -22,7 +22,7 @@ class DividedOptimizer(Protocol):
         """Return all states by parameter on rank 0; None where this rank has all. Called on every rank."""
 
     def loaded(self) -> None:
-        """The optimizer was given whole states."""
+        """Accept the whole states that were loaded into the optimizer."""
 
 
 SCHEDULES = ("progress", "steps")
@@ -131,7 +131,7 @@ def _take_back_scale(scaler: Any, kept: Any) -> None:
 
 
 def keep_scale_while_accumulating(scaler: Any, ledger: StepLedger) -> None:
-    """Gradients that are added up, on all ranks, must have one loss scale: it changes with optimizer steps only."""
+    """Keep the loss scale constant while gradients accumulate: it changes with optimizer steps only."""
     original = type(scaler).update
 
     @functools.wraps(original)

@@ -71,7 +71,7 @@ def check_stragglers(response: Any) -> StragglerConfig:
 
 
 def warn_of_no_effect(asked: StragglerConfig, *, lacking: bool) -> None:
-    """Say that under a trainer the job's configuration decides, where that does less than the loop asks for."""
+    """Warn that under a trainer the job's configuration decides, if that does less than the loop asks for."""
     if lacking:
         logger.warning(
             "AdaptiveDataParallel(stragglers=%r) has no effect under a trainer: ask for it with "

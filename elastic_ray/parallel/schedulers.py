@@ -192,7 +192,7 @@ class LearningRates:
         return rates
 
     def restore(self, rates: Sequence[float]) -> None:
-        """The optimizer has stepped: have the rates that user code and schedulers have set."""
+        """Restore the rates set by user code and schedulers, after the optimizer's step."""
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 

@@ -331,7 +331,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return lost_output(self.module, args, kwargs, [] if self._sharded else self._trainable.params)
 
     def _end_lost_pass(self) -> None:
-        """A backward pass has run out of memory: take part in what other ranks reduce."""
+        """Take part in what other ranks reduce, after a backward pass ran out of memory."""
         self._sync.end_lost_pass(give_zero_gradients)
         if self._scaler is not None:  # it asks for gradients
             for param in () if self._sharded else self._trainable.params:
@@ -478,7 +478,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         registry.add_hook(HookPoint.SHAPE_CHANGED, self._statistics.invalidate)
 
     def _ask_for_shares(self) -> None:
-        """BatchNorm in training mode raises for one value per channel, as one sample without extent has."""
+        """Ask for at least two samples a rank if BatchNorm in training mode would raise for one."""
         norms = (each for each in self.module.modules() if isinstance(each, torch.nn.modules.batchnorm._BatchNorm))
         if any(each.training and not isinstance(each, torch.nn.SyncBatchNorm) for each in norms):
             self._run.registry.ask_for_shares(LEAST_HALF)

@@ -55,7 +55,7 @@ class BoundedLog(Generic[T]):
             self.low += 1
 
     def began_with(self, number: int) -> None:
-        """The first thing had this number, though it is not kept."""
+        """Set the number of the first item, which is not kept."""
         self.first = number
 
     def values(self) -> tuple[T, ...]:
@@ -104,7 +104,7 @@ class Backlog:
         return tuple(self._lines)
 
     def written(self) -> None:
-        """The lines that were taken are in the file."""
+        """Drop the taken lines, which are in the file."""
         for _ in range(self._taken):
             self._lines.popleft()
         self._taken = 0

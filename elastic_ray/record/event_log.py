@@ -31,7 +31,7 @@ class EventLog:
         self._spec, self._record, self._machine, self._keep = spec, record, machine, keep
 
     def add(self, kind: EventKind, before: int, after: int, reason: str, **facts: Any) -> None:
-        """Something has happened.
+        """Add an event.
 
         Args:
             kind: what.
@@ -54,14 +54,14 @@ class EventLog:
         self._keep(event)
 
     def note(self, kind: EventKind, reason: str, **facts: Any) -> None:
-        """Something has happened that leaves the job's size as it is."""
+        """Add an event that leaves the job's size unchanged."""
         workers = self._machine.world_size
         self.add(kind, workers, workers, reason, **facts)
 
     def warn(self, what: str) -> None:
-        """Something does not work that the job does not need."""
+        """Add a warning: something fails that the job does not need."""
         self.note(EventKind.WARNING, what)
 
     def storage(self, what: str) -> None:
-        """Something about storage that the job's user is to know."""
+        """Add an event about storage for the job's user."""
         self.note(EventKind.STORAGE, what)

@@ -47,7 +47,7 @@ class Losses:
         self.fruitless, self.saved_steps = fruitless, saved_steps
 
     def some_lost(self, before: int, after: int) -> None:
-        """A group has lost members; each counts as its part of the job, for what takes one often takes the others."""
+        """Count lost members, each as its part of the job, because losses often come together."""
         self.lost += max(0.0, 1.0 - after / max(before, 1))
 
     def one_raised(self) -> bool:
@@ -57,7 +57,7 @@ class Losses:
         return self._max_failures <= 0 or self.failures + self.raised <= self._max_failures
 
     def settled(self) -> None:
-        """A group trains after the last loss."""
+        """Settle the losses: a group trains after the last one."""
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
@@ -118,7 +118,7 @@ class SizeHistory:
         self._first_s = self.settled_s if state.most_workers else None
 
     def launched(self, now_s: float, at_s: float) -> None:
-        """Processes start, and no group trains meanwhile; ``at_s`` is the same time in seconds since the epoch."""
+        """Record that processes start while no group trains; ``at_s`` is the same time in seconds since the epoch."""
         if self._launched_s is None:
             self._launched_s, self.launched_at_s = now_s, at_s
 
@@ -135,7 +135,7 @@ class SizeHistory:
         self._launched_s = self.launched_at_s = None
 
     def settled(self, note: Note, now_s: float) -> None:
-        """A group trains."""
+        """Record that a group trains."""
         self.settled_s = now_s
         if self._launched_s is not None:
             self.start_s = now_s - self._launched_s

@@ -115,7 +115,7 @@ class JobRecord:
         return states[0].resume_point if states else self.restart_point[1]
 
     def saved(self, state: StateFile) -> None:
-        """An automatic checkpoint was written; its writer deletes the files of those that are not kept."""
+        """Record an automatic checkpoint; its writer deletes the files of those that are not kept."""
         self._since_checkpoint.add(state.path)
         fewer = [each for each in self._states if each.steps < state.steps]
         self._states = (state, *fewer)[: self._states_kept]
@@ -141,25 +141,25 @@ class JobRecord:
         return max(1, point.samples_left // 2) if point is not None and point.samples_left else 0
 
     def starting(self) -> None:
-        """Workers are being started."""
+        """Record that workers are being started."""
         if self.phase is JobPhase.WAITING:
             self.phase, self.message = JobPhase.STARTING, "workers are starting"
 
     def running(self) -> None:
-        """A group trains."""
+        """Record that a group trains."""
         self.phase = JobPhase.RUNNING
 
     def begins_again(self, *, waits_because: str | None) -> None:
-        """The job has no workers any more: others start, or it waits for resources, for this reason."""
+        """Record that the job has no workers: others start, or it waits for resources, for this reason."""
         self.phase = JobPhase.STARTING if waits_because is None else JobPhase.WAITING
         self.message = waits_because or ""
 
     def paused(self, why: str) -> None:
-        """The job has no workers until it is resumed."""
+        """Record that the job has no workers until it is resumed."""
         self.phase, self.message = JobPhase.PAUSED, why
 
     def ending(self, phase: JobPhase, message: str) -> None:
-        """The job has ended; its outcome follows with :meth:`end`."""
+        """Record the job's end; the outcome follows with :meth:`end`."""
         self.phase, self.message = phase, message
 
     def waits_for_resources(self, why: str, *, needs_node: bool = False) -> None:
@@ -279,7 +279,7 @@ class JobRecord:
     def end(
         self, phase: JobPhase, *, error: BaseException | Raised | None, return_value: Sealed | None, message: str
     ) -> None:
-        """The job has ended."""
+        """Record the job's end and outcome."""
         self.phase, self.message = phase, message
         self._outcome = JobOutcome(
             phase=phase,

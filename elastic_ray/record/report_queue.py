@@ -33,13 +33,13 @@ class ReportQueue:
         self._changed = asyncio.Event()
 
     def put(self, report: Report) -> None:
-        """A worker has reported."""
+        """Put a worker's report into the queue."""
         if report.index not in self._reports and not self._reports.gone(report.index):
             self._reports.put(report.index, report)
             self._wake()
 
     def begin_after(self, taken: int) -> None:
-        """The run continues after this report; before anything is put here."""
+        """Set the report after which the run continues; called before anything is put here."""
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:

@@ -30,7 +30,7 @@ class ControllerClient(Protocol):
         """
 
     def failed(self, generation: int, cause: str) -> None:
-        """A collective of ``generation`` failed here; this worker waits for the next generation."""
+        """Report a failed collective of ``generation``; this worker waits for the next generation."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         """Report that this worker trains in ``generation`` now, with the pause and the proof of its state."""

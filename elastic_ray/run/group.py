@@ -45,7 +45,7 @@ class Group:
         self.follow()
 
     def follow(self) -> None:
-        """The membership has taken another group, or has let go of all: who has left is alone."""
+        """Follow the membership into another group; a worker without one is alone."""
         spec, communicator = self._membership.current, self._membership.communicator
         self.generation_spec: GenerationSpec | None = spec
         self.generation = spec.generation if spec is not None else 0

@@ -67,7 +67,7 @@ class OptimizerWatch:
         self._schedulers = weakref.WeakKeyDictionary()
 
     def made(self, scheduler: Any, optimizer: torch.optim.Optimizer, *, late: bool) -> None:
-        """A scheduler was made; ``late`` if training has begun in a group that may change.
+        """Check a scheduler that was made; ``late`` if training has begun in a group that may change.
 
         Raises:
             RuntimeError: so late, and for the optimizer of a wrapped model.
@@ -91,7 +91,7 @@ class OptimizerWatch:
         self._known.add(optimizer)
 
     def look_at(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is about to step.
+        """Check an optimizer that is about to step.
 
         Raises:
             RuntimeError: no model was wrapped at all.

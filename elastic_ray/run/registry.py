@@ -144,7 +144,7 @@ class LoaderRegistry:
         return self._failed or (self._leading is not None and self._leading() is None)
 
     def fail(self) -> None:
-        """The opening of the run failed: the next loader that is made leads."""
+        """Note that the opening of the run failed: the next loader that is made leads."""
         self._failed = True
 
     def leads(self, loader: object) -> bool:
@@ -152,16 +152,16 @@ class LoaderRegistry:
         return self._leading is not None and self._leading() is loader
 
     def add_late(self, join: weakref.WeakMethod[Any]) -> None:
-        """A loader was made after this run's first epoch; ``join`` takes it to another run."""
+        """Add a loader made after this run's first epoch; ``join`` moves it to another run."""
         self._late = [known for known in self._late if known() is not None]
         self._late.append(join)
 
     def add(self, close: weakref.WeakMethod[Any]) -> None:
-        """A loader belongs to this run; ``close`` ends its worker processes."""
+        """Add a loader of this run; ``close`` ends its worker processes."""
         self._made = [*(known for known in self._made if known() is not None), close]
 
     def close(self) -> None:
-        """The run is over: worker processes of its loaders end with it, whoever still holds the loaders."""
+        """Close the run's loaders: their worker processes end, whoever still holds the loaders."""
         for reference in self._made:
             if (close := reference()) is not None:
                 close()
@@ -225,7 +225,7 @@ class Registry:
         return bool(self._hooks[point])
 
     def call(self, point: HookPoint) -> None:
-        """The run is at such a point."""
+        """Call the hooks of a point of the run."""
         for hook in self._hooks[point]:
             hook()
 
@@ -238,7 +238,7 @@ class Registry:
         self.models.add_signal(signal)
 
     def add_buffers(self, buffers: BufferSync) -> None:
-        """A model's buffers, synchronised at the end of every pass and in every new group."""
+        """Add a model's buffers, synchronised at the end of every pass and in every new group."""
         self._buffers.append(buffers)
 
     @property
@@ -252,7 +252,7 @@ class Registry:
             buffers(communicator)
 
     def add_effort(self, seconds: Callable[[], float | None]) -> None:
-        """A model whose operations for one sample take so long at the peak of its GPU [s]; None while not known."""
+        """Add the time of a model's operations for one sample at its GPU's peak [s]; None while not known."""
         self._efforts.append(seconds)
 
     @property
@@ -262,7 +262,7 @@ class Registry:
         return sum(each for each in found if each) if found and None not in found else None
 
     def add_gradients(self, gradients: GroupDependent) -> None:
-        """A model's gradients."""
+        """Add a model's gradients."""
         self._gradients.append(gradients)
 
     @property
@@ -316,7 +316,7 @@ class Registry:
         return Halving(since=steps + UNHALVED_STEPS, adapts=adapts, every=every, least=least)
 
     def adds_up_gradients(self) -> None:
-        """The loop leaves gradients of one step for the next: no step is halved from here on."""
+        """Note that the loop accumulates gradients over steps: no step is halved from now on."""
         if not self._adds_up:
             self._adds_up = True
             self.halving_changes += 1
@@ -405,7 +405,7 @@ class Registry:
             each.prepare_to_save()
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """The present group is about to change, as all its ranks have agreed.
+        """Prepare all models for a change of the group that its ranks have agreed on.
 
         Args:
             stays: whether each of its ranks is in the next one.
@@ -417,6 +417,6 @@ class Registry:
             each.before_change(stays)
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group with all models."""
         for each in self._gradients:
             each.enter_group()

@@ -136,7 +136,7 @@ class Run:
         self.controller.tell(kind, text, {"number": number})
 
     def moment(self, name: str) -> None:
-        """A named moment of the run, for scripted faults."""
+        """Pass a named moment of the run, for scripted faults."""
         if self.faults is not None:
             self.faults.at(name, worker=self.worker, rank=self.group.rank, step=self.states.progress.steps)
 

@@ -108,7 +108,7 @@ class Adaptation:
         return cut_within(info.limits, batch_size, self._run.group.world_size)
 
     def before_step(self, step: LoaderStep) -> None:
-        """A step has begun; ``before_train`` and ``before_epoch`` come before the first of a run and an epoch."""
+        """Call ``before_train`` and ``before_epoch`` before the first step of a run and of an epoch."""
         if not step.leads:
             return
         values, self._step = self.runner.values, step
@@ -119,7 +119,7 @@ class Adaptation:
         self._call("before_step")
 
     def after_step(self, step: LoaderStep) -> None:
-        """A step that trained was committed: apply what all ranks have agreed on with it, and ask anew.
+        """Apply what all ranks agreed on with a committed training step, and ask the policies again.
 
         Raises:
             PolicyError: of a strict policy, on every rank.
@@ -135,12 +135,12 @@ class Adaptation:
         self._call("after_step")
 
     def end_epoch(self) -> None:
-        """The epoch in progress is about to end."""
+        """Call ``after_epoch`` before the epoch ends."""
         if self.runner and self.runner.values.end_epoch(self._progress.epoch):
             self._call("after_epoch")
 
     def end_train(self) -> None:
-        """The train function has returned."""
+        """Call ``after_train`` after the train function has returned."""
         if self.runner:
             self._call("after_train")
             self.runner.end(self._progress.steps)

@@ -61,7 +61,7 @@ class GroupChanges:
         self.furthest_passes = 0
 
     def join(self, *, timeout_s: float) -> None:
-        """Become a member for the first time.
+        """Join a group for the first time.
 
         Raises:
             WorkerDismissed: the job ended or shrank before this worker's turn came.
@@ -107,7 +107,7 @@ class GroupChanges:
             self._set_shape(batch)
 
     def _switch(self, generation: int, can_switch: Callable[[int], bool]) -> None:
-        """Go where all ranks have agreed to go, unless that has to wait, or its size does not suit the place here."""
+        """Switch to the agreed generation, unless that has to wait, or its size does not suit the place here."""
         try:
             if self._waits_for_gradients():
                 return
@@ -183,7 +183,7 @@ class GroupChanges:
         return self._go_to(spec, communicator)
 
     def _follow(self) -> None:
-        """The membership has taken another group."""
+        """Follow the membership into another group."""
         self._run.group.follow()
         self._run.consensus.follow_group()
 

@@ -119,7 +119,7 @@ class LoaderPasses:
                 )
 
     def begin_step(self, step: LoaderStep) -> None:
-        """A loader is about to hand out the first micro-batch of a step."""
+        """Begin a step, before its first micro-batch is handed out."""
         self._run.ledger.begin(step)
         if self._run.ledger.depth == 1:
             if self._run.meter.on:
@@ -154,14 +154,16 @@ class LoaderPasses:
         return batch
 
     def end_micro_step(self, step: LoaderStep) -> None:
-        """A micro-step that does not synchronise was done; one half of a batch says nothing of the time of a whole."""
+        """End a micro-step that does not synchronise; half a batch says nothing of the time of a whole one."""
         if not step.halved:
             self._run.clock.micro()
 
     def abandon(self, left: PassProgress) -> None:
-        """The user's code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later:
-        only the former continues, and then :meth:`settle` commits the step and ends the pass. An iterator that outlives
-        its epoch has been settled already."""
+        """Abandon a pass that user code left in the middle of a step.
+
+        Whether by ``break`` or by an exception shows later: only the former continues, and then :meth:`settle` commits
+        the step and ends the pass. An iterator that outlives its epoch has been settled already.
+        """
         self._run.ledger.abandon(left)
 
     def enter(self) -> PassProgress:
@@ -176,7 +178,7 @@ class LoaderPasses:
         return self._run.states.progress.passes[ordinal]
 
     def end_epoch(self) -> None:
-        """The epoch's body has run to its end, and with it passes whose iterators still wait for their ``next``."""
+        """End the epoch, and with it passes whose iterators still wait for their ``next``."""
         self._run.ledger.abandon_all()
         self.settle()
         self._adaptation.end_epoch()
@@ -275,7 +277,7 @@ class LoaderPasses:
         abandoned: bool = False,
         rest: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """A loader pass has run out: leave it together, so that no rank is ever more than one step ahead.
+        """End a loader pass on all ranks together, so that no rank is ever more than one step ahead.
 
         Args:
             loader_pass: the pass.
@@ -330,7 +332,7 @@ class LoaderPasses:
             self._run.tell(EventKind.PASS.value, text, {"proof": dict(facts), "number": facts["link"]})
 
     def _end_alone(self, loader_pass: PassProgress) -> None:
-        """A pass ends before its last sample, and the group is lost: who joins the next one must not take it up."""
+        """End a pass before its last sample after the group was lost, so that no joiner takes it up."""
         loader_pass.end()
         self._run.states.progress.end_pass()
 
@@ -372,7 +374,7 @@ class LoaderPasses:
             run.states.progress.add_sums(sums)
 
     def _recover(self, step: LoaderStep, cause: str) -> None:
-        """A step was lost: undo what user code moved on in it, and continue with the workers that are left."""
+        """Recover from a lost step: undo what user code changed in it, and continue with the remaining workers."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         lost = run.ledger.undo(step, gradients_wait=run.registry.gradients_wait)
@@ -380,7 +382,7 @@ class LoaderPasses:
         run.ledger.resume(lost, cause)
 
     def _draw_in_parts(self, step: LoaderStep, *, abandoned: bool) -> None:
-        """A worker ran out of memory in a step: undo it, and have it drawn again with fewer samples at once."""
+        """Undo a step in which a worker ran out of memory, and have it drawn again with fewer samples at once."""
         run = self._run
         run.agreed.forget_ran_out()
         run.sums.undo_beyond(run.ledger.depth)
@@ -393,7 +395,7 @@ class LoaderPasses:
             run.tell("warning", _LOST.format(what="ran out of memory", count=step.count))
 
     def _give_up(self, step: LoaderStep, cause: str) -> None:
-        """A step was lost whose loop has been left: count it where its update is in the model, and end its pass."""
+        """Give up a lost step whose loop has been left: count it if its update is in the model, and end its pass."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
         before = run.ledger.loader_steps

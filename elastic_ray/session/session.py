@@ -297,7 +297,7 @@ class Session:
         return self.states.capture_to_keep(), self.progress
 
     def begin_epochs(self, epochs: int | None) -> None:
-        """The loop asks for its remaining epochs; None where it counts them by itself.
+        """Begin the loop's remaining epochs; None if it counts them by itself.
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`sync_point`.
@@ -307,7 +307,7 @@ class Session:
         self.progress.declare_epochs(epochs)
 
     def leave_epochs(self) -> None:
-        """The loop over epochs is left: note what this rank holds, before the code after it changes that."""
+        """Leave the loop over epochs: note what this rank holds, before the code after it changes that."""
         if self.synced and self.world_size > 1:
             self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 

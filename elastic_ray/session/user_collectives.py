@@ -46,7 +46,7 @@ class CollectiveResults:
             self.first, self.contents, self.place = number, [], place
 
     def keep(self, content: bytes) -> None:
-        """The next one; what is more than memory should hold is let go of, but for this."""
+        """Keep the next result; drop old ones beyond the memory limit."""
         self.contents.append(content)
         while len(self.contents) > 1 and sum(map(len, self.contents)) > _MOST_KEPT_BYTES:
             self.contents.pop(0)
@@ -58,7 +58,7 @@ class CollectiveResults:
         return self.contents[index] if 0 <= index < len(self.contents) else None
 
     def enter_group(self, communicator: Communicator, progress: RunProgress) -> None:
-        """A group was entered: who is behind gets the results from one that is furthest."""
+        """Exchange results in a new group: ranks that are behind get them from one that is furthest."""
         mine, place = progress.collectives, _place(progress)
         self.begin(mine, place)
         rows = communicator.gather_ints([mine, self.first])

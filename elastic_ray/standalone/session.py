@@ -146,7 +146,7 @@ class StandaloneController:
         self._post(dataclasses.replace(spec, batch=self._choice))
 
     def failed(self, generation: int, cause: str) -> None:
-        """A fixed group cannot recover; the session raises."""
+        """Do nothing: a fixed group cannot recover, and the session raises."""
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         """Do nothing: there is nobody to notify."""
@@ -191,7 +191,7 @@ class StandaloneController:
             self._post(BatchProposal(generation=1, batch=self._choice))
 
     def report_soon(self) -> None:
-        """Nobody waits for anything."""
+        """Do nothing: nobody waits for reports."""
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any, resume_point: ResumePoint, index: int) -> None:
         """Log rank 0's metrics; a checkpoint stays where the user's code has written it."""
@@ -200,7 +200,7 @@ class StandaloneController:
         logger.info("epoch %s: %s", resume_point.epoch, shown)
 
     def add_files(self, checkpoint: Any, index: int) -> None:
-        """A checkpoint stays where the user's code has written it."""
+        """Do nothing: a checkpoint stays where the user's code has written it."""
 
     def tell(self, kind: str, text: str, detail: Mapping[str, Any]) -> None:
         """Log it."""
@@ -354,12 +354,12 @@ class Departures:
         self._process = os.getpid()
 
     def use(self, store: Any) -> None:
-        """The group is about to form, through this store."""
+        """Use this store, through which the group is about to form."""
         self._store = store
         atexit.register(self._leave)
 
     def formed(self, group: Communicator) -> None:
-        """The group has formed."""
+        """Remember the group that has formed."""
         self._group = weakref.ref(group)
 
     def explain(self, cause: str) -> str:
@@ -380,7 +380,7 @@ class Departures:
         return f"{who} has left without a word: its process was killed, or its machine is gone"
 
     def _leave(self) -> None:
-        """Say why this rank ends, which is not to be told in the other's place from whose end it follows; and leave."""
+        """Leave the group and publish why, unless this end follows from another rank's."""
         if os.getpid() != self._process:
             return  # a child that was forked
         if not self._follows:
@@ -390,7 +390,7 @@ class Departures:
             group.leave(_LEAVE_S)
 
     def _tell(self) -> None:
-        """Say in the store why this rank ends, unless another one has said so before."""
+        """Publish in the store why this rank ends, unless another rank has published first."""
         error = getattr(sys, "last_value", None)
         why = f"its process ends with {type(error).__name__}: {error}" if error is not None else "its process ends"
         told = f"rank {self._rank} has left: {why}"

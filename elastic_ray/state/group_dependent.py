@@ -109,4 +109,4 @@ class GroupDependent(Protocol):
         """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
 
     def enter_group(self) -> None:
-        """A group was entered, and all ranks hold the same state."""
+        """Enter a group, whose ranks all hold the same state."""

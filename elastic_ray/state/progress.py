@@ -27,12 +27,12 @@ class PassProgress:
     hashed: int | None = 0
 
     def advance(self, samples: int, hashes: int | None = None) -> None:
-        """A step of the pass was committed, of samples whose indices have these hashes; None for unknown."""
+        """Count a committed step of samples whose indices have these hashes; None for unknown."""
         self.position += samples
         self.hashed = None if self.hashed is None or hashes is None else (self.hashed + hashes) & BITS
 
     def end(self) -> None:
-        """The pass has ended."""
+        """End the pass."""
         self.done = True
 
     def follow(self, other: PassProgress) -> None:
@@ -100,7 +100,7 @@ class RunProgress:
     fits: int = 0
 
     def declare_epochs(self, epochs: int | None) -> None:
-        """The loop has said how many epochs it wants; None where it does not say."""
+        """Declare the number of epochs that the loop wants; None if it does not say."""
         self.epochs = epochs
 
     @property
@@ -109,7 +109,7 @@ class RunProgress:
         return self.epochs is not None and self.epoch + 1 >= self.epochs
 
     def end_epoch(self) -> None:
-        """The epoch in progress is over."""
+        """End the epoch in progress."""
         self.epoch += 1
         self.passes.clear()
         self.collectives_before = self.collectives
@@ -119,17 +119,17 @@ class RunProgress:
             self.epoch_ends, self.stride = self.epoch_ends[1::2], 2 * self.stride
 
     def begin_pass(self, ordinal: int) -> None:
-        """The epoch's pass of this number begins, or continues."""
+        """Begin or continue the epoch's pass of this number."""
         if ordinal == len(self.passes):
             self.passes.append(PassProgress())
             self.collectives_before = self.collectives
 
     def forget_passes(self, ordinal: int) -> None:
-        """Passes from this number on were nested in a step that is over, or lost."""
+        """Forget passes from this number on, which were nested in a step that is over, or lost."""
         del self.passes[ordinal:]
 
     def commit(self, generation: int) -> None:
-        """A step of any loader was committed in this generation."""
+        """Commit a step of any loader in this generation."""
         self.loader_steps += 1
         self.lineage = generation
         self.collectives_before = self.collectives
@@ -149,12 +149,12 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def prove(self, facts: Mapping[str, int | None]) -> None:
-        """A training pass has ended: its facts are the next link of the chain."""
+        """Add the facts of an ended training pass as the next link of the chain."""
         link = Link.after(self.proof, facts)
         self.proof, self.last_pass = link.link, {**facts, "before": link.before, "link": link.link}
 
     def link(self, link: Link) -> None:
-        """A change of group was proven."""
+        """Add the proof of a change of group."""
         self.proof = link.link
 
     def follow_passes(self, furthest: int) -> None:
@@ -163,11 +163,11 @@ class RunProgress:
         self.collectives_before = self.collectives
 
     def meet(self) -> None:
-        """User code is in its next collective."""
+        """Note that user code is in its next collective."""
         self.meeting = True
 
     def count_collective(self) -> None:
-        """User code has the result of another collective."""
+        """Count a collective whose result user code has received."""
         self.collectives += 1
         self.meeting = False
 
@@ -177,16 +177,16 @@ class RunProgress:
         return self.reports
 
     def bound_memory(self, failed: int) -> None:
-        """A worker ran out of memory with so many samples at once: half of them are the bound, or more that fit."""
+        """Bound the samples at once after a worker ran out of memory: half of the failed number, or more that fit."""
         fits = self.fits if self.fits <= 0.9 * failed else 0
         self.limit_memory(max(1, failed // 2, fits))
 
     def note_fit(self, samples: int) -> None:
-        """A committed step of training had so many samples at once on a worker."""
+        """Record the samples at once that fitted on a worker in a committed training step."""
         self.fits = max(self.fits, samples)
 
     def limit_memory(self, bound: int | None) -> None:
-        """No worker may take more samples at once than this, nor than before; None for any number."""
+        """Limit the samples that any worker takes at once, never above an earlier limit; None for any number."""
         if bound is not None:
             self.memory_bound = bound if self.memory_bound is None else min(bound, self.memory_bound)
 
@@ -202,7 +202,7 @@ class RunProgress:
         self.sums = {key: sums for key, sums in self.sums.items() if key[0] in kept}
 
     def reset_sums(self, key: tuple[int, int]) -> None:
-        """An accumulator begins anew."""
+        """Reset an accumulator."""
         self.sums.pop(key, None)
 
     def restore_effects(self, effects: Effects) -> None:

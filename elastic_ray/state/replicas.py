@@ -64,7 +64,7 @@ class Replicas:
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
-        """A group was entered: what was checked in another does not count."""
+        """Enter a group, in which checks of another one do not count."""
         self._checked = -1
 
     def due(self, steps: int, *, at_end: bool = False, always: bool = False) -> bool:
@@ -93,7 +93,7 @@ class Replicas:
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
     def leave(self, steps: int, loader_steps: int) -> None:
-        """The loop over epochs is left after so many steps: code after it may change models on one rank alone.
+        """Note the parameters when the loop over epochs is left: code after it may change models on one rank alone.
 
         Where code in the last epoch has done so, after the steps, there is nothing to compare.
         """

@@ -149,7 +149,7 @@ class SharedState:
         self._snapshots = [each.snapshot() for each in self._rollbacks]
 
     def forget_snapshot(self) -> None:
-        """The step was committed: there is nothing to undo."""
+        """Drop the snapshots of a committed step, which needs no undo."""
         self._snapshots = []
 
     def roll_back(self) -> None:

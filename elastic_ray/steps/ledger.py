@@ -178,7 +178,7 @@ class StepLedger:
         self.next_ordinal = 0
 
     def begin_replay(self, *, between_epochs: bool = False) -> None:
-        """Replay user code up to where the others are, whose effects the received state has already.
+        """Begin to replay user code up to where the others are; the received state has its effects already.
 
         Args:
             between_epochs: up to the next pass that begins here; else up to their place within the epoch.
@@ -199,7 +199,7 @@ class StepLedger:
         return self._replay is not None and self._replay.before_pass
 
     def reach_collective(self, number: int) -> None:
-        """User code comes to its collective of this number."""
+        """End the replay if user code has come to the collective `number` that the others are in."""
         if self._replay is not None and self._replay.reach_collective(number):
             self._replay = None
 
@@ -227,12 +227,12 @@ class StepLedger:
             self._samples_left = 0
 
     def abandon(self, left: PassProgress) -> None:
-        """User code left a pass in the middle of a step. Whether by ``break`` or by an exception shows later."""
+        """Abandon a pass that user code left in the middle of a step, by ``break`` or by an exception."""
         if any(step.loader_pass is left for step in (*self._outer, self.step) if step is not None):
             self.abandoned += 1
 
     def abandon_all(self) -> None:
-        """The epoch is over, and with it passes whose iterators still wait for their ``next``."""
+        """Abandon all passes whose iterators still wait for their ``next`` at the end of the epoch."""
         self.abandoned = self.depth
 
     def take_abandoned(self) -> LoaderStep | None:
@@ -243,7 +243,7 @@ class StepLedger:
         return self.step
 
     def begin(self, step: LoaderStep) -> None:
-        """A loader is about to hand out the first micro-batch of a step."""
+        """Begin a step, before its first micro-batch is handed out."""
         if self.step is not None:
             self._around = (self._failure, self.depth) if self._failure is not None else self._around
             self._outer.append(self.step)
@@ -256,7 +256,7 @@ class StepLedger:
         self._follow()
 
     def _follow(self) -> None:
-        """Steps have begun or ended, or a failure is another: what is read many times in a step follows."""
+        """Update what is read many times in a step, after steps have begun or ended or a failure has changed."""
         outer, step = self._outer, self.step
         self.outermost = outer[0] if outer else step
         self.depth = len(outer) + (step is not None)
@@ -344,7 +344,7 @@ class StepLedger:
         return LostStep(nested, outer_lost, self._place)
 
     def resume(self, lost: LostStep, cause: str) -> None:
-        """A group was found after :meth:`undo`; if no rank finished the surrounding step, that is drawn again, too.
+        """Resume in the group found after :meth:`undo`; a surrounding step that no rank finished is drawn again too.
 
         The pass within it continues first, so that user code has its result: only then is the failure in force.
         """
@@ -363,7 +363,7 @@ class StepLedger:
         self.next_ordinal = step.ordinal
 
     def mark_training(self) -> None:
-        """A backward pass of this step has begun: it trains, even when AMP leaves its update out.
+        """Mark the step as training, once backward begins, even if AMP leaves its update out.
 
         Raises:
             RuntimeError: in a pass that only evaluates.
@@ -382,17 +382,17 @@ class StepLedger:
         return self._reduced
 
     def mark_reduced(self) -> None:
-        """A gradient reduction of this step was completed."""
+        """Mark that a gradient reduction of this step was completed."""
         self._reduced = True
 
     def fail(self, cause: str) -> None:
-        """A collective of the step in progress failed: nothing of it will be applied here."""
+        """Fail the step in progress after a collective failed: nothing of it will be applied here."""
         if self._failure is None:
             self._failure = cause
             self._follow()
 
     def clear_failure(self) -> None:
-        """A group was entered: what failed in another one is over."""
+        """Clear the failure of another group in a new one."""
         self._failure, self._around = None, (None, 0)
         self._follow()
 
@@ -417,7 +417,7 @@ class StepLedger:
         return True
 
     def begin_update(self) -> None:
-        """The optimizer steps, until :meth:`applied`; if it fails half-way, this rank's state is of no step."""
+        """Begin an update, which :meth:`applied` ends; if it fails half-way, this rank's state is of no step."""
         self._updating = True
 
     @property
@@ -433,11 +433,11 @@ class StepLedger:
             )
 
     def cancel_update(self) -> None:
-        """The optimizer has changed nothing, and the step is lost."""
+        """Cancel the update of a lost step, in which the optimizer has changed nothing."""
         self._updating = False
 
     def applied(self) -> None:
-        """The optimizer step was applied, or left out for good."""
+        """Record that the optimizer step was applied, or left out for good."""
         self._updating = False
         if self.step is not None:
             self._state.progress.count_optimizers(self._updates_asked)
@@ -483,5 +483,5 @@ class StepSums:
         return self._pending.pop(depth, {})
 
     def undo_beyond(self, depth: int) -> None:
-        """Steps deeper than ``depth`` were lost."""
+        """Undo the contributions of lost steps deeper than ``depth``."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}

@@ -29,7 +29,7 @@ class SampleTally:
         self._ended: LoaderStep | None = None
 
     def begin(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         self._heard = None
 
     def size(self, world_size: int) -> int:
@@ -37,7 +37,7 @@ class SampleTally:
         return _PARTS
 
     def end(self, step: LoaderStep) -> None:
-        """The step has ended, and its vote follows."""
+        """Record the ended step, whose vote follows."""
         self._ended = step
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
@@ -47,7 +47,7 @@ class SampleTally:
         return [float(own >> _WIDTH * part & _MASK) for part in range(_PARTS)]
 
     def conclude(self, sums: Sequence[float], world_size: int) -> None:
-        """The sums over all ranks."""
+        """Take the sums over all ranks."""
         self._heard = sum(round(each) << _WIDTH * part for part, each in enumerate(sums)) & BITS
 
     def take(self, step: LoaderStep, world_size: int) -> int | None:

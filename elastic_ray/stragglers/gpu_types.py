@@ -112,7 +112,7 @@ class TypeShares:
         )
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """A step of training was committed.
+        """Add the measures of a committed training step.
 
         Args:
             sizes: ``sizes[rank][micro]`` samples of each rank's micro-batches.

@@ -111,7 +111,7 @@ class StragglerWatch:
         return self.weights is not None
 
     def after_step(self, sizes: Sequence[Sequence[float]]) -> None:
-        """A step of training was committed.
+        """Add the measures of a committed training step.
 
         Args:
             sizes: ``sizes[rank][micro]`` samples (or tokens) of each rank's micro-batches.
@@ -143,7 +143,7 @@ class StragglerWatch:
         self._ask_for_replacement()
 
     def _enter(self, workers: tuple[str, ...]) -> None:
-        """The group may have changed: what is known of workers that are still there stays."""
+        """Enter a group that may have changed; what is known of workers that are still there stays."""
         if workers == self._workers:
             return
         self.slow = tuple(each for each in self.slow if each.worker in workers)
@@ -275,7 +275,7 @@ class StragglerWatch:
         self._reshared()
 
     def _reshared(self) -> None:
-        """Shares are others from the next step on, and so are times."""
+        """Restart the measurements, because shares and times change with the next step."""
         self.changes += 1
         self._trace, self._recent = SpeedTrace(), RecentSteps()
 

@@ -139,7 +139,7 @@ class HandChanges:
         self._seen, self._found, self._suspected = self._now(), False, False
 
     def suspect(self) -> None:
-        """Rows were given anew, on all ranks alike as far as this one knows: have that looked at before an update."""
+        """Suspect rows that were given anew on all ranks: compare them before an update."""
         self.note()
         self._suspected = True
 
@@ -166,7 +166,7 @@ class HandChanges:
         return self._found or not bool(((now == seen) | (now.isnan() & seen.isnan())).all())
 
     def end(self) -> None:
-        """The group changes, or rows are replaced: look at nothing more.
+        """End the watch, because the group changes or rows are replaced; raises if a change was found.
 
         Raises:
             ReplicasDifferError: there were changes, of which others know nothing.

@@ -181,7 +181,7 @@ class WarmPool:
         return tuple(starts), witnesses
 
     async def started(self, name: str, actor: Any) -> None:
-        """A controller has started what it was told to."""
+        """Take a process that a controller has started as planned."""
         entry = self._entries.get(name)
         if entry is None:  # too late
             ray.kill(actor)
@@ -261,7 +261,7 @@ class WarmPool:
                 ray.kill(self._handle)
 
     async def _look(self) -> None:
-        """The nodes, and what controllers have not started."""
+        """Look at the nodes, and at what controllers have not started."""
         nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), _ANSWER_S)
         self._nodes = tuple(
             PoolNode(node=node.node_id, memory_bytes=node.total.get("memory"), draining=node.draining) for node in nodes
@@ -292,7 +292,7 @@ class WarmPool:
         return True
 
     async def _find_again(self) -> None:
-        """Processes of a pool that was here before."""
+        """Find the processes of an earlier pool."""
         try:
             earlier = await asyncio.to_thread(lambda: list(actors_named(f"{NAME}/")))
         except Exception as error:  # those that are not found end themselves before long

@@ -230,14 +230,14 @@ class Processes:
         return process_info
 
     def adopt(self, actor: Any, name: str, *, lent: bool) -> None:
-        """A process that a controller before this one has started, or borrowed."""
+        """Adopt a process that an earlier controller has started, or borrowed."""
         if lent:
             self._lent[actor] = _Lent.READY
         else:
             self._names[actor] = name
 
     def rest(self, node: str, actor: Any) -> None:
-        """A process is not used any more, and could be again."""
+        """Rest a process that is no longer used, and could be used again."""
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
@@ -247,7 +247,7 @@ class Processes:
             self._kill(actor)
 
     def end(self, actor: Any) -> None:
-        """A process is not to be used again."""
+        """End a process that is not to be used again."""
         if actor in self._lent:
             self._give_back(actor, fit=False)
         else:

@@ -145,7 +145,7 @@ class ActorControllerClient:
             self._unheard[self._sent] = (message, self.push(message))
 
     def report_again(self) -> None:
-        """A controller has forgotten the reports that the one before it had heard, and not written."""
+        """Report again what an earlier controller had received and not written."""
         now_s = time.monotonic()
         for told_s, report in tuple(self._reported):
             if now_s - told_s < _UNWRITTEN_S:
@@ -210,11 +210,11 @@ class ActorControllerClient:
         self.push(Switched(worker=self._worker, generation=generation, pause=pause, proof=proof.detail))
 
     def could_not_form(self, generation: int, cause: str) -> None:
-        """The group of a generation that was announced could not be formed."""
+        """Report that the group of an announced generation could not be formed."""
         self.push(PrepareFailed(worker=self._worker, generation=generation, cause=cause))
 
     def beat(self, *, report: StepReport | None, at: tuple[int, int] | None = None, ending: bool = False) -> None:
-        """A sign of life."""
+        """Send a sign of life."""
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
             worker=self._worker, report=report, at=at, ending=ending, waits=waits, gpu_memory=gpu_memory()
@@ -281,7 +281,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def _beat(self) -> None:
-        """Beat until the run is over, and at once when something is not to wait."""
+        """Send heartbeats until the run is over, and at once when something must not wait."""
         count = 0
         while True:
             wanted = self._link.wanted.wait(self._interval_s)

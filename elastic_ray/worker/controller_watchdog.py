@@ -68,7 +68,7 @@ class ControllerWatchdog:
         threading.Thread(target=self._run, name="controller-watchdog", daemon=True).start()
 
     def watch(self, watch: Registration | None) -> None:
-        """Belong to this controller from now on; None to none whose end would end this process."""
+        """Watch this controller from now on; None for no controller, whose end would end this process."""
         self._heard_s = time.monotonic()
         self._registration = watch
 

@@ -76,7 +76,7 @@ class WorkerProcess:
         return self._worker.outcome(token, worker, wait_s)
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """A message of the controller to one run."""
+        """Pass a message of the controller to one run."""
         if self._worker is not None:
             self._worker.post(token, worker, message)
 

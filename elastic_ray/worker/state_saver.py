@@ -91,7 +91,7 @@ class StateSaver:
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
     def ask(self) -> None:
-        """A policy wants a checkpoint of this step, or of the first one after it that can be saved."""
+        """Ask for a checkpoint of this step, or of the first one after it that can be saved."""
         self._asked = True
 
     def between_steps(self) -> None:
@@ -235,7 +235,7 @@ class StateSaver:
         self._report(state, pause_s, begin_s, cpu_s)
 
     def _parts_missing(self, error: PartsMissingError) -> None:
-        """The next one may succeed; where nothing is seen of a part again, each node has a disk of its own."""
+        """Warn of a checkpoint with missing parts; if parts stay invisible, each node has a disk of its own."""
         logger.warning("job %s: the automatic checkpoint was not written: %s", self._session.job, error)
         self._unseen = self._unseen + 1 if error.unseen else 0
         if self._unseen >= _UNSEEN:

@@ -116,7 +116,7 @@ class Worker:
         return self._process_info
 
     def post(self, token: str, worker: str, message: ControllerMessage) -> None:
-        """A message of the controller to one run; one that comes too late finds another, or none."""
+        """Pass a message of the controller to one run; one that comes too late finds another, or none."""
         membership = self._membership
         if membership is not None and (self._token, membership.worker) == (token, worker):
             membership.post(message)
@@ -184,7 +184,7 @@ class Worker:
             link.report_again()
 
     def _save_alone(self, why: str) -> None:
-        """The controller is gone for good: have the run save itself after the step in progress, as far as it can."""
+        """Save the run after the step in progress, as far as possible, because the controller is gone for good."""
         link, membership = self._link, self._membership
         if link is None or membership is None or self._result is not None or not self._setup.states_kept:
             return

@@ -276,7 +276,7 @@ class WorkerActors:
         await self._withdrawals.finish(_WITHDRAWN_S)
 
     async def refilled(self) -> None:
-        """The pool has been told that the job is over, and has what the next one takes."""
+        """Wait until the pool knows that the job is over, and has what the next one takes."""
         await self._processes.refilled()
 
     def _may_come_out(self, worker: str) -> bool:

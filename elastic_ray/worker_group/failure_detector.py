@@ -28,13 +28,13 @@ class FailureDetector:
         self._excused: set[str] = set()
 
     def heard(self, *workers: str) -> None:
-        """A sign of life."""
+        """Record a sign of life."""
         self._heard_s.update(dict.fromkeys(workers, self._clock_s))
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
 
     def forget(self, worker: str) -> None:
-        """Expect nothing from it any more."""
+        """Forget a worker, of which nothing is expected any more."""
         self._heard_s.pop(worker, None)
         self._questioned.discard(worker)
         self._excused.discard(worker)

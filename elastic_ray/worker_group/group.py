@@ -50,22 +50,22 @@ class GroupObserver(Protocol):
     """Protocol of the job as the group reports to it what is not the workers' own business."""
 
     def came_back(self, worker: str, result: RunResult) -> None:
-        """A run of the train function has ended."""
+        """Handle the end of a run of the train function."""
 
     def happened(self, note: Note) -> None:
-        """A group trains, or has failed."""
+        """Handle a note that a group trains, or has failed."""
 
     def all_lost(self, reason: str) -> None:
-        """No worker is left that holds the state."""
+        """Handle the loss of all workers that held the state."""
 
     def cannot_begin(self, error: Exception) -> None:
-        """No worker can have a process."""
+        """Handle that no worker can have a process."""
 
     def complete(self) -> None:
         """Complete the job: all ranks have ended the train function."""
 
     def released(self) -> None:
-        """Resources were given back."""
+        """Handle the release of resources."""
 
 
 class WorkerGroup:
@@ -205,7 +205,7 @@ class WorkerGroup:
             self._perform(instruction)
 
     async def vacate(self) -> None:
-        """The job is over, and its processes are for others."""
+        """Vacate the group: the job is over, and its processes are for others."""
         await self.actors.vacate()
 
     async def withdrawn(self) -> None:
@@ -213,7 +213,7 @@ class WorkerGroup:
         await self.actors.withdrawn()
 
     async def refilled(self) -> None:
-        """The cluster's pool has what the next job takes."""
+        """Wait until the cluster's pool has what the next job takes."""
         await self.actors.refilled()
 
     def heard(self, worker: str) -> bool:
@@ -227,7 +227,7 @@ class WorkerGroup:
         return True
 
     def beat(self, beat: WorkerHeartbeat) -> None:
-        """A sign of life."""
+        """Handle a heartbeat."""
         if beat.ending:
             self._detector.forget(beat.worker)
         elif beat.at is not None and beat.at > self._furthest:
@@ -263,7 +263,7 @@ class WorkerGroup:
             self._observer.came_back(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
-        """No process can be had for a worker: a job that trains continues without, another one cannot begin."""
+        """Handle a refused process: a job that trains continues without it, another one cannot begin."""
         self._refused += 1
         if self.machine.current is None and (certain or self._refused >= _MOST_REFUSALS):
             self._observer.cannot_begin(error)

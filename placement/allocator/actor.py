@@ -127,7 +127,7 @@ def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | 
 
 
 def _leave_running(rule: AllocatorSettings, *, wanted: PackedPolicy | None) -> None:
-    """Jobs run: say that their allocator stays, unless that is no answer."""
+    """Report to a client that running jobs keep their allocator, or raise if it wants another policy."""
     running = ", ".join(rule.running)
     if wanted is not None and wanted.identity != rule.packed.identity:
         raise PolicyConflictError(
@@ -267,7 +267,7 @@ class Allocator:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """A controller or a driver says what it speaks, before anything else.
+        """Check the version of a controller or a driver, before anything else.
 
         Raises:
             VersionError: something else.
@@ -312,7 +312,7 @@ class Allocator:
         return self._scaler.decision.notes.get(view.job, "") if self._scaler.decision is not None else ""
 
     async def ended(self, job: str, view: JobView | None = None) -> None:
-        """A job is over; the view is how it stood at last."""
+        """Handle the end of a job; the view is its last state."""
         await self._start()
         self._forget(job, view)
 
@@ -453,7 +453,7 @@ class Allocator:
         return usable(self._history, {*self._core.jobs, *self._ended_s, *newcomers} - {but})
 
     def _scale(self) -> None:
-        """The cluster's size; decided beside everything else, which never waits for nodes.
+        """Scale the cluster, beside everything else, which never waits for nodes.
 
         Not before jobs that ran already could be heard: their nodes would be taken for empty.
         """
@@ -468,7 +468,7 @@ class Allocator:
                 self._scaler.look(self._core.views_to_scale_for(now_s), self._present(), steady_s)
 
     def _forget(self, job: str, view: JobView | None = None, cluster: Cluster | None = None) -> None:
-        """A job is over; ``cluster``: with what its workers still hold counted as others' use."""
+        """Forget a job that is over; with ``cluster``, what its workers still hold counts as others' use."""
         self._controllers.forget(job)
         if cluster is None:
             self._ended_s[job] = time.monotonic()
@@ -513,6 +513,6 @@ class Allocator:
             logger.log(logging.DEBUG if record.job else logging.INFO, "%s", record)
 
     def _mourn(self, job: str) -> None:
-        """A job's controller is gone for good: its workers save the job and give back what they hold themselves."""
+        """Release a job whose controller is gone for good: its workers save it and give back what they hold."""
         self._forget(job, cluster=self._usable(but=job))
         self._controllers.spawn(self._orphans.release(job))

@@ -303,7 +303,7 @@ class AllocatorCore:
             self._pending = self._pending or Trigger.NODES
 
     def _hurry(self, trigger: Trigger) -> None:
-        """Something calls for a decision within ``gather_s``."""
+        """Request a decision within ``gather_s``."""
         if self._urgent is None:
             self._urgent, self._urgent_s = trigger, self._steady_s or 0.0
 

@@ -171,7 +171,7 @@ class AllocatorMetrics:
         core: Core,
         scaling: ScalingDecision | None,
     ) -> None:
-        """Twice a second or so [s, monotonic]; every second the gauges are written."""
+        """Write the gauges every second; called about twice a second [s, monotonic]."""
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return
         self._written_s = now_s

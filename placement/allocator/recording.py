@@ -132,7 +132,7 @@ class Recorder:
         self._write = write
 
     def begun(self, policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> None:
-        """A core is made."""
+        """Record the start of a core."""
         if self._write is not None:
             self._write([start_line(policy, config, settling=settling)])
 

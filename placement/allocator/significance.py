@@ -107,7 +107,7 @@ class KnownJob:
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:
-        """A heartbeat."""
+        """Take a heartbeat."""
         self.view, self.heard_s = view, now_s
 
     def excuse(self, now_s: float) -> None:
@@ -115,7 +115,7 @@ class KnownJob:
         self.heard_s = now_s
 
     def decided(self) -> None:
-        """A decision sees the job as it is now."""
+        """Record that a decision sees the job as it is now."""
         self.decided_on = self.view
 
     def give(self, target: Mapping[str, int]) -> None:
@@ -123,7 +123,7 @@ class KnownJob:
         self.target = target
 
     def swayed(self, now_s: float) -> None:
-        """Measured speeds alone have changed its size."""
+        """Record that measured speeds alone have changed the job's size."""
         self.swayed_s = now_s
 
     def explain(self, reason: str) -> None:

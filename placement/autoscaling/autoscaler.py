@@ -149,7 +149,7 @@ class Autoscaler:
         return self._bills.pop(job, Bill()).usd
 
     def refuse(self, name: str, why: str, now_s: float) -> None:
-        """The provider says that it has no node of this type now; another one is asked for instead."""
+        """Refuse a node type of which the provider has no node now; another one is asked for instead."""
         self._launches.refuse(name, why, now_s)
 
     def decide(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> ScalingDecision:
@@ -233,7 +233,7 @@ class Autoscaler:
         self._counted_s = now_s
 
     def _count_costs(self, views: Sequence[JobView], cluster: Cluster) -> None:
-        """Each job pays its workers' part of their nodes, at present prices for what it has had since the last look.
+        """Charge each job its workers' part of their nodes since the last look, at present prices.
 
         One that has no workers by now pays for those that it had at the last look. A job that is seen for the first
         time brings its bill of the allocator before.

@@ -55,7 +55,7 @@ class FreeSlots:
         return self._free.copy()
 
     def take(self, job: int, index: int, workers: int) -> None:
-        """See ``Free``."""
+        """Take slots of a node for workers of the job."""
         self._free[index] -= workers
 
 

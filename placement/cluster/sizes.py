@@ -48,7 +48,7 @@ class AllowedSizes:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raises TypeError or ValueError: ``memory`` is something else, or none of ``sizes`` fits into it."""
+        """Raise TypeError or ValueError if ``memory`` is something else, or none of ``sizes`` fits into it."""
         if self.memory is None:
             return
         if not isinstance(self.memory, MemoryNeed):

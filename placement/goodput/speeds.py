@@ -44,7 +44,7 @@ class GoodputCache:
     prices: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def note_prices(self, prices: Mapping[str, float]) -> None:
-        """A decision has found these."""
+        """Note the prices that a decision has found."""
         self.prices.clear()
         self.prices.update(prices)
 

@@ -184,7 +184,7 @@ class Knowledge:
                     family.noise[epoch] = model.noise, batches, now_s
 
     def ended(self, job: str, now_s: float) -> None:
-        """A job is over: what it measured stays known, and how long it was."""
+        """End a job; what it measured stays known, and how long it was."""
         self.version += self._lengths.ended(job, now_s)
         for key in [key for key in self._read if key[0] == job]:
             del self._read[key]

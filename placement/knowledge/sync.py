@@ -36,7 +36,7 @@ class _RootState:
     saving: bool = False
 
     def know(self, fingerprints: Iterable[str]) -> None:
-        """Jobs of these models use it."""
+        """Note that jobs of these models use the root."""
         self.fingerprints.update(fingerprints)
 
     def is_due(self, version: int, *, now: bool) -> bool:
@@ -59,7 +59,7 @@ class _RootState:
         self.version = version
 
     def over(self) -> None:
-        """The writing has come to its end, well or not."""
+        """Record the end of a write, successful or not."""
         self.saving = False
 
     def hurry_up(self) -> None:
@@ -91,7 +91,7 @@ class KnowledgeSync:
         return job in self._root_of_job
 
     async def open(self, job: str, root: StorageRoot) -> None:
-        """A job's results are there; returns when what was kept there has been recalled, or that takes long."""
+        """Open the storage root of a job; returns when its contents are recalled, or that takes long."""
         known = self._roots.get(root.key)
         if known is None:
             store = KnowledgeStore(root, self._writer)
@@ -111,12 +111,12 @@ class KnowledgeSync:
         self._recall(measurements)
 
     def heard(self, view: JobView) -> None:
-        """A job's heartbeat."""
+        """Note a job's heartbeat."""
         if view.fingerprint is not None and view.job in self._root_of_job:
             self._root_of_job[view.job].know([view.fingerprint])
 
     def ended(self, job: str) -> None:
-        """A job is over: its cluster may be gone soon, so what it has measured is written at once."""
+        """End a job; its cluster may be gone soon, so what it has measured is written at once."""
         root = self._root_of_job.pop(job, None)
         if root is not None:
             root.hurry_up()

@@ -120,7 +120,7 @@ class _Placer:
         self._wanted = wanted
 
     def move_some(self, jobs: Sequence[JobView]) -> None:
-        """Jobs that stand in no other job's way stay; the others are placed anew."""
+        """Move only jobs that stand in another job's way; the others stay."""
         places, wanted = self._present, self._wanted
         order = sorted(
             jobs,

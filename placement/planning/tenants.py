@@ -247,7 +247,7 @@ class _Filling:
         self.used: dict[str, dict[str, float]] = {name: dict.fromkeys(totals, 0.0) for name in tenants}
 
     def secure(self, kept: Collection[str]) -> None:
-        """Minimums of jobs that may not be stopped, and of these, whatever their tenant's share or quota is."""
+        """Secure the minimums of jobs that may not be stopped, whatever their tenant's share or quota."""
         for view in self._order:
             if (secured(view) or view.job in kept) and serve(view, self._room):
                 self._count(view, view.min_workers)

@@ -102,7 +102,7 @@ def add_alias(alias: str, own: str) -> bool:
 
 
 def delete_alias(alias: str, own: str) -> None:
-    """The actor is not found by it any more. Blocks for a moment."""
+    """Delete an alias, so that the actor is no longer found by it. Blocks for a moment."""
     internal_kv._internal_kv_del(_alias_key(alias, own), namespace=_KV)
 
 

@@ -231,7 +231,7 @@ def add_facts(group: argparse._ArgumentGroup) -> None:
 
 
 def add_disturbances(group: argparse._ArgumentGroup) -> None:
-    """Failures, slow nodes, noise, and spot nodes."""
+    """Add the options on failures, slow nodes, noise, and spot nodes."""
     defaults = Disturbances()
     for field, (option, unit, meaning) in _DISTURBANCES.items():
         value = getattr(defaults, field)
@@ -258,7 +258,7 @@ def add_apart(group: argparse._ArgumentGroup) -> None:
 
 
 def add_autoscaling(group: argparse._ArgumentGroup) -> None:
-    """A cluster whose size follows the jobs."""
+    """Add the options on a cluster whose size follows the jobs."""
     defaults, cost = AutoscaledCluster(), CostPerProgress()
     group.add_argument(
         "--autoscale",

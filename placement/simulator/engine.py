@@ -293,7 +293,7 @@ def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
 
 
 def _run_rounds(world: World, jobs: Sequence[SimulatedJob], round_s: float, on_progress: OnProgress | None) -> None:
-    """Jobs advance, time moves, the policy decides over all that are there, changed jobs are placed anew."""
+    """Run rounds: jobs advance, time moves, the policy decides over all present jobs, changed jobs are placed anew."""
     arriving = collections.deque(jobs)
     present: list[SimulatedJob] = []
     rounds = [round_s]

@@ -133,7 +133,7 @@ class LiveDriver:
             self._world.end(job, now_s)
 
     def _settle(self, now_s: float) -> None:
-        """Foresee what comes next for every job that was placed anew."""
+        """Foresee the next event of every job that was placed anew."""
         while self._world.touched:
             touched = sorted(self._world.touched)
             self._world.touched.clear()
@@ -155,7 +155,7 @@ class LiveDriver:
             self._at(time_s, lambda now_s: self._wake(job, version, now_s))
 
     def _slow_down(self, job: SimulatedJob) -> None:
-        """The slowest node sets the pace, and links are shared."""
+        """Slow the job down by its slowest node and by shared links."""
         nodes = () if job.location is None else tuple(job.location.nodes)
         job.see_slow({node: self._disturbances.slow_factor for node in nodes if self._slow.get(node)})
         if self._disturbances.interference and len(nodes) > 1:

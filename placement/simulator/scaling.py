@@ -81,7 +81,7 @@ class ScalingDriver(LiveDriver):
         self._let_go(now_s)
 
     def _let_go(self, now_s: float) -> None:
-        """Released nodes that carry nothing any more go."""
+        """Release the nodes that carry nothing any more."""
         busy = {node for job in self._present.values() if job.location is not None for node in job.location.nodes}
         empty = [node for node in self._released if node in self._ready and node not in busy]
         for node in empty:

@@ -108,7 +108,7 @@ class NNISearch(Searcher):
             pickle.dump((state, tuner), file)
 
     def restore(self, checkpoint_path: str) -> None:
-        """Be the searcher that was saved."""
+        """Restore the searcher that was saved."""
         with open(checkpoint_path, "rb") as file:
             state, self._tuner = pickle.load(file)
         if hasattr(self._tuner, "send_trial_callback"):
@@ -140,7 +140,7 @@ class NNISearch(Searcher):
             self._refused = bool(self._ids)
 
     def _later(self, index: int, parameters: Any) -> None:
-        """Parameters from the tuner."""
+        """Take parameters from the tuner later."""
         self._parameters[index] = {name: _plain(value) for name, value in parameters.items()}
         self._ready.append(index)
 

@@ -197,7 +197,7 @@ class PartFile:
         return digest.hexdigest()
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Bytes of the file, once it was read through, with no more memory than a few blocks.
+        """Read bytes of the file into `target`, after it was read through, with no more memory than a few blocks.
 
         Args:
             offset: where they begin in the file.
@@ -231,7 +231,7 @@ class _Blocks:
         self._sums, self._running, self._left = array.array("I"), 0, BLOCK_BYTES
 
     def add(self, data: memoryview) -> None:
-        """The bytes that follow."""
+        """Add the bytes that follow."""
         while data:
             head, data = data[: self._left], data[self._left :]
             self._running, self._left = zlib.crc32(head, self._running), self._left - len(head)

@@ -96,7 +96,7 @@ class PartSaver:
         self._fits = -1  # how often memory had been made when it was known to fit this group's part
 
     def begin(self) -> None:
-        """A group was entered: this rank writes another part there."""
+        """Enter a group, in which this rank writes another part."""
         self._groups, self._fits = self._groups + 1, -1
 
     def standing(self) -> Readiness:

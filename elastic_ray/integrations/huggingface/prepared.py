@@ -93,7 +93,7 @@ class AccelerateLoader(LoaderOnDevice):
             self.end_of_dataloader = False
 
     def _begin_micro_step(self) -> None:
-        """A micro-batch is handed out; the gradients of those before it in the same step are kept already."""
+        """Set accelerate's state for the micro-batch that is handed out."""
         session = current_session()
         step = session.passes.step
         self.end_of_dataloader = self.loader.on_last_batch

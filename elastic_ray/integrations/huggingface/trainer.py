@@ -326,7 +326,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
                 self.tr_weight += count / total
 
     def _after_step(self, loader: er.AdaptiveDataLoader, epoch: int) -> None:
-        """A step was applied: count it, and stop where progress says so."""
+        """Count an applied step, and stop where progress says so."""
         session = current_session()
         step = session.passes.step
         assert step is not None, "its batch was drawn"

@@ -143,7 +143,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return super().get_module_state_dict(plain_model(module))
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Into the plain model."""
+        """Load the state dict into the plain model."""
         super().load_module_state_dict(plain_model(module), state_dict, strict)
 
 

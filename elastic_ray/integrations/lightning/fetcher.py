@@ -60,7 +60,7 @@ class ElasticFetcher(_DataFetcher):
         return self
 
     def reset(self) -> None:
-        """A new pass."""
+        """Reset the fetcher for a new pass."""
         self.fetched, self.done = 0, False
 
     @property

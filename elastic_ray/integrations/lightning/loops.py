@@ -114,7 +114,7 @@ class ElasticFitLoop(_FitLoop):
         self._place = state_dict.get(_PLACE)
 
     def run(self) -> None:
-        """Become part of the job, then train."""
+        """Join the job, then train."""
         self.setup_data()
         if self._combined_loader is None:  # limit_train_batches=0, or nothing to train
             return super().run()
@@ -406,6 +406,6 @@ def _adapts() -> bool:
 
 
 def _start_anew(loop: Any) -> None:
-    """A worker's place in the run is the job's, also where Lightning has restored a checkpoint."""
+    """Start at the job's place in the run, also where Lightning has restored a checkpoint."""
     for theirs in (loop, loop.epoch_loop, loop.epoch_loop.val_loop):
         theirs._restarting = theirs._loaded_from_state_dict = theirs._resuming_from_checkpoint = False

@@ -153,14 +153,14 @@ class ElasticRayEnvironment(ClusterEnvironment):
         return get_context().get_world_size()
 
     def set_world_size(self, size: int) -> None:
-        """The job says it."""
+        """Do nothing: the job sets the size."""
 
     def global_rank(self) -> int:
         """Return this worker's rank."""
         return get_context().get_world_rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """The job says it."""
+        """Do nothing: the job sets the rank."""
 
     def local_rank(self) -> int:
         """Return this worker's rank among those on its node."""

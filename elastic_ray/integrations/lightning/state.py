@@ -176,7 +176,7 @@ def _described(metric: _ResultMetric) -> dict[str, Any]:
 
 
 def _take_logged(trainer: Trainer, described: dict[str, Any]) -> None:
-    """Know a value that others have logged in this epoch, so that this rank takes part when it is averaged."""
+    """Adopt a value that others have logged in this epoch, so that this rank takes part when it is averaged."""
     results = trainer.fit_loop.epoch_loop._results
     key = f"{described['fx']}.{described['name']}"
     if key in results or not described["on_epoch"]:

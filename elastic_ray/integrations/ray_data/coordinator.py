@@ -175,7 +175,7 @@ class DatasetCoordinator:
         return bool(done)
 
     async def leave(self, client: str) -> None:
-        """A reader's pass is over."""
+        """Remove a reader whose pass is over."""
         stream = self._readers.leave(client)
         if isinstance(stream, RowStream) and stream.leave(client):
             self._close(stream)
@@ -227,7 +227,7 @@ class DatasetCoordinator:
         return stream
 
     def _changed(self) -> None:
-        """A stream has come further; called from its thread, which may outlive the loop and those who wait in it."""
+        """Wake waiting calls after a stream's progress; called from its thread, which may outlive the loop."""
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
                 self._loop.call_soon_threadsafe(self._tell)

@@ -87,7 +87,7 @@ class RowWindow:
         return max((each.generation for each in self._readers.values()), default=-1)
 
     def add(self, rows: int, block: Any, offset: int = 0) -> None:
-        """The stream continues with these rows; none at all is nothing."""
+        """Append rows of the stream; none at all is ignored."""
         if rows:
             span = RowSpan(first=self.end, rows=rows, block=block, offset=offset)
             self.end = span.end
@@ -95,11 +95,11 @@ class RowWindow:
             self._drop()
 
     def finish(self) -> None:
-        """The stream has no further rows."""
+        """Finish the stream, which has no further rows."""
         self.ended = True
 
     def note(self, reader: Reader) -> None:
-        """A reader asks: rows that every rank of the newest group has passed are let go.
+        """Note a reader's request, and release rows that every rank of the newest group has passed.
 
         A rank of that group that has not asked yet may need all that is there, so nothing is let go before it has.
         """
@@ -161,7 +161,7 @@ class Readers:
         return self._reads.pop(client, (None, None))[1]
 
     def forget(self, stream: object, *, gone: bool) -> None:
-        """A stream was closed; ``gone``: nobody reads it who is still there."""
+        """Forget a closed stream; ``gone`` if none of its readers is still there."""
         for client, (reader, read) in tuple(self._reads.items()):
             if read is stream and gone:
                 del self._reads[client]

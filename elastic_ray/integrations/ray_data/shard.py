@@ -146,7 +146,7 @@ class RayDataBatches:
         self._forget(0)
 
     def _forget(self, position: int) -> None:
-        """Know nothing of the epoch's rows from ``position`` on."""
+        """Forget the epoch's rows from ``position`` on."""
         self._position = self._end = position
         self._spans: deque[RowSpan] = deque()
         self._blocks: dict[int, Any] = {}
@@ -154,7 +154,7 @@ class RayDataBatches:
         self._asked: Any = None
 
     def begin(self, epoch: int, position: int, cut: StepSplit, *, new_pass: bool) -> None:
-        """Go to ``position`` of the epoch, in a group that may be another one."""
+        """Seek to ``position`` of the epoch, in a group that may be another one."""
         self._generation = get_context().get_generation()
         self._last_epoch = epoch + 1 >= (current_session().progress.epochs or 0)
         self._rank, self._world_size = cut.rank, cut.world_size
@@ -163,13 +163,13 @@ class RayDataBatches:
         self._epoch = epoch
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self._forget(0)
         self._epoch = -1
         self._coordinator.leave.remote(self._client)
 
     def close(self) -> None:
-        """The run is over: the coordinator ends with the job."""
+        """Do nothing at the run's end: the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
         """The step at ``position``; of the pass's samples those are told that are known to be there."""
@@ -192,7 +192,7 @@ class RayDataBatches:
         return StepBatches(total=total, sizes=cut.sizes(count, position), fetches=fetches)
 
     def commit(self) -> None:
-        """The step was used; the next one says so to the coordinator."""
+        """Do nothing: the next step's request reports it to the coordinator."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
         """The dataset's name: its rows and their order are the coordinator's, one for all ranks."""
@@ -205,7 +205,7 @@ class RayDataBatches:
         return can_switch(position=position, total=known, world_size=world_size)
 
     def _advance(self, position: int) -> None:
-        """Rows before ``position`` are not needed again."""
+        """Advance to ``position`` and release the rows before it."""
         if position < self._position:
             self._forget(position)
         self._position = position
@@ -213,7 +213,7 @@ class RayDataBatches:
             self._blocks.pop(self._spans.popleft().first, None)
 
     def _know(self, end: int, *, ahead: int) -> None:
-        """Know where rows are up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
+        """Find the rows up to ``end``, or the end of the epoch, and ask for those up to ``ahead`` meanwhile."""
         while self._total is None and self._end < end:
             call = self._asked if self._asked is not None else self._ask(end, ahead)
             self._asked = None

@@ -78,7 +78,7 @@ class RowStream:
         return self._window.end if self._window.ended else None
 
     def want(self, reader: Reader, end: int) -> None:
-        """A reader needs rows up to ``end``, and none before its position."""
+        """Request rows up to ``end`` for a reader, which needs none before its position."""
         with self._lock:
             self._window.note(reader)
             self._wanted = max(self._wanted, end)
@@ -120,7 +120,7 @@ class RowStream:
             threading.Thread(target=executor.shutdown, args=(True,), daemon=True).start()
 
     def _run(self) -> None:
-        """The thread: read to the end, or until the stream is closed."""
+        """Read to the end, or until the stream is closed, in the stream's thread."""
         try:
             self._read()
         except Exception as error:

@@ -116,7 +116,7 @@ class JobMetrics:
         self._guarded = Guarded(f"job {spec.job}")
 
     def recall(self, events: int) -> None:
-        """A controller before this one has written so many events."""
+        """Restore the number of events that an earlier controller has written."""
         self._seen = events
 
     def tick(self, now_s: float) -> None:
@@ -126,7 +126,7 @@ class JobMetrics:
             self._guarded(lambda: self._look(self._status()))
 
     def end(self) -> None:
-        """The job has ended: it has no workers, and nothing is written any more."""
+        """Write the metrics of the job's end, after which nothing is written."""
         if self._on and not self._ended:
             self._guarded(self._tell_end)
         self._ended = True

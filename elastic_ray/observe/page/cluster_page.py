@@ -92,7 +92,7 @@ class ClusterPage:
         return self._jobs[job]
 
     def _take_nodes(self, look: ClusterLook) -> None:
-        """Nodes that are there, and those that have gone; a mark where one begins to drain or is gone."""
+        """Take the present nodes and those that have gone; mark nodes that start to drain or are gone."""
         if not look.nodes:
             return
         seen = look.allocator.core.cluster.by_id() if look.allocator is not None else {}
@@ -119,7 +119,7 @@ class ClusterPage:
             del self._nodes[node], self._totals[node]
 
     def _take_decisions(self, look: AllocatorLook, now_s: float) -> None:
-        """New records of the log become bars; where each job is to be by now is taken from the allocator's view."""
+        """Turn new log records into bars; present targets are the allocator's."""
         if look.life != self._life:
             self._life, self._known = look.life, 0
         first = look.recorded - len(look.core.log) + 1
@@ -172,7 +172,7 @@ class ClusterPage:
                 self._history.end(record.time_s, gone & there.keys())
 
     def _take_ends(self, look: ClusterLook) -> None:
-        """Jobs that neither the allocator nor a controller knows are over; of those only the last are kept."""
+        """End jobs that neither the allocator nor a controller knows; only the last of them are kept."""
         known = look.allocator.core.jobs.keys() if look.allocator is not None else frozenset()
         for job, memory in self._jobs.items():
             told = memory.status is not None and memory.status.phase.ended
@@ -183,7 +183,7 @@ class ClusterPage:
             del self._jobs[job]
 
     def _measure(self, look: ClusterLook) -> None:
-        """The use of slots now."""
+        """Record the use of slots now."""
         present = [row for row in self._nodes.values() if row.gone_s is None]
         states = look.allocator.core.jobs.values() if look.allocator is not None else ()
         waiting = sum(1 for state in states if not state.target and not state.view.paused)

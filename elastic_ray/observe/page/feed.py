@@ -47,7 +47,7 @@ class Client:
         return True
 
     def begin(self, message: bytes) -> None:
-        """The first message, however large the whole is that it tells."""
+        """Queue the first message, whatever its size."""
         self._bytes += len(message)
         self._most_bytes += len(message)
         self._messages.put_nowait(message)
@@ -121,7 +121,7 @@ class Feed:
                 self._clients.discard(client)
 
     def close(self) -> None:
-        """The page ends."""
+        """Close the feed with the page."""
         for client in tuple(self._clients):
             client.drop()
         self._clients.clear()

@@ -170,11 +170,11 @@ class Doors:
         return None
 
     def close(self, key: Hashable) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         self._connections.pop(key, None)
 
     def begin(self, key: Hashable) -> None:
-        """A whole request has come."""
+        """Record that a whole request has arrived."""
         if (one := self._connections.get(key)) is not None:
             self._connections[key] = dataclasses.replace(one, asks=one.asks + 1)
 

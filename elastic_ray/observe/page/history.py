@@ -84,7 +84,7 @@ class History:
             self._ended.append((number, node, job, from_s, time_s, slots, decision))
 
     def mark(self, time_s: float, job: str, kind: str, text: str) -> None:
-        """Something has happened to a job, or to a node (an empty job)."""
+        """Mark an event of a job, or of a node (an empty job)."""
         self._numbers += 1
         self._marks.append((self._numbers, time_s, job, kind, text))
 

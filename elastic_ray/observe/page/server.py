@@ -72,7 +72,7 @@ class PageServer:
         return app
 
     async def _leave(self, app: web.Application) -> None:
-        """The page ends: no stream waits any longer."""
+        """Close the feed when the page ends, so that no stream waits any longer."""
         self._feed.close()
 
     async def _watching(self, app: web.Application) -> Any:
@@ -104,7 +104,7 @@ class PageServer:
             await self._pause(period_s or 1.0)
 
     def _tell_problem(self, problem: str) -> None:
-        """Browsers are told that what they show is old, until there is something new."""
+        """Tell browsers that what they show is old, until there is something new."""
         if not self._tables or self._tables["source"]["problem"] == problem:
             return
         self._tables = {**self._tables, "source": {**self._tables["source"], "problem": problem}}

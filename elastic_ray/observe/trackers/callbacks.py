@@ -204,12 +204,12 @@ class CallbackTracker:
             self._target.event(event)
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Workers have failed, by rank."""
+        """Report failed workers, by rank."""
         if self._target is not None:
             self._target.failed(errors)
 
     def raised(self, error: Raised) -> None:
-        """The train function has; what it raised stays closed."""
+        """Report the train function's error; what it raised stays pickled."""
         from elastic_ray.errors import TrainFunctionError  # imports ray.train
 
         self.failed({error.rank: TrainFunctionError(error.traceback_text, error.rank, error.node)})
@@ -245,13 +245,13 @@ class _Target(Protocol):
         """Rank 0 has reported; how the job stands, by name."""
 
     def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
+        """Take an event of the job."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Workers have failed, by rank."""
+        """Take failed workers, by rank."""
 
     def finish(self, phase: JobPhase) -> None:
-        """The job has ended."""
+        """Finish with the job."""
 
     def state(self) -> str | None:
         """Return the state that another process needs to continue; None if there is none."""
@@ -327,7 +327,7 @@ class _LoggerCallback:
         return known_reports(self._callback, self._trial) if state is not None else frozenset()
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """The metrics, and what Tune adds to a result."""
+        """Log the metrics with what Tune adds to a result."""
         self._reports = report.index
         if report.checkpoint is not None:
             self._trial = dataclasses.replace(self._trial, checkpoint=_checkpoint(report, self._run.storage))
@@ -351,13 +351,13 @@ class _LoggerCallback:
             self._callback.on_trial_save(report.index, [self._trial], self._trial)
 
     def event(self, event: JobEvent) -> None:
-        """Loggers have no method for it."""
+        """Do nothing: loggers have no method for events."""
 
     def failed(self, errors: Mapping[int, Exception]) -> None:
         """Do nothing: loggers are notified at the end."""
 
     def finish(self, phase: JobPhase) -> None:
-        """The trial ends, and with it the experiment; then what was written goes where the run is."""
+        """End the trial and the experiment, then copy what was written to the run's storage."""
         failed = phase is JobPhase.FAILED
         self._trial = dataclasses.replace(self._trial, status="ERROR" if failed else "TERMINATED")
         ended = self._callback.on_trial_error if failed else self._callback.on_trial_complete

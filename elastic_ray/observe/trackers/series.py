@@ -155,7 +155,7 @@ class SeenReports:
         return True
 
     def go_back(self, last: int) -> None:
-        """The run has gone back to this report: later ones come again."""
+        """Return to this report, after which reports come again."""
         self._floor = min(self._floor, last)
         self._above = {number for number in self._above if number <= last}
 

@@ -89,7 +89,7 @@ class TensorBoardWriter:
         self._files.add(event_format.scalar_event(time_s, step, values))
 
     def numbers(self, numbers: JobNumbers) -> None:
-        """The job's own, under :data:`PREFIX`."""
+        """Write the job's own numbers, under :data:`PREFIX`."""
         self._step = max(self._step, numbers.step)
         values = {f"{PREFIX}{name}": value for name, value in numbers.values.items()}
         self._files.add(event_format.scalar_event(numbers.time_s, self._step, values))
@@ -221,7 +221,7 @@ class EventFiles:
         return found
 
     def add(self, record: bytes) -> None:
-        """A record, to be written some time."""
+        """Add a record, to be written later."""
         framed = event_format.frame(record)
         self._pending.append(framed)
         self._pending_size += len(framed)

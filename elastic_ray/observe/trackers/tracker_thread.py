@@ -30,7 +30,7 @@ class Tracker(Protocol):
     """
 
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
-        """The run begins, before anything else is told.
+        """Begin the run; called before all other methods.
 
         Args:
             step: optimizer steps committed before.
@@ -46,13 +46,13 @@ class Tracker(Protocol):
         """Take the job's present numbers."""
 
     def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
+        """Take an event of the job."""
 
     def flush(self) -> None:
-        """A while has passed, or there is nothing else to do."""
+        """Flush what waits; called after a while, or when there is nothing else to do."""
 
     def finish(self, phase: JobPhase) -> None:
-        """The job has ended; nothing follows."""
+        """Finish with the job; no calls follow."""
 
 
 class TrackerThread:
@@ -91,15 +91,15 @@ class TrackerThread:
         self._put("numbers", lambda: self._tracker.numbers(numbers))
 
     def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
+        """Queue an event of the job."""
         self._put("event", lambda: self._tracker.event(event))
 
     def call(self, what: str, call: Callable[[], None]) -> None:
-        """Something that only this tracker is told; ``what`` names it in messages."""
+        """Queue a call for this tracker only; ``what`` names it in messages."""
         self._put(what, call)
 
     def finish(self, phase: JobPhase) -> None:
-        """The job has ended: the thread ends once all is done."""
+        """Queue the job's end: the thread ends once all is done."""
         with self._news:
             self._calls.append(("finish", lambda: self._tracker.finish(phase), 0))
             self._closed = True

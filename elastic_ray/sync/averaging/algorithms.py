@@ -51,7 +51,7 @@ class Averager(Protocol):
         """
 
     def begin(self, model: AveragedModel) -> None:
-        """The first step begins for this algorithm, or for some of the parameters, which are alike on all ranks."""
+        """Begin the first step of the algorithm, or of new parameters, which are equal on all ranks."""
 
     def capture(self) -> Any:
         """Return the averager's shared state for joiners and checkpoints; equal on all ranks."""
@@ -95,14 +95,14 @@ class Stateless:
     """An algorithm that keeps nothing from one average to the next."""
 
     def begin(self, model: AveragedModel) -> None:
-        """See ``Averager``."""
+        """Do nothing: the algorithm has no state."""
 
     def capture(self) -> Any:
         """See ``Averager``."""
         return {}
 
     def restore(self, tree: Any) -> None:
-        """See ``Averager``."""
+        """Do nothing: the algorithm has no state."""
 
 
 class LocalSGDAverager(Stateless):
@@ -113,7 +113,7 @@ class LocalSGDAverager(Stateless):
     """
 
     def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+        """Replace the model by the mean."""
         _take(model, model.mean(), 1.0)
 
 
@@ -130,7 +130,7 @@ class SMAAverager(Stateless):
         self._alpha = alpha
 
     def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+        """Move the model towards the mean by ``alpha``."""
         _take(model, model.mean(), self._alpha)
 
 
@@ -145,7 +145,7 @@ class PairAverager(Stateless):
 
     @torch.no_grad()
     def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+        """Average the model with that of a partner, if there is one."""
         theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
         if theirs is not None:  # a + b as b + a, so that both have the same bits
             _take(model, torch._foreach_mul(torch._foreach_add(theirs, list(model.named.values())), 0.5), 1.0)
@@ -180,7 +180,7 @@ class DiLoCoAverager:
 
     @torch.no_grad()
     def run(self, model: AveragedModel, steps: int) -> None:
-        """See ``Averager``."""
+        """Make the outer step from the anchor to the mean."""
         mean = model.mean()
         names = list(model.named)
         anchor, momentum = [self._anchor[name] for name in names], [self._momentum[name] for name in names]
@@ -196,7 +196,7 @@ class DiLoCoAverager:
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
-        """See ``Averager``."""
+        """Restore the anchor and the momentum."""
         self._anchor, self._momentum = dict(tree["anchor"]), dict(tree["momentum"])
 
 

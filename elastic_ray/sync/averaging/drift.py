@@ -71,7 +71,7 @@ class Drift:
         self._marker = 0
 
     def follow(self, average: Average | None) -> None:
-        """The present strategy averages so; None for not at all. Other parameters may be trained than before."""
+        """Follow the averaging of the present strategy; None for none. Other parameters may be trained than before."""
         self._begun = False
         if average != self.average:
             self.average = average
@@ -99,7 +99,7 @@ class Drift:
         return self._marker
 
     def begin_step(self) -> None:
-        """The model is called; before a loader's first step ranks need not hold the same yet."""
+        """Begin averaging with a loader's first step, before which ranks need not be identical."""
         if (
             not self._begun
             and self.average is not None
@@ -111,7 +111,7 @@ class Drift:
             self._averager.begin(self._replica)
 
     def note_update(self) -> None:
-        """The optimizer steps."""
+        """Note that the optimizer steps."""
         if self.average is None or not self.on:
             return
         self._changed = True
@@ -179,7 +179,7 @@ class Drift:
             take_scale(self.scaler, amp)
 
     def entered(self) -> None:
-        """A group was entered, and all its ranks hold the same."""
+        """Enter a group, whose ranks all hold the same."""
         self._changed, self._settled_at = False, self._context.ledger.steps
 
     def capture(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Drift:
 
     @torch.no_grad()
     def _take(self, agreed: dict[str, Any] | None) -> None:
-        """The consensus becomes this rank's model."""
+        """Replace this rank's model by the agreed one."""
         for index, p in enumerate(self._trainable.params if agreed is not None else ()):
             p.copy_(agreed[f"p{index}"])  # type: ignore[index]
             if f"s{index}" in agreed:  # type: ignore[operator]
@@ -340,7 +340,7 @@ class Replica:
 
     @torch.no_grad()
     def _fill(self) -> None:
-        """The present parameters into buffers."""
+        """Copy the present parameters into buffers."""
         params = list(self.named.values())
         if len(params) != len(self._laid_out) or any(a is not b for a, b in zip(params, self._laid_out, strict=True)):
             self._laid_out = params  # type: ignore[assignment]

@@ -57,7 +57,7 @@ class CarriedGradients:
         return self._local
 
     def add(self, step: LoaderStep | None, *, local: bool = False) -> None:
-        """A backward pass adds to ``.grad``; ``local`` if it is not to be reduced."""
+        """Record a backward pass that adds to ``.grad``; ``local`` if it is not to be reduced."""
         if step is None or (self._asked and self._throws_away):
             return
         if step is not self._step or not self._steps:
@@ -80,7 +80,7 @@ class CarriedGradients:
         return int(self._beneath)
 
     def look(self, param: torch.Tensor) -> None:
-        """The pass has added to the watched parameter: to what was left behind, unless that was thrown away."""
+        """Check the watched parameter after a pass: were gradients added to those of the last update?"""
         if self._updated is None:
             self.watched = None
         grad, (updated, at) = param.grad, self._updated or (lambda: None, 0)
@@ -100,7 +100,7 @@ class CarriedGradients:
         self._local = False
 
     def refuse_own(self) -> None:
-        """The optimizer is asked to step in a step without a backward pass that averages gradients.
+        """Refuse an optimizer step without a backward pass that averages gradients.
 
         Raises:
             RuntimeError: gradients are this rank's own: neither reduced, as what is carried and what lies in slices,
@@ -119,11 +119,11 @@ class CarriedGradients:
         refuse_own(grad for grad in map(plain_or_sliced, grads) if not isinstance(grad, SlicedGradient))
 
     def note_applied(self) -> None:
-        """The optimizer applies them in the step in progress."""
+        """Note that the optimizer applies the gradients in the step in progress."""
         self._applied = True
 
     def taken(self) -> None:
-        """The optimizer was asked to step."""
+        """Reset the accumulation, because the optimizer was asked to step."""
         self._steps, self._asked, self._local = 0, True, False
         self._alike, self._beneath = True, False
         self._last, self._last_version, self._updated, self.watched = None, 0, None, None
@@ -174,7 +174,7 @@ class CarriedGradients:
         self._lost = tree.get("lost", 0)
 
     def enter_group(self) -> None:
-        """A group was entered: what only some of its ranks hold counts no more."""
+        """Enter a group, in which what only some ranks hold no longer counts."""
         self._updated, self.watched, self._beneath, self._alike = None, None, False, False
         lost, self._lost = self._steps if self._local else self._lost, 0
         if self._local:

@@ -252,7 +252,7 @@ class GradientEngine:
         return self._reducer.no_sync()
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """A backward pass has ended with an exception that is caught: reduce what other ranks reduce."""
+        """Reduce what other ranks reduce, after a backward pass has ended with an exception that is caught."""
         self._reducer.end_lost_pass(give_zeros)
 
     def before_update(self) -> None:

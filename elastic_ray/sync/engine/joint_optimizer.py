@@ -141,7 +141,7 @@ class JointTiles:
         self._owners: tuple[object, ...] = ()
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Buckets were laid out for another strategy, other parameters or another group."""
+        """Follow buckets laid out for another strategy, other parameters or another group."""
         for each in self._parts:
             each.follow(plan, profile)
 
@@ -173,7 +173,7 @@ class JointTiles:
         return any(each.unsettled for each in self._parts)
 
     def settle_between_steps(self) -> None:
-        """The strategy has changed, on all ranks alike."""
+        """Settle the state after a change of the strategy, on all ranks alike."""
         for each in self._parts:
             if each.unsettled:
                 each.settle_between_steps()
@@ -194,6 +194,6 @@ class JointTiles:
             each.hand_over(stays)
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         for each in self._parts:
             each.enter_group()

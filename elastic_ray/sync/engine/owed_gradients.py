@@ -112,7 +112,7 @@ class OwedGradients:
         self._holds = True  # not taken over from another rank
 
     def follow(self, layout: BucketLayout, places: Sequence[Sequence[int]], params: Sequence[ParamInfo]) -> None:
-        """Other buckets: what is owed, and factors, continue by parameter.
+        """Move residuals and factors to other buckets, by parameter.
 
         Args:
             layout: of the buckets.
@@ -150,7 +150,7 @@ class OwedGradients:
             each.take(owed, folded, factors)
 
     def _settle(self, index: int) -> None:
-        """A bucket that nothing compresses is to send what is owed, once that is known."""
+        """Let a bucket without compression send its residual, once that is known."""
         assert self._layout is not None, "buckets are laid out"
         residual = self._layout.settle_first(index).residual
         self._settling.append(dataclasses.replace(self._plain.pop(index), residual=residual))
@@ -178,7 +178,7 @@ class OwedGradients:
             each.residual.fold(total)
 
     def enter_group(self) -> None:
-        """A group was entered: begin with an equal part of the sum, or continue with one's own where that is not known.
+        """Enter a group: start with an equal part of the sum, or continue with the own residual if that is unknown.
 
         All ranks tell what they know, whether they owe or not: of those that come from another group, some may have
         begun with a strategy that compresses, and others not yet.
@@ -199,7 +199,7 @@ class OwedGradients:
         self._members, self._holds = world_size, True
 
     def _tell_lost(self, workers: int) -> None:
-        """The sum is not what it was."""
+        """Warn that the residuals of some workers are lost."""
         if workers > 0:
             whose = "one worker" if workers == 1 else f"{workers} workers"
             self._context.tell(

@@ -193,7 +193,7 @@ class Reduction:
         return [rank for rank, (bad,) in enumerate(rows) if bad]
 
     def settle(self) -> None:
-        """A group of one rank reduces nothing: what compressions owe goes into its gradients.
+        """Settle residuals in a group of one rank, which reduces nothing: they go into its gradients.
 
         Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
         mean as there are ranks: what it owes does so, too.
@@ -205,7 +205,7 @@ class Reduction:
                     operation.settle(bucket, scale)
 
     def asked(self) -> None:
-        """The optimizer was asked to step."""
+        """Note that the optimizer was asked to step."""
         self._asked = True
 
     def applied(self) -> None:
@@ -216,7 +216,7 @@ class Reduction:
                 operation.commit()
 
     def end_step(self) -> None:
-        """The step before is over."""
+        """End the step before: commit or void its operations."""
         if self._asked:  # and has not stepped: it had, before the step was drawn again
             self.void()
             return

@@ -40,11 +40,11 @@ class RowSteps:
         self.look_again()
 
     def look_again(self) -> None:
-        """The optimizer's state, or the layout of gradients, may be another from now on."""
+        """Check again: the optimizer's state, or the layout of gradients, may have changed."""
         self._looks, self.idle = True, False
 
     def stand_inside(self) -> None:
-        """The optimizer is about to be called: the user's hooks come before rows are shown and after the table is."""
+        """Register the inner hooks, so that the user's come before rows are shown and after the table is."""
         # Also where there are no tables: a checkpoint of another strategy brings sparse buffers too.
         needed = bool(self._tables) or self._looks
         if needed and self._hooks is None:
@@ -65,7 +65,7 @@ class RowSteps:
             afters.move_to_end(after.id, last=False)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """The optimizer steps."""
+        """Show the rows to the optimizer before its step."""
         if self._tables or self._looks:  # else a walk over all parameters in every step, for nothing
             self._looks = _suit_momentum(optimizer)
         if not self._tables or type(optimizer) not in _EXACT:

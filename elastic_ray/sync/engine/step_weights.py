@@ -38,7 +38,7 @@ class StepWeights:
         self.factor = 1.0
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """A backward pass begins in a step whose micro-batches the loop weighs.
+        """Begin a backward pass of a step whose micro-batches the loop weighs.
 
         Raises:
             RuntimeError: the loop has weighed earlier micro-batches of the step, and not this one.
@@ -113,7 +113,7 @@ class Announcements:
 
 
 def refuse_weights(step: LoaderStep | None) -> None:
-    """A backward pass only adds to this rank's gradients.
+    """Refuse weights in a step whose backward pass only adds to this rank's gradients.
 
     Raises:
         RuntimeError: the loop weighs its micro-batch.

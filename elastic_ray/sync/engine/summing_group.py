@@ -58,7 +58,7 @@ class SummingGroup:
         return step.own_weight(self.group.rank) if self.drifts else step.weight(self.group.rank)
 
     def agree(self, step: LoaderStep | None) -> None:
-        """A backward pass has ended whose gradients are not reduced: agree on its step, if it is the step's last."""
+        """Agree on the step after its last backward pass, if gradients are not reduced."""
         ledger = self._context.ledger
         if (
             self.model.average is None

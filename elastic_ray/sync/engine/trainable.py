@@ -40,7 +40,7 @@ class Trainable:
         self._lay_out(wrapped=False)
 
     def check(self) -> None:
-        """The model has the parameters that it was wrapped with.
+        """Check that the model has the parameters that it was wrapped with.
 
         Raises:
             ValueError: others are in their places; the message names them.

@@ -112,19 +112,19 @@ class GradientBucket(MeasuredGradient, Protocol):
         """Discard what an earlier step has left."""
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
 
     def begin_filling(self, *, alone: bool) -> None:
-        """The pass is put into the bucket; ``alone`` if it holds nothing of other micro-steps, and is reduced."""
+        """Begin to fill the bucket; ``alone`` if it holds nothing of other micro-steps, and is reduced."""
 
     def reach(self, place: int) -> None:
-        """The pass has given the parameter at this place its gradient."""
+        """Note that the pass has given the parameter at this place its gradient."""
 
     def add_again(self, param: torch.Tensor) -> None:
-        """The pass adds to a parameter's gradient once more, by a backward pass within it."""
+        """Note that a nested backward pass adds to a parameter's gradient once more."""
 
     def mark_incomplete(self) -> None:
-        """The backward pass has ended without having reached all parameters."""
+        """Mark that the backward pass has ended without having reached all parameters."""
 
     def carry(self) -> None:
         """Start another micro-step and keep what earlier ones have left."""
@@ -211,7 +211,7 @@ class BucketOperation(Protocol):
         """Start the round after the first ``finished`` ones; none once the bucket holds the sum."""
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
 
     def void(self) -> None:
         """Discard the pass: the operation's state stays as it was before."""

@@ -117,11 +117,11 @@ class Bucket:
         self.written = None
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self.complete, self.additions, self._shows, self._sum = True, 1, False, None
 
     def begin_filling(self, *, alone: bool) -> None:
-        """The pass is to be reduced; ``alone`` if the buffer holds nothing of other micro-steps.
+        """Begin to fill the buffer for a reduction; ``alone`` if it holds nothing of other micro-steps.
 
         Memory that gradients lay in belongs to who holds one of them still.
         """
@@ -143,7 +143,7 @@ class Bucket:
                 param.grad = view.clone()
 
     def reach(self, place: int) -> None:
-        """The pass has given a parameter its gradient: take it in with others, so that few are in memory twice."""
+        """Take in a parameter's gradient together with others, so that few are in memory twice."""
         if not self._shows or self._there[place]:
             return
         self._waiting.append(place)
@@ -166,12 +166,12 @@ class Bucket:
             self._there[each] = True
 
     def add_again(self, param: torch.Tensor) -> None:
-        """The pass adds to a gradient once more, by a backward pass within it."""
+        """Note that a nested backward pass adds to a gradient once more."""
         if self.written is not None and self.written[0] is param:
             self.additions += 1
 
     def mark_incomplete(self) -> None:
-        """The backward pass has ended without having reached all parameters."""
+        """Mark that the backward pass has ended without having reached all parameters."""
         self.complete = False
 
     def carry(self) -> None:
@@ -244,7 +244,7 @@ class Bucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float) -> None:
-        """Weighted gradients into the buffer; zeros where there is none.
+        """Put weighted gradients into the buffer; zeros where there is none.
 
         Raises:
             RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
@@ -307,7 +307,7 @@ class Bucket:
         self.used = [used or had for used, had in zip(before, self.has_gradient, strict=True)]
 
     def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """The buffer into ``.grad``; ``used`` tells which parameters had a gradient on any rank."""
+        """Copy the buffer into ``.grad``; ``used`` returns which parameters had a gradient on any rank."""
         if not self.complete:
             for index, flag in enumerate(used()):
                 if flag and not self.has_gradient[index]:  # it had one on other ranks or in earlier micro-steps only

@@ -28,13 +28,13 @@ class Compression(Protocol):
         """
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
 
     def void(self) -> None:
         """Discard the pass, whose collectives may have been abandoned."""
 
     def drop(self) -> None:
-        """The last pass counts for nothing."""
+        """Drop the last pass."""
 
     def factors(self) -> dict[int, torch.Tensor]:
         """Return the factors that are equal on all ranks, by parameter of the bucket."""
@@ -90,7 +90,7 @@ class CompressedOperation(OwingOperation):
         return ()
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
         super().commit()
         self.compression.commit()
 
@@ -101,6 +101,6 @@ class CompressedOperation(OwingOperation):
         self._vector = self._left_out = None
 
     def drop(self) -> None:
-        """The last pass counts for nothing: its sum was not finite."""
+        """Drop the last pass, whose sum was not finite."""
         super().drop()
         self.compression.drop()

@@ -87,7 +87,7 @@ class Int8Compression:
 
 
 def _quantise(values: torch.Tensor, packed: torch.Tensor) -> None:
-    """[ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes; in ``values`` stays what is left out.
+    """Quantise [ranks, blocks, BLOCK] float32 into [ranks, blocks * (BLOCK + 4)] bytes; ``values`` keeps the residual.
 
     The numbers come first, then the blocks' scales.
     """

@@ -98,7 +98,7 @@ class LowRankCompression:
         return ()
 
     def commit(self) -> None:
-        """The factors of the last pass are the next one's start."""
+        """Commit the factors of the last pass as the next one's start."""
         if self._fresh:
             self._factors, self._fresh = self._fresh, []
 

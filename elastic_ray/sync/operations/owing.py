@@ -21,7 +21,7 @@ class OwingOperation(abc.ABC):
         self._plain, self._scale = False, 1.0
 
     def prepare(self, *, plain: bool, scale: float) -> None:
-        """A pass begins.
+        """Prepare a pass.
 
         Args:
             plain: send its gradients as they are, for statistics; what is owed waits.
@@ -38,7 +38,7 @@ class OwingOperation(abc.ABC):
         """See ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
-        """A group of one rank reduces nothing: what is owed is added to its gradients, where all of them are there.
+        """Add the residual to the gradients of a group of one rank, which reduces nothing, if all of them are there.
 
         Args:
             bucket: of the parameters.
@@ -58,7 +58,7 @@ class OwingOperation(abc.ABC):
         self.residual.leave(None, scale)
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
         self.residual.commit()
 
     def void(self) -> None:
@@ -66,7 +66,7 @@ class OwingOperation(abc.ABC):
         self.residual.void()
 
     def drop(self) -> None:
-        """The last pass counts for nothing: its sum was not finite."""
+        """Drop the last pass, whose sum was not finite."""
         self.residual.drop()
 
 
@@ -91,7 +91,7 @@ class SettlingOperation(OwingOperation):
         return self._operation.go_on(bucket, group, finished)
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
         super().commit()
         self._operation.commit()
 

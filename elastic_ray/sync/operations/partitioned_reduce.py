@@ -62,7 +62,7 @@ class PartitionedReduceOperation:
         self._cut_from = None
 
     def _cut(self, flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Slices of the bucket and their places, made anew where the bucket's buffer is another one."""
+        """Cut the bucket into slices and their places, anew if its buffer has changed."""
         if self._cut_from is flat:
             return
         tensors = torch.split(flat, [torch.Size(shape).numel() for shape in shapes])

@@ -51,7 +51,7 @@ class Residual:
         return self._kept is not None or self.folded is not None
 
     def add_to(self, flat: torch.Tensor, scale: float) -> None:
-        """A pass begins: what is owed is part of it from here on."""
+        """Add the residual to the vector of a pass that begins."""
         owed = self._begin_pass()
         if owed is not None and owed.flat is not None:
             flat.add_(owed.flat, alpha=scale / owed.scale)
@@ -72,15 +72,15 @@ class Residual:
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 
     def leave(self, flat: torch.Tensor | None, scale: float) -> None:
-        """The pass has left this out; None for nothing."""
+        """Leave the residual of the pass; None for nothing."""
         self._fresh = Owed(flat, scale)
 
     def drop(self) -> None:
-        """The pass counts for nothing."""
+        """Drop the pass."""
         self._fresh = None
 
     def commit(self) -> None:
-        """The step counts."""
+        """Commit the step."""
         new = self._fresh or self._latest
         if new is not None:
             self._spare = self._kept.flat if self._kept is not None else None
@@ -96,13 +96,13 @@ class Residual:
         self.folded = total
 
     def share(self, ranks: int) -> None:
-        """A group has begun whose ranks all know the sum: each owes an equal part."""
+        """Share the known sum equally among the ranks of a new group."""
         total = self.folded
         if total is not None:
             self.become(total / ranks)
             self.folded = total
 
     def become(self, flat: torch.Tensor | None) -> None:
-        """Owe this, without a loss scale, whatever was before."""
+        """Replace the residual by `flat`, without a loss scale."""
         self._latest = self._fresh = self._spare = self.folded = None
         self._kept = None if flat is None else Owed(flat, 1.0)

@@ -60,7 +60,7 @@ class Denominators:
         return self._outdated and is_adam_like(self._optimizer) and self._divided()
 
     def invalidate(self, *, fresh: bool) -> None:
-        """The group has changed, or how the state is divided.
+        """Invalidate the denominators after a change of the group or of the state's division.
 
         Args:
             fresh: no update was made yet, so that there is nothing to receive.

@@ -129,7 +129,7 @@ class TileHolder:
         self._copies = 1
 
     def adopt(self, tiling: Tiling | None) -> None:
-        """The whole state is here, or none of it: it is cut in this way from now on."""
+        """Adopt another tiling, while the whole state is here, or none of it."""
         known = dict(self._module.named_parameters(remove_duplicate=False))
         self.tiling = tiling
         self.params = {name: known[name] for name in tiling.names} if tiling is not None else {}
@@ -279,7 +279,7 @@ class TileHolder:
             self.held.drop(tile)
 
     def become_whole(self) -> None:
-        """The optimizer holds the state of whole parameters, as without tiles; all tiles are here."""
+        """Put all tiles together into the optimizer's whole state."""
         held = self.held
         if held is not None:
             states = {tile: held.states_of(tile) for tile in held.tiles}
@@ -290,7 +290,7 @@ class TileHolder:
         self.held, self._whole = None, True
 
     def take_whole(self) -> None:
-        """The optimizer has been given the whole state, read or not."""
+        """Take the whole state that the optimizer was given, read or not."""
         self.held, self._whole = None, True
         self.stored.take(self.params.values())
 
@@ -301,17 +301,17 @@ class TileHolder:
         self.held, self._whole = None, False
 
     def _clear(self) -> None:
-        """The optimizer holds nothing of parameters in tiles."""
+        """Clear the optimizer's state of parameters in tiles."""
         for param in self.params.values():
             self._optimizer.state.pop(param, None)
 
     def forget_stored(self) -> None:
-        """The state is about to be another one than what the run continues from; what is held is a part of that."""
+        """Forget the stored state, which the next update makes outdated."""
         if self.held is not None:
             self.stored.forget()
 
     def reload(self) -> None:
-        """The optimizer has been given the whole state, on all ranks alike: keep what this rank holds of it."""
+        """Reload the tiles of this rank from the whole state given to the optimizer, on all ranks alike."""
         held = self.held
         self.stored.forget()
         if held is None:

@@ -135,14 +135,14 @@ class HeldTiles:
             yield from zip(self.tiling.tiles[tile], self._views[tile], strict=True)
 
     def follow_params(self) -> None:
-        """Views follow parameters that have other memory than before."""
+        """Move the views to parameters that have other memory than before."""
         for span, view in self.spans():
             param = self._params[span.name]
             if not span.whole and view.data_ptr() != param.data_ptr() + span.start * param.element_size():
                 view.data = part_of(param, span)
 
     def put_gradients(self) -> None:
-        """Each view's gradient is its part of the parameter's.
+        """Put the parameter's gradient parts into the views.
 
         Raises:
             RuntimeError: gradients were reduced for other owners than there are now.
@@ -221,7 +221,7 @@ class StoredStates:
         return bool(self._states)
 
     def take(self, tiled: Collection[Parameter]) -> None:
-        """The optimizer was given states: it has none from now on that is not read, or not where its parameter is.
+        """Take the states given to the optimizer, and leave it none that is unread or on another device.
 
         Args:
             tiled: parameters in tiles, whose states are kept here.
@@ -240,13 +240,13 @@ class StoredStates:
                     state[param] = read_all(placed)
 
     def follow(self, tiled: Collection[Parameter]) -> None:
-        """Other parameters are in tiles than before."""
+        """Follow another set of parameters in tiles."""
         given = (self._optimizer.state.get(p, {}) for group in self._optimizer.param_groups for p in group["params"])
         if self._states or any(map(_is_unread, given)):
             self.take(tiled)
 
     def read(self) -> None:
-        """The optimizer holds all of them from now on."""
+        """Read all states into the optimizer."""
         self.follow(())
 
     def forget(self) -> None:

@@ -81,7 +81,7 @@ class TiledOptimizer:
     # -- the strategy --------------------------------------------------------------------------------------------------
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
-        """Buckets were laid out for another strategy, other parameters or another group; a change of tiles follows."""
+        """Follow another layout of buckets; a change of tiles follows."""
         tiles, groups = plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
@@ -119,7 +119,7 @@ class TiledOptimizer:
         return tiling != self._wanted or (self._wanted is not None and several != (held is not None))
 
     def settle_between_steps(self) -> None:
-        """The strategy has changed, on all ranks alike: divide the state, or have all ranks hold the whole of it."""
+        """Divide or gather the state after a change of the strategy, on all ranks alike."""
         run = self._run
         if not self._begun or run.ledger.failed or run.group.world_size == 1:
             return
@@ -165,7 +165,7 @@ class TiledOptimizer:
         self._holder.forget_stored()
 
     def _keep_pending(self) -> None:
-        """The update may have been decided."""
+        """Keep what the update needs, because it may have been decided."""
         held, generation = self._holder.held, self._run.group.generation
         assert held is not None, "a vote is about tiles"
         self._pending = PendingUpdate(self._optimizer, held, self._holder.params, self._last.number + 1, generation)
@@ -202,7 +202,7 @@ class TiledOptimizer:
         self._last = self._last.next(self._run.group.generation, self._optimizer)
 
     def _publish(self, held: HeldTiles) -> None:
-        """New parameters from their owners to all; what does not come through is repeated in the next group."""
+        """Publish new parameters from their owners to all; what fails is repeated in the next group."""
         run, holder = self._run, self._holder
         run.moment("publish")
         senders = [mine[0] for mine in holder.owners]
@@ -230,7 +230,7 @@ class TiledOptimizer:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def enter_group(self) -> None:
-        """A group was entered, and all ranks hold parameters and tiles of the same update, or none.
+        """Enter a group, whose ranks hold parameters and tiles of the same update, or none.
 
         Raises:
             StateLostError: no rank holds some tiles; raised on every rank.
@@ -326,7 +326,7 @@ class TiledOptimizer:
         return {self._holder.params[name]: state for name, state in (self._at_hand() or {}).items()}
 
     def loaded(self) -> None:
-        """The optimizer was given the whole state, on all ranks alike: keep what this rank holds of it."""
+        """Keep this rank's part of the whole state given to the optimizer, on all ranks alike."""
         if self.divided:
             self._close()
         self._holder.reload()

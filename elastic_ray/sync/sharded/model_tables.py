@@ -66,7 +66,7 @@ class ModelTables:
         self.tables[what.detail // 4].join()
 
     def exchange(self) -> None:
-        """Gradients of a backward pass that has ended to the owners, then a vote: all have received theirs.
+        """Exchange the gradients of an ended backward pass with the owners, then vote that all have received theirs.
 
         What the vote has not decided, no rank applies.
         """
@@ -78,32 +78,32 @@ class ModelTables:
         communicator.wait(vote)
 
     def close(self) -> None:
-        """The optimizer was asked to step."""
+        """Close the accumulation, because the optimizer was asked to step."""
         for table in self.tables:
             table.close()
 
     def zero(self) -> None:
-        """Gradients are cleared."""
+        """Clear the gradients."""
         for table in self.tables:
             table.zero()
 
     def update(self) -> None:
-        """The optimizer steps, at the rates that its groups have now."""
+        """Update the tables at the present rates of the optimizer's groups."""
         for table in self.tables:
             table.update(float(self._optimizer.param_groups[table.rule.group]["lr"]))
 
     def leave_out(self) -> None:
-        """An update is not made, on any rank."""
+        """Leave out an update, on all ranks."""
         for table in self.tables:
             table.leave_out()
 
     def enter_group(self) -> None:
-        """A group was entered; raises CommunicationFailedError, and RowsLostError where rows were lost."""
+        """Enter a group; raises CommunicationFailedError, and RowsLostError if rows were lost."""
         for table in self.tables:
             table.enter_group()
 
     def hand_over(self, stays: Sequence[bool]) -> None:
-        """Ranks of the present group are about to leave; raises CommunicationFailedError."""
+        """Hand over rows before ranks leave; raises CommunicationFailedError."""
         for table in self.tables:
             table.hand_over(stays)
 

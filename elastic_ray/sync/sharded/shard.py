@@ -239,7 +239,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
 def carry_out(
     communicator: Communicator, moves: Sequence[Move], stores: Sequence[TileStore], into: TileStore, height: int
 ) -> None:
-    """Tiles from ranks that hold them to others; all ranks call it with the same moves.
+    """Move tiles between ranks; all ranks call it with the same moves.
 
     Args:
         communicator: the group.

@@ -100,7 +100,7 @@ class ShardedTable:
         self.begin(SeededRows(self._tiling, seed, shape.std, shape.padding, rule.initial))
 
     def begin(self, source: InitialRows) -> None:
-        """Rows come from there, where no other rank holds them already."""
+        """Begin with rows of `source`, where no other rank holds them already."""
         self._shard.begin(source)
         self._loaded, self._begun = source.trained, False
 
@@ -194,7 +194,7 @@ class ShardedTable:
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
-        """A backward pass gives this gradient for rows that were fetched.
+        """Add a backward pass's gradient of rows that were fetched.
 
         Raises:
             RuntimeError: gradients of another step have not been applied.
@@ -235,12 +235,12 @@ class ShardedTable:
         self._pending = _PendingRows(update, ids, gradient)
 
     def close(self) -> None:
-        """The optimizer was asked to step."""
+        """Close the accumulation, because the optimizer was asked to step."""
         self._local.close()
         self._unused = False
 
     def zero(self) -> None:
-        """Gradients are cleared."""
+        """Clear the gradients."""
         if not self._run.ledger.failed:  # user code runs on in a lost step; what was received may be needed
             self._local.zero()
             self._pending, self._unused = None, False
@@ -261,7 +261,7 @@ class ShardedTable:
         self._apply(_Update(self._last.number + 1, self._run.group.generation, lr * self.rule.lr_factor))
 
     def leave_out(self) -> None:
-        """The update is not made, on any rank."""
+        """Leave out the update, on all ranks."""
         self._pending = None
 
     def _apply(self, update: _Update) -> None:
@@ -428,7 +428,7 @@ class LocalGradients:
             self.waits = True
 
     def close(self) -> None:
-        """The optimizer was asked to step."""
+        """Close the accumulation, because the optimizer was asked to step."""
         if not self._closed:
             self._carried += self._present
             self._present = []

@@ -99,7 +99,7 @@ def fully_shard(
 
 
 def _check_types(module: object, reshard_after_forward: object, mp_policy: object, param_init_fn: Any) -> None:
-    """Raises TypeError: an argument is of another type than ``fully_shard`` takes."""
+    """Raise TypeError if an argument is of another type than ``fully_shard`` takes."""
     if isinstance(module, (list, tuple)):
         raise TypeError(
             f"module must be one torch.nn.Module, but got a {type(module).__name__} of {len(module)}: shard each of "

@@ -99,7 +99,7 @@ def shard_size_of(model: nn.Module) -> int | None:
 
 
 def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
-    """Raises TypeError, ValueError: it is none, or not that of the sharded modules inside."""
+    """Raise TypeError or ValueError if `shard_size` is no size, or not that of the sharded modules inside."""
     if shard_size is not None and (isinstance(shard_size, bool) or not isinstance(shard_size, int)):
         raise TypeError(f"shard_size must be a number of workers or None, but got {shard_size!r:.80}")
     if shard_size is not None and shard_size < 2:
@@ -117,7 +117,7 @@ def _check_shard_size(module: nn.Module, shard_size: int | None) -> None:
 
 
 def refuse_gradient_hooks(params: Iterable[ShardedParam]) -> None:
-    """Raises ValueError: a sharded parameter has a hook on its gradient that torch never calls."""
+    """Raise ValueError if a sharded parameter has a hook on its gradient that torch never calls."""
     for each in params:
         if each.param._backward_hooks:
             raise ValueError(

@@ -103,7 +103,7 @@ class StateDicts:
         hooked._load_state_dict_pre_hooks.move_to_end(taking.id, last=False)
 
     def _give(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Whole parameters in place of rows, where this rank has them; see torch's hooks."""
+        """Replace rows in a state dict by whole parameters, where this rank has them; see torch's hooks."""
         sharded = {name for name, value in state_dict.items() if isinstance(value, Tensor) and is_sharded(value)}
         if not sharded:
             return
@@ -128,7 +128,7 @@ class StateDicts:
     def _take(
         self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        """Rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
+        """Take rows of whole parameters that this rank holds for others; raises RuntimeError for ``assign=True``."""
         if local_metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would put other parameters in the place of those that the optimizer of a "

@@ -134,7 +134,7 @@ def _registered(name: str, make: Callable[[], Any]) -> Any:
 
 
 def forget_mesh(mesh: DeviceMesh) -> None:
-    """No tensor is of this mesh any more."""
+    """Unregister a mesh that no tensor uses any more."""
     for name in mesh._dim_group_names:
         _unregister_process_group(name)
 

@@ -216,7 +216,7 @@ def _followers(layout: Layout) -> tuple[int, ...]:
 
 
 def check_shard_sizes(sizes: Sequence[int]) -> None:
-    """Raises ValueError: ranks have sharded the model with different ``shard_size``, which is 0 for None."""
+    """Raise ValueError if ranks have sharded the model with different ``shard_size``, which is 0 for None."""
     other = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
         raise ValueError(

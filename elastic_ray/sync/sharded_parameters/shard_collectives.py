@@ -35,7 +35,7 @@ class _Sequence:
         self._at = 0
 
     def begin(self, place: int) -> None:
-        """A pass begins, as all ranks have agreed."""
+        """Begin a pass, as all ranks have agreed."""
         self._at = place
 
     def knows(self, code: int) -> bool:
@@ -93,13 +93,13 @@ class ShardCollectives:
         self._scattered = scattered
 
     def enter_group(self) -> None:
-        """A group was entered, in which nothing is known of what follows what."""
+        """Enter a group, in which the order of collectives is unknown."""
         self._sequence = _Sequence()
         group = self._run.group
         self.layout = layout_of(group.world_size, self.shard_size, [member.node for member in group.members])
 
     def follow_in(self, layout: Layout) -> None:
-        """Ranks follow each other as in this layout from now on; owners are the same."""
+        """Follow other ranks as in this layout from now on; owners are the same."""
         self.layout = layout
 
     def begin(self, what: Announced) -> None:
@@ -153,7 +153,7 @@ class ShardCollectives:
         self._sequence.note(code)
 
     def begin_pass(self, weight: float) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
             weight: share of this rank's samples in the step's mean gradient.
@@ -161,12 +161,12 @@ class ShardCollectives:
         self.weight, self.finiteness = weight, Finiteness()
 
     def weigh_alone(self, tensor: Tensor) -> None:
-        """Torch makes no reduce-scatter in a group of one: weigh the gradients of a sharded module here, in place."""
+        """Weigh gradients in place in a group of one, for which torch makes no reduce-scatter."""
         if self._run.group.world_size == 1 and self.weight != 1.0:
             tensor.mul_(self.weight)
 
     def gather(self, output: Tensor, tensor: Tensor, unit: int = -1) -> None:
-        """Each ``tensor`` (of one size) in the shard group into ``output``, in rank order; this rank's if that fails.
+        """Gather ``tensor`` of each rank in the shard group into ``output``, in rank order; this rank's if that fails.
 
         Args:
             output, tensor: as above.
@@ -224,7 +224,7 @@ class ShardCollectives:
         return True
 
     def sum_up(self, tensor: Tensor, op: Any) -> None:
-        """A reduction over the shard group, in place; this rank's numbers if that fails.
+        """Reduce a tensor over the shard group, in place; it keeps this rank's numbers if that fails.
 
         Raises:
             NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
@@ -251,7 +251,7 @@ class ShardCollectives:
     def to_follower(
         self, tensors: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]], device: torch.device
     ) -> None:
-        """Tensors of this rank to the one that follows it, and those of ranks that it follows to here, in place.
+        """Send tensors to this rank's follower, and receive those of ranks that it follows, in place.
 
         Args:
             tensors: of this rank.

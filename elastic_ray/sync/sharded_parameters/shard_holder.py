@@ -101,7 +101,7 @@ class ShardHolder:
             self._hold_whole()
 
     def _hold_whole(self) -> None:
-        """The whole model is here, and with it what the optimizer knows so far."""
+        """Hold the whole model as one shard, with what the optimizer knows so far."""
         shard = Shard()
         for place, each in enumerate(self.params):
             shard.put(place, Parameter(each.local.detach(), requires_grad=False), self._state_of(each))
@@ -136,12 +136,12 @@ class ShardHolder:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Raises RuntimeError: the model was built on the meta device, and no group was entered yet."""
+        """Raise RuntimeError if the model was built on the meta device and no group was entered yet."""
         if self._first is not None:
             raise RuntimeError(NO_MEMORY_YET)
 
     def _begin(self, seed: int, group: Group) -> None:
-        """The first group: no rank holds anything. Each makes the model, one module after the other, for its rows."""
+        """Make this rank's rows in the first group, whose ranks hold nothing: each makes one module after the other."""
         assert self._first is not None, "only a model without memory is made here"
         own, shard, states = self._collectives.layout.owned_by(group.rank), Shard(), self._first
 
@@ -339,7 +339,7 @@ class ShardHolder:
 
     @torch.no_grad()
     def take_param(self, place: int, value: Tensor) -> None:
-        """A whole parameter is given anew: take over the rows that this rank holds."""
+        """Take this rank's rows of a whole parameter that is given anew."""
         self.check_memory()
         for shard, held in self._held.shards.items():
             if place in held.views:
@@ -347,7 +347,7 @@ class ShardHolder:
                 held.views[place].copy_(value[start:stop])
 
     def take_states(self) -> None:
-        """The optimizer was given whole states: keep those of the rows that this rank holds."""
+        """Take this rank's rows of whole states that the optimizer was given."""
         self.check_memory()
         options = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
         for place, each in enumerate(self.params):

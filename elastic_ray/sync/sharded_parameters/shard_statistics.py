@@ -77,7 +77,7 @@ class RowDenominators:
         return False
 
     def invalidate(self) -> None:
-        """A group was entered: the rank owns other rows."""
+        """Invalidate the denominators, because the rank owns other rows in a new group."""
         self._found, self._round = {}, None
 
     def due(self, step: int) -> bool:
@@ -131,7 +131,7 @@ class MovedRows:
         return 0 if self._meter.monitor.norms_every is None else 1 + groups
 
     def forget(self) -> None:
-        """A group was entered: others own the rows, and some ranks have measured nothing."""
+        """Forget the measured update in a new group, where others own the rows and some have measured nothing."""
         self._waiting = None
 
     def measure(self, update: Callable[[], Any], *, alone: bool, counts: bool) -> Any:
@@ -216,11 +216,11 @@ class ShardStatistics:
         self.rebuilt()
 
     def rebuilt(self) -> None:
-        """Other parameters are trainable than before, or other things are asked for."""
+        """Rebuild the statistics for other trainable parameters or other requests."""
         self._statistics.rebuilt(len(self._trainable.groups))
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         if self._statistics.meter.outdated:
             self.rebuilt()
         self._statistics.enter_group()
@@ -229,7 +229,7 @@ class ShardStatistics:
         self.forget()
 
     def forget(self) -> None:
-        """The step in progress is lost."""
+        """Forget the step in progress, which is lost."""
         self._step, self._measures = None, False
         self._collectives.watch(None)
 
@@ -254,7 +254,7 @@ class ShardStatistics:
     # -- one backward pass ---------------------------------------------------------------------------------------------
 
     def begin_pass(self, step: LoaderStep | None) -> None:
-        """A backward pass begins.
+        """Begin a backward pass.
 
         Args:
             step: that it belongs to; None outside of steps.
@@ -292,7 +292,7 @@ class ShardStatistics:
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:
-        """The shard group's gradients of this rank's rows of a sharded module have come, [ranks, elements]."""
+        """Measure the shard group's gradients of this rank's rows of a sharded module, [ranks, elements]."""
         step, groups = self._step, self._groups
         assert step is not None, "only steps are measured"
         weights = [[step.weight(rank)] for rank in self._collectives.peers]
@@ -324,7 +324,7 @@ class ShardStatistics:
         return [MeanRows(place, groups[place], grad) for place, grad in grads if grad is not None]
 
     def end_pass(self, step: LoaderStep) -> None:
-        """A backward pass of a step has ended, and ``.grad`` has nothing of earlier micro-steps."""
+        """End a backward pass of a step, before ``.grad`` has anything of earlier micro-steps."""
         if self._measures and self._run.group.world_size == 1 and step.micro_steps > 1:
             for rows in self._mean_rows():
                 self._statistics.add(rows, step.weight(0))

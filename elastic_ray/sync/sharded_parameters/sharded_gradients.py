@@ -121,7 +121,7 @@ class ShardedGradients:
         return self._run.group.world_size > 1 and not ledger.failed and not ledger.replaying
 
     def _begin_anew(self, module: nn.Module, arguments: Any) -> None:
-        """The model is called. Where a backward pass has ended with an exception, torch would take it as in progress.
+        """Reset torch's state if an earlier backward pass ended with an exception, when the model is called.
 
         Its end would be waited for without end in the next one.
         """
@@ -132,7 +132,7 @@ class ShardedGradients:
     # Else what it looks at here, as the group, has torch compile the model anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        """The model has returned this, also where user code has called it itself and not its wrapper."""
+        """Prepare for backward after the model has returned, also if user code has called it without its wrapper."""
         step = self._run.ledger.step
         if not torch.is_grad_enabled() or (step is not None and step.leaves_ranks_idle):
             reshard(self._module)  # torch leaves the outermost module gathered for a backward pass
@@ -150,7 +150,7 @@ class ShardedGradients:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _on_gradient(self, gradient: Tensor, *, generation: int) -> None:
-        """A backward pass has reached the model's output."""
+        """Check a backward pass that has reached the model's output, and enter it."""
         if torch.is_grad_enabled():
             raise RuntimeError(checks.CREATES_GRAPH)
         if generation != self._run.group.generation:
@@ -158,7 +158,7 @@ class ShardedGradients:
         self.entered()
 
     def entered(self) -> None:
-        """A collective is about to be made, or a backward pass has come to the model."""
+        """Enter a backward pass with its first collective, or when it has come to the model."""
         task = torch._C._current_graph_task_id()
         if task != -1 and self._task == -1:
             self._task = task
@@ -171,7 +171,7 @@ class ShardedGradients:
         self._has_gradient.add(param)
 
     def _begin(self) -> None:
-        """A backward pass begins: find out what is to become of it, and tell the others."""
+        """Begin a backward pass: decide what is to become of it, and announce it."""
         run, step = self._run, self._run.ledger.step
         run.moment("backward")
         self._reduces = self._meets
@@ -194,7 +194,7 @@ class ShardedGradients:
             self._fail(str(error))
 
     def _begin_in(self, step: LoaderStep) -> None:
-        """A backward pass of a loader's step begins.
+        """Begin a backward pass of a loader's step.
 
         Raises:
             RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
@@ -224,7 +224,7 @@ class ShardedGradients:
         return [each.local_grad for each in self._optimizer.params]
 
     def _finish(self) -> None:
-        """The backward pass has ended, and torch's own end of it may be still to come."""
+        """Finish the backward pass, unless torch's own end of it is still to come."""
         if not is_backward_over(self._module):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
             return
@@ -311,7 +311,7 @@ class ShardedGradients:
         return self._waits
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
-        """The step has failed here: have the model hold its shards, for torch takes the pass as in progress."""
+        """Reshard the model after a failed pass, which torch takes as in progress."""
         self._task = -1
         to_sharded(self._module)
 
@@ -328,7 +328,7 @@ class ShardedGradients:
         """Do nothing when the optimizer steps."""
 
     def rebuild(self) -> None:
-        """Other parameters are trainable than before: torch looks at each backward pass anew."""
+        """Rebuild the statistics for other trainable parameters; torch itself looks at each backward pass anew."""
         self._statistics.rebuilt()
 
     @property
@@ -419,7 +419,7 @@ class ShardedGradients:
         """Do nothing after a committed step."""
 
     def collapse(self, *, gather: bool = True) -> None:
-        """The end of a pass: rank 0 holds the whole model and the whole state of the optimizer, unless all must ask."""
+        """Gather the whole model and optimizer state on rank 0 at the end of a pass, unless all must ask."""
         if gather:
             self._optimizer.end_pass()
 
@@ -431,11 +431,11 @@ class ShardedGradients:
         """Do nothing: replicated state never diverges intentionally."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
-        """Leavers hand over what only they hold."""
+        """Hand over what only leaving ranks hold."""
         self._optimizer.hand_over(stays)
 
     def enter_group(self) -> None:
-        """A group was entered: shards and mesh follow."""
+        """Enter a group, to which shards and mesh are moved."""
         self._waits, self._task = False, -1
         self._collectives.enter_group()
         self._micro_steps.forget()
@@ -464,7 +464,7 @@ class MicroSteps:
         self._micro, self._before, self._so_far, self._added = 0, None, None, False
 
     def begin_pass(self, step: LoaderStep) -> None:
-        """A backward pass of a step begins."""
+        """Begin a backward pass of a step."""
         if step.micro != self._micro:
             self._micro, self._before, self._added = step.micro, self._so_far, False
         elif self._added and not any(bool(grad.any()) for grad in self._gradients() if grad is not None):

@@ -189,7 +189,7 @@ class ShardedOptimizer:
         return result
 
     def _settle(self) -> None:
-        """The group has made its first update: second copies go to those that are to follow from now on."""
+        """Send second copies to their new followers, after the group's first update."""
         run = self._run
         try:
             run.moment("restore")
@@ -200,7 +200,7 @@ class ShardedOptimizer:
             run.ledger.fail(str(error))
 
     def check_memory(self) -> None:
-        """Raises RuntimeError: the model was built on the meta device, and has no memory before the first loop."""
+        """Raise RuntimeError if the model was built on the meta device and has no memory before the first loop."""
         self._holder.check_memory()
 
     # -- the group -----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class ShardedOptimizer:
             self._gathered = self._holder.collect(group)
 
     def _tell_of_layout(self) -> None:
-        """Say once, where shard groups are wanted, that the present group cannot be made of several."""
+        """Report once that the present group cannot be made of several shard groups, if those are wanted."""
         size, world = self._collectives.shard_size, self._run.group.world_size
         if size is None or world == 1 or self._collectives.layout.is_replicated or self._told:
             return
@@ -244,7 +244,7 @@ class ShardedOptimizer:
         return not self.divided or self._gathered is not None
 
     def end_pass(self) -> None:
-        """A pass has ended on all ranks: compare the holders of each shard, and have rank 0 hold the whole.
+        """End a pass on all ranks: compare the holders of each shard, and gather the whole on rank 0.
 
         So code that saves a checkpoint after a loop may do so on rank 0 alone. A model that was built on the meta
         device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
@@ -269,7 +269,7 @@ class ShardedOptimizer:
         self._open = True
 
     def _compare(self) -> None:
-        """The holders of each shard, once after each update; raises ReplicasDifferError."""
+        """Compare the holders of each shard, once after each update; raises ReplicasDifferError."""
         if self.divided and not (self._open or self._compared):
             self._holder.compare(self._run.group.communicator)
             self._compared = True
@@ -298,13 +298,13 @@ class ShardedOptimizer:
         return {self.params[place].name: value for place, (value, _) in (self._whole() or {}).items()}
 
     def loaded(self) -> None:
-        """The optimizer was given whole states, on all ranks alike: keep those of the rows that this rank holds."""
+        """Keep this rank's rows of whole states that the optimizer was given, on all ranks alike."""
         self._holder.take_states()
         if self.divided:
             self._close()
 
     def load_param(self, name: str, value: Tensor) -> None:
-        """A whole parameter is given anew, on all ranks alike: take over the rows that this rank holds."""
+        """Keep this rank's rows of a whole parameter that is given anew, on all ranks alike."""
         self._holder.take_param(next(place for place, each in enumerate(self.params) if each.name == name), value)
         self._by_hand.suspect()
         if self.divided:

@@ -58,14 +58,14 @@ class SlicedBucket(Bucket):
         return self._pieces[1]
 
     def begin_pass(self) -> None:
-        """A backward pass begins: gradients that were zeroed in place are ordinary ones."""
+        """Begin a backward pass; gradients that were zeroed in place become ordinary ones."""
         super().begin_pass()
         for param in self.params:
             if isinstance(param.grad, SlicedGradient):
                 param.grad = plain_or_sliced(param.grad)
 
     def put(self, weight: float) -> None:
-        """See ``GradientBucket``.
+        """Put weighted gradients into the bucket; raises RuntimeError for gradients that are sliced already.
 
         Raises:
             RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
@@ -76,7 +76,7 @@ class SlicedBucket(Bucket):
         super().put(weight)
 
     def give(self, own: Tensor) -> None:
-        """The bucket is on its way: its memory is free for what arrives, and so is that of its gradients."""
+        """Give the bucket's memory, and that of its gradients, to what arrives."""
         self._own = own
         self.grads = []
         self._contents = {}
@@ -89,7 +89,7 @@ class SlicedBucket(Bucket):
         param.grad = SlicedGradient(param, content)
 
     def take(self, kept: Sequence[tuple[BucketPiece, Tensor]], received: Sequence[tuple[BucketPiece, Tensor]]) -> None:
-        """Sums of pieces that this rank adds up, and of those that it follows."""
+        """Take the sums of pieces that this rank adds up, and of those that it follows."""
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:

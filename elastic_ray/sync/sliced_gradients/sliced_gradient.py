@@ -63,7 +63,7 @@ class Content:
         self.norm, self.nonfinite, self.waits = squared_norm**0.5, (int(nans), int(infinities)), False
 
     def become(self, plain: Tensor) -> None:
-        """An ordinary tensor from now on."""
+        """Become an ordinary tensor."""
         self.waits, self.plain = False, plain
 
     def fill(self, number: float, count: int) -> None:
@@ -84,7 +84,7 @@ class Content:
             self.nonfinite = (1, 0)
 
     def clamp(self, low: float | None, high: float | None) -> None:
-        """Every element; one that is infinite may stay so where a bound is missing."""
+        """Clamp every element; one that is infinite may stay so where a bound is missing."""
         for part in self.parts.values():
             part.clamp_(low, high)
         nans, infinities = self.nonfinite

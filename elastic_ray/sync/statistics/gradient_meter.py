@@ -54,7 +54,7 @@ class GradientMeter:
         return self._request() != self.monitor
 
     def rebuilt(self, groups: int) -> None:
-        """Buckets are laid out anew, for so many parameter groups."""
+        """Rebuild the meter for buckets of `groups` parameter groups."""
         self.monitor = self._request()
         self.on = self.monitor.variance_every is not None or self.monitor.norms_every is not None
         if groups != self._groups:
@@ -64,16 +64,16 @@ class GradientMeter:
         self.invalidate()
 
     def enter_group(self) -> None:
-        """A group was entered: what rank 0 knows all ranks are told with the first step."""
+        """Enter a group, in which rank 0's knowledge is sent to all ranks with the first step."""
         self.known, self._received = Known(), []
         self.invalidate()
 
     def invalidate(self) -> None:
-        """The batch changes, or an update is left out: what the latest pass has found does not count."""
+        """Invalidate the latest pass, because the batch changes or an update is left out."""
         self._variance = self._gradients = None
 
     def begin_step(self, step: int) -> None:
-        """A step begins after so many committed ones."""
+        """Begin a step after `step` committed ones."""
         self._step = step
         self._variance = self._gradients = None
 
@@ -102,7 +102,7 @@ class GradientMeter:
         gradients: int,
         goes_on: bool = False,
     ) -> None:
-        """The variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
+        """Take the variance by several gradients; arguments as ``NoiseTracker.collect``, without preconditioning.
 
         Two losses' noises count as independent, so that the variance of their sum is the sum of theirs.
         """
@@ -120,7 +120,7 @@ class GradientMeter:
         self._variance = GradientVariance(step=self._step, batch_size=step.count, groups=tuple(found))
 
     def take_norms(self, sq_norms_of_mean: Sequence[float]) -> None:
-        """Squared norms of the step's gradient, by parameter group."""
+        """Take the squared norms of the step's gradient, by parameter group."""
         self._gradients = tuple(max(0.0, norm) ** 0.5 for norm in sq_norms_of_mean)
 
     @property
@@ -129,7 +129,7 @@ class GradientMeter:
         return self._gradients is not None
 
     def applied(self, replicas: int) -> None:
-        """The optimizer is about to apply the gradients of the latest pass: its variance counts now."""
+        """Commit the variance of the latest pass, whose gradients are about to be applied."""
         self._alone = replicas == 1
         variance, self._variance = self._variance, None
         if variance is not None:

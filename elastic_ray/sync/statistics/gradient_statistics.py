@@ -43,18 +43,18 @@ class GradientStatistics:
         self._plain_mean: list[float] | None = None  # without preconditioning
 
     def rebuilt(self, groups: int) -> None:
-        """Buckets are laid out anew, for so many parameter groups."""
+        """Rebuild the statistics for buckets of `groups` parameter groups."""
         self._groups = groups
         self.meter.rebuilt(groups)
         self.norms_size = groups * (1 if self.meter.monitor.variance_every is None else 2)
         self.noise.rebuilt(groups, self.meter.monitor.noise_every)
 
     def enter_group(self) -> None:
-        """A group was entered."""
+        """Enter a group."""
         self.meter.enter_group()
 
     def invalidate(self) -> None:
-        """The group or the batch changes, or an update is left out."""
+        """Invalidate the statistics, because the group or the batch changes, or an update is left out."""
         self.noise.invalidate()
         self.meter.invalidate()
 
@@ -99,7 +99,7 @@ class GradientStatistics:
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: LoaderStep, steps: int, *, replicas: int, exact: bool, spacing: int) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
             step: the step.
@@ -129,7 +129,7 @@ class GradientStatistics:
         return self._noise_due
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self._local = [0.0] * self.norms_size
 
     def carry(self) -> None:
@@ -137,11 +137,11 @@ class GradientStatistics:
         self._carried = self.local_norms()
 
     def scale_carried(self, factor: float) -> None:
-        """Shares of the earlier micro-steps are ``factor`` times what they were taken to be."""
+        """Scale the norms of earlier micro-steps, whose shares are ``factor`` times what they were taken to be."""
         self._carried = [norm * factor for norm in self._carried]
 
     def add(self, bucket: MeasuredGradient, weight: float) -> None:
-        """The bucket holds this rank's gradient times ``weight``, its share of the step's samples."""
+        """Add a bucket that holds this rank's gradient times ``weight``, its share of the step's samples."""
         if not weight:
             return
         norm = None

@@ -182,7 +182,7 @@ class NoiseTracker:
         return any(self.preconditioner(bucket) is not None for bucket in buckets)
 
     def applied(self) -> None:
-        """The optimizer has applied the gradients of the latest backward pass: what it found counts now."""
+        """Commit the estimates of the latest backward pass, whose gradients were applied."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -230,7 +230,7 @@ class NoiseTracker:
             preconditioner.invalidate()
 
     def rebuilt(self, groups: int, every: int | None) -> None:
-        """Buckets are laid out anew.
+        """Rebuild the tracker for buckets of `groups` parameter groups.
 
         Args:
             groups: of parameters; where there are others than before, estimates start afresh.

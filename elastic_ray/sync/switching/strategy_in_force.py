@@ -120,7 +120,7 @@ class StrategyTuner:
         self._context.tell("strategy", f"strategy for {workers} workers: {choice.reason}", detail)
 
     def reduced(self) -> None:
-        """A backward pass has ended, and its gradients are reduced; the first one of a step is measured."""
+        """Measure the first reduced backward pass of a step."""
         step, ledger = self._context.ledger.step, self._context.ledger
         if step is None or step is self._step:
             return
@@ -156,7 +156,7 @@ class StrategyTuner:
         return consider(profile, self._model.topology, present, exact=exact, works=works)
 
     def enter_group(self) -> None:
-        """A group was entered: continue with what is known of such a one, or begin to measure."""
+        """Enter a group: continue with what is known of its topology, or start to measure."""
         self._since_s, self._step = None, None
         topology = self._model.topology
         device = self._model.device.type
@@ -174,7 +174,7 @@ class StrategyTuner:
         self._before = self._choice
 
     def remember(self) -> None:
-        """A step begins."""
+        """Remember the choice at the start of a step."""
         self._before = self._choice
 
     def roll_back(self) -> None:
@@ -346,7 +346,7 @@ class StrategyInForce:
         self._asked = _Asked(strategy, tuner)
 
     def before_forward(self) -> None:
-        """Between two steps, or in one: want what the tuner does."""
+        """Adopt the tuner's wish, between two steps or in one."""
         if self.tuner is not None:
             self.tuner.tell(lambda: str(self.explain()))
             wanted = self.tuner.strategy
@@ -379,7 +379,7 @@ class StrategyInForce:
         self._rows = {params[self.plan.buckets[at].params[0]].name: bucket for at, bucket in tables.items()}
 
     def reduced(self, bucket_s: Sequence[float]) -> None:
-        """A pass's gradients are reduced, on all ranks.
+        """Record the reduction of a pass's gradients on all ranks.
 
         Args:
             bucket_s: from the beginning of each bucket's reduction to its end [s].
@@ -389,7 +389,7 @@ class StrategyInForce:
             self.tuner.reduced()
 
     def stepped(self) -> None:
-        """The optimizer was asked to step."""
+        """Record when the optimizer was asked to step."""
         now_s, steps = time.perf_counter(), self._context.states.progress.steps
         if self._stepped is not None and steps == self._stepped[0] + 1:
             self._step_s.append(now_s - self._stepped[1])
@@ -407,7 +407,7 @@ class StrategyInForce:
         return self.pending or lower(self.plan.strategy, self.profile, self.topology).digest != self.digest
 
     def remember(self) -> None:
-        """A step begins."""
+        """Remember the request at the start of a step."""
         self._asked_before, self._entering = self._asked, False
         if self.tuner is not None:
             self.tuner.remember()

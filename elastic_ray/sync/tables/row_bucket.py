@@ -61,21 +61,21 @@ class RowBucket:
         self.is_sparse = None
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self.complete, self._additions = True, 1
 
     def begin_filling(self, *, alone: bool) -> None:
-        """The table's gradient stays where it is."""
+        """Do nothing: the table's gradient stays where it is."""
 
     def reach(self, place: int) -> None:
-        """The table's gradient stays where it is."""
+        """Do nothing: the table's gradient stays where it is."""
 
     def add_again(self, param: torch.Tensor) -> None:
-        """The pass adds to the gradient once more, by a backward pass within it."""
+        """Note that a nested backward pass adds to the gradient once more."""
         self._additions += 1
 
     def mark_incomplete(self) -> None:
-        """The backward pass has ended without having reached the table."""
+        """Mark that the backward pass has ended without having reached the table."""
         self.complete = False
 
     def carry(self) -> None:
@@ -144,7 +144,7 @@ class RowBucket:
         return bool(self.held.values.isfinite().all())
 
     def sum_up(self) -> None:
-        """The table's gradient stays what it is while it is reduced."""
+        """Do nothing: the table's gradient does not change while it is reduced."""
 
     @property
     def is_summed_up(self) -> bool:
@@ -160,7 +160,7 @@ class RowBucket:
         return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
     def put(self, weight: float) -> None:
-        """The gradient's rows, weighted; none where there is no gradient.
+        """Put the gradient's weighted rows into the bucket; none where there is no gradient.
 
         Raises:
             RuntimeError: a hook has taken the gradient away.

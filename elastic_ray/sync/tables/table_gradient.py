@@ -120,7 +120,7 @@ class TableGradient:
             self._know(grad, rows.ids)
 
     def _before(self, grad: torch.Tensor) -> None:
-        """A gradient has come, and will be added to ``.grad``."""
+        """Note the rows of a gradient that autograd will add to ``.grad``."""
         self._incoming = grad._indices()[0] if grad.is_sparse else None
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class TableGradient:
                 self._know(grad, torch.unique(torch.cat([ids, incoming])))
 
     def _show(self, rows: TouchedRows) -> None:
-        """Rows as a dense gradient, in the memory of the one before where nothing else has a hold of that."""
+        """Show rows as a dense gradient, in the memory of the one before unless something else uses that."""
         own = self._own
         if own is None or _users(own) > 1 or own.shape != self.param.shape or own.device != self.param.device:
             self._own = own = torch.zeros_like(self.param, memory_format=torch.contiguous_format)

@@ -130,7 +130,7 @@ def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple
 
 
 def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
-    """GPUs in use, and jobs that have arrived and hold nothing."""
+    """Draw GPUs in use, and jobs that have arrived and hold nothing."""
     held: dict[str, int] = {}
     hours, used = [0.0], [0]
     for placed in report.placed:

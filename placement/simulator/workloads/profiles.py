@@ -79,7 +79,7 @@ class Application:
         var: Floats,
         step_times: Mapping[str, Times],
     ) -> None:
-        """Curves have a row for each batch size and a column for each epoch."""
+        """Store curves with a row for each batch size and a column for each epoch."""
         self.name, self.batch_sizes, self.epochs = name, batch_sizes, progress.shape[1]
         self._sizes = np.array(batch_sizes, dtype=np.float64)
         self._sqr, self._var, self._iterations = sqr, var, iterations

@@ -247,7 +247,7 @@ class SimulatedJob:
         return {node: factor for node, (factor, _) in sorted(self._slow.items())}
 
     def _join(self) -> None:
-        """The new workers have started; the group takes them in between two steps."""
+        """Join the new workers, which have started, to the group between two steps."""
         self.training, self.joined_s = self.location, math.inf
         self.restart_left_s = max(self.restart_left_s, self.rules.join_s)
         self._choose_batch()

@@ -76,7 +76,7 @@ class World:
         self.send(NodesChanged(cluster=cluster), 0.0)
 
     def hear(self, job: SimulatedJob, now_s: float) -> None:
-        """The job's heartbeat."""
+        """Send the job's heartbeat."""
         view = job.view()
         if job.rules.pace.silent_start and not job.progress:
             view = dataclasses.replace(view, progress=None, stop_cost_s=None)
@@ -85,7 +85,7 @@ class World:
         self.send(JobHeartbeat(view=view), now_s)
 
     def end(self, job: SimulatedJob, now_s: float) -> None:
-        """The job is over and its GPUs are free."""
+        """End the job and free its GPUs."""
         if job.location is not None:
             self.placed.append(Placed(time_s=now_s, job=job.name, nodes={}))
             job.leave()
@@ -110,7 +110,7 @@ class World:
             self._carry_out(instruction, now_s)
 
     def lose_nodes(self, lost: Collection[str], now_s: float) -> None:
-        """The workers of these nodes are dead; what is left of their jobs trains on."""
+        """Kill the workers of these nodes; what is left of their jobs trains on."""
         for job in self.jobs.values():
             if (
                 job.location is None
@@ -171,7 +171,7 @@ class IdleWatch:
         self._idle = 0
 
     def look(self, views: Sequence[JobView], cluster: Cluster, now_s: float) -> None:
-        """A decision was made: these jobs are where they are to be."""
+        """Look at the jobs after a decision."""
         self.longest_s = max([self.longest_s, *(now_s - since_s for since_s in self._since_s.values())])
         self.gpu_s += self._idle * (now_s - self._looked_s)
         could: dict[str, None] = {}

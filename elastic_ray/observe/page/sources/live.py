@@ -139,7 +139,7 @@ class LiveCluster:
         return look
 
     def _find_controllers(self) -> None:
-        """Controllers that live; of those that do not, nothing is kept."""
+        """Find the living controllers; nothing is kept of others."""
         there = names_of_actors(_PREFIX)
         known = {name: self._controllers[name] for name in there if name in self._controllers}
         found = {name: find_actor(name) for name in there if name not in known}
