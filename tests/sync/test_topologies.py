@@ -89,7 +89,7 @@ def own(rank: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("topology", list(SCHEDULES))
-def test_all_ranks_of_a_real_group_hold_the_same_bits(topology: str, dtype: torch.dtype) -> None:
+def test_ranks_of_a_real_group_hold_equal_bits(topology: str, dtype: torch.dtype) -> None:
     def work(communicator: Communicator) -> tuple[torch.Tensor, int]:
         params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((7, 5), (3,))]
         bucket, operation = Bucket(0, 0, params, 0), make_operation(plan(topology, TWO_NODES))
