@@ -32,21 +32,24 @@ class AllReduce:
     Attributes:
         bucket_bytes: size of a bucket, see ``Reduce``; AutoDist's ``chunk_size`` counts variables instead.
         wire: form of the gradients.
+        topology: the way of the gradients through the group, see ``Reduce`` (KungFu's strategies).
     """
 
     bucket_bytes: int = 25 << 20
     wire: Wire = NATIVE
+    topology: str = "native"
 
     def __post_init__(self) -> None:
         _ = self._reduce  # refuses what is out of range
 
     @property
     def _reduce(self) -> Reduce:
-        return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire)
+        return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
         """See ``StrategyBuilder``."""
-        return dense(self._reduce, profile, self.wire.name or "all_reduce")
+        way = "all_reduce" if self.topology == "native" else self.topology
+        return dense(self._reduce, profile, self.wire.name or way)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

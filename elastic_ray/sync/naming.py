@@ -15,6 +15,10 @@ from elastic_ray.sync.spec import Owner, Reduce, Strategy, Wire
 
 NAMED: Mapping[str, Callable[[], StrategyBuilder]] = {
     "all_reduce": builders.AllReduce,
+    "two_level": lambda: builders.AllReduce(topology="two_level"),
+    "ring": lambda: builders.AllReduce(topology="ring"),
+    "tree": lambda: builders.AllReduce(topology="tree"),
+    "star": lambda: builders.AllReduce(topology="star"),
     "ps": builders.PS,
     "ps_balanced": builders.PSLoadBalancing,
     "zero1": builders.ZeRO1,

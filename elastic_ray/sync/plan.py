@@ -26,12 +26,14 @@ class BucketPlan:
         group: their parameter group.
         sync: what is done with it.
         owner: the rank that collects it, of an ``Owner``; else 0.
+        nodes: the node of each rank, as a number, where the way through the group depends on it; else empty.
     """
 
     params: tuple[int, ...]
     group: int
     sync: Sync
     owner: int = 0
+    nodes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class SyncPlan:
     @property
     def digest(self) -> int:
         """40 bits that tell plans apart; compared by all ranks before the first step."""
-        text = repr([(b.params, b.group, b.sync, b.owner) for b in self.buckets]) + self.strategy.to_json()
+        text = repr([(b.params, b.group, b.sync, b.owner, b.nodes) for b in self.buckets]) + self.strategy.to_json()
         text += repr(self.tiles.divided) if self.tiles is not None else ""
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=5).digest(), "big")
 
@@ -86,8 +88,11 @@ def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> Sync
     for param, sync in zip(profile.params, assigned, strict=True):
         _check(param, sync, profile)
     tiles = _tiles(assigned, topology)
-    syncs = [_reduction(sync, divided=tiles is not None and tiles.divided) for sync in assigned]
+    divided = tiles is not None and tiles.divided
+    syncs = [_routed(_reduction(sync, divided=divided), topology) for sync in assigned]
     cuts = _cut_all(profile.params, syncs)
+    nodes = topology.node_numbers
+    cuts = [dataclasses.replace(cut, nodes=nodes) if _is_routed(cut.sync) else cut for cut in cuts]
     owners = _owners([(cut.sync, sum(profile.params[i].nbytes for i in cut.params)) for cut in cuts], topology)
     return SyncPlan(
         buckets=tuple(
@@ -102,6 +107,18 @@ def _reduction(sync: Sync, *, divided: bool) -> Sync:
     """Return the synchronisation of gradients: all-reduce for tiles if every rank needs all gradients."""
     if isinstance(sync, Owner) and sync.owns_tiles and not (divided and sync.slices_gradients):
         return Reduce(bucket_bytes=sync.bucket_bytes, wire=sync.wire)
+    return sync
+
+
+def _is_routed(sync: Sync) -> bool:
+    """Whether gradients take a way of their own through the group."""
+    return isinstance(sync, Reduce) and sync.topology != "native"
+
+
+def _routed(sync: Sync, topology: Topology) -> Sync:
+    """The native way where two levels are one."""
+    if isinstance(sync, Reduce) and sync.topology == "two_level" and not topology.has_levels:
+        return dataclasses.replace(sync, topology="native")
     return sync
 
 

@@ -102,3 +102,14 @@ class Topology:
     def world_size(self) -> int:
         """Ranks."""
         return len(self.nodes)
+
+    @property
+    def node_numbers(self) -> tuple[int, ...]:
+        """The node of each rank, as a number from 0 on."""
+        names = sorted(set(self.nodes))
+        return tuple(names.index(node) for node in self.nodes)
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether there are several nodes, and several ranks on one of them."""
+        return 1 < len(set(self.nodes)) < len(self.nodes)

@@ -29,6 +29,7 @@ _MOST_BYTES, _MOST_PARTS, _MOST_RANK, _MOST_COPIES = 1 << 40, 64, 4096, 8
 
 WIRES = ("native", "bf16", "fp16", "int8")
 UPDATES = ("auto", "sparse", "dense")
+TOPOLOGIES = ("native", "two_level", "ring", "tree", "star")
 CUTS = ("equal", "divisor", "uneven")
 AVERAGES = ("local_sgd", "diloco", "sma", "pair")
 
@@ -99,6 +100,10 @@ class Reduce:
         axis: of each tensor, along which it is divided; -1 for one chosen by the tensor's place (``seed``).
         seed: of that choice.
         wire: form of the gradients.
+        topology: ``"native"`` leaves the way through the group to the backend. ``"two_level"`` adds up inside each
+            node, between nodes, and copies inside again, so that a node's link carries one share; it is native where
+            no two ranks share a node, or all do. ``"ring"``, ``"tree"`` and ``"star"`` are what they are called. All
+            give the same bits on all ranks.
     """
 
     kind: ClassVar[str] = "reduce"
@@ -107,8 +112,10 @@ class Reduce:
     axis: int = 0
     seed: int = 0
     wire: Wire = NATIVE
+    topology: str = "native"
 
     def __post_init__(self) -> None:
+        check_one_of("topology", self.topology, TOPOLOGIES)
         check_count("bucket_bytes", self.bucket_bytes, least=1024, most=_MOST_BYTES)
         check_count("parts", self.parts, least=1, most=_MOST_PARTS)
         check_count("axis", self.axis, least=-1, most=16)
@@ -118,6 +125,11 @@ class Reduce:
             raise StrategyError(
                 f"Reduce.parts must be 1 where the wire compresses, but got {self.parts}: use one part, or a wire of "
                 "native, bf16 or fp16"
+            )
+        if self.topology != "native" and (self.parts > 1 or not self.wire.exact):
+            raise StrategyError(
+                f"Reduce.topology must be 'native' where parts is above 1 or the wire rounds, but got "
+                f"{self.topology!r} with parts={self.parts} and {self.wire}: use one part and the native wire"
             )
 
 

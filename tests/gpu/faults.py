@@ -23,7 +23,16 @@ from tests.gpu.processes import ProcessJob, asked_to_finish
 from tests.membership.groups import local_controller
 from tests.sync.sharded_parameters.sharded import Net, data
 
-EQUAL = ("all_reduce", "zero1", "zero2", "ps_balanced", "partitioned_ar", "fully_shard", "hsdp")  # as one worker alone
+EQUAL = (
+    "all_reduce",
+    "zero1",
+    "zero2",
+    "ps_balanced",
+    "partitioned_ar",
+    "ring",
+    "fully_shard",
+    "hsdp",
+)  # as one worker alone
 UNEQUAL = ("int8", "powersgd", "local_sgd", "diloco")  # what is sent is rounded, or sent seldom
 DIVIDED = ("zero1", "zero2", "ps_balanced", "fully_shard", "hsdp")
 BATCH = 12

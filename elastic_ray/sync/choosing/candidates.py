@@ -99,6 +99,7 @@ _DENSE: Mapping[str, Sync] = {
     "all_reduce": PLAIN,
     "all_reduce of 4 MiB": Reduce(bucket_bytes=4 * _MIB),
     "all_reduce of 1 MiB": Reduce(bucket_bytes=_MIB),
+    "two_level": Reduce(topology="two_level"),
     "partitioned_ar": Reduce(parts=_PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
@@ -245,4 +246,5 @@ def describe(sync: Sync) -> str:
     if isinstance(sync, Owner):
         return f"slices to their owners{wire}" if sync.owns_tiles else f"owners ({sync.placement}){wire}"
     parts = f" in {sync.parts} parts" if sync.parts > 1 else ""
-    return f"all-reduce{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"
+    way = f" ({sync.topology})" if sync.topology != "native" else ""
+    return f"all-reduce{way}{wire}{parts} in buckets of {sync.bucket_bytes / _MIB:g} MiB"

@@ -18,6 +18,7 @@ from elastic_ray.sync.operations.partitioned_reduce import (
     OwnerOperation,
     PartitionedReduceOperation,
 )
+from elastic_ray.sync.operations.topologies import RoutedReduceOperation
 from elastic_ray.sync.plan import BucketPlan
 from elastic_ray.sync.sliced_gradients.operation import SlicedOperation
 from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
@@ -60,6 +61,8 @@ def make_operation(plan: BucketPlan) -> BucketOperation:
     """
     sync = plan.sync
     if isinstance(sync, Reduce):
+        if sync.topology != "native" and len(plan.nodes) > 1:
+            return RoutedReduceOperation(sync.topology, plan.nodes)
         return _reduction(sync, plan.params)
     if isinstance(sync, Owner) and sync.owns_tiles:
         return SlicedOperation(sync.copies, WireForm(sync.wire.dtype))
