@@ -48,7 +48,6 @@ class TrialFacts:
 
     Attributes:
         sweep: its name, as ``elastic-ray stop`` takes it.
-        parameters: of the trial, by name.
         metric: what the sweep compares trials by; empty where that is not known.
         mode: "max" if a larger metric is better, "min" otherwise.
         rungs: reports after which the sweep may cut it, ascending, the last one its end; empty where unknown.

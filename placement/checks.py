@@ -21,12 +21,10 @@ def check_number(
 
     Args:
         what: how the error calls it.
-        value: the number.
         least: it must be so much or more,
         above: or above this; one of the two is given.
         unit: of the number, such as ``seconds``.
         finite: whether infinity is refused.
-        error: what is raised.
 
     Raises:
         ValueError: it is outside (or ``error``); the message says the range and the value.

@@ -38,7 +38,6 @@ class Instrument:
         name: as Ray is given it: Ray puts ``ray_`` in front.
         kind: what its values mean.
         description: one sentence, with the unit.
-        labels: names of its labels.
         buckets: of a histogram, upper bounds, rising, all above 0.
     """
 
@@ -78,7 +77,6 @@ class Sample:
     """One value of a metric.
 
     Attributes:
-        instrument: the metric.
         labels: values of its labels, in their order.
         value: finite; of a counter what is added, above 0.
     """

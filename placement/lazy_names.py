@@ -11,7 +11,6 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     """What a package's ``__init__`` is to have as ``__getattr__`` and ``__dir__``.
 
     Args:
-        package: its name.
         homes: the module of each public name.
     """
 

@@ -87,7 +87,6 @@ class SweepProcesses:
         """A run is over: what it still has ends, but for processes that another run may use.
 
         Args:
-            run: the run.
             fit: those, and whether each has answered; None for none.
         """
         self._kinds.pop(run, None)

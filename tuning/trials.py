@@ -90,7 +90,6 @@ class TrialRecord:
     """How far a trial is, and how good it was on the way.
 
     Attributes:
-        trial: its name.
         values: the metric after 1, 2, ... reports; NaN where it was not reported.
         running: whether it still trains; one that was cut or has ended is only compared with.
     """
@@ -169,7 +168,6 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
     """The compared metric of a report.
 
     Args:
-        metrics: what was reported.
         names: of the metric; the first one that was reported counts.
 
     Returns:

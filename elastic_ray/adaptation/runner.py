@@ -37,7 +37,6 @@ class PolicyRunner:
     """See the module's text. It is also the state of the policies, for joiners, checkpoints and lost steps.
 
     Args:
-        applies: carries out requests.
         tell: tells the job's user something from rank 0.
         tell_here: the same from whichever rank it is.
 

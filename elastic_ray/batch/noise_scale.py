@@ -114,7 +114,6 @@ class NoiseSignal:
         present: the smoothed squared norm of the mean gradient stands out of its own standard error.
         size: present E ||g||^2 at the initial batch; its unit is the gradient's, or the optimizer's where it is of
             Adam's kind.
-        updates: estimates so far.
     """
 
     present: bool

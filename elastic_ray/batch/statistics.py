@@ -169,7 +169,6 @@ def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> Flat
 
     Args:
         optimizer: has ``state`` and ``param_groups``.
-        params: of one device.
 
     Returns:
         None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
@@ -309,7 +308,6 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
     Args:
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
         group: the optimizer's options.
-        dtype: of the parameter.
 
     Returns:
         None where it divides by nothing, or not yet by anything of worth.
@@ -347,7 +345,6 @@ class BucketPreconditioner:
         """The preconditioner for this step; None = identity.
 
         Args:
-            step: number of the step.
             find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
         """
         current = step // self._interval

@@ -63,7 +63,6 @@ def copy_directory(
 
     Args:
         origin: file system of ``source``.
-        source: directory to copy.
         storage: the run that ``target`` is in.
         target: directory that gets the copies.
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
@@ -187,7 +186,6 @@ def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
     """Check that a local directory has files and directories only, or links to them.
 
     Args:
-        folder: the directory.
         above: the real paths of those that it was reached through.
 
     Raises:

@@ -32,7 +32,6 @@ class LineFile:
 
     Args:
         filesystem: where the file is.
-        path: of the file.
         private: whether only its user may read it.
         in_parts: whether there may be too many lines to write them all anew.
     """

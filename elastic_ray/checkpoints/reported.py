@@ -36,7 +36,6 @@ class ReportedCheckpoints:
     """See the module's text.
 
     Args:
-        storage: the run.
         calls: the run's calls on storage.
         timeout_s: silence of storage, or time in which it only fails, after which a checkpoint is given up [s].
     """
@@ -50,7 +49,6 @@ class ReportedCheckpoints:
         """Add the files of a rank that is not the first to the checkpoint that this one stores.
 
         Args:
-            checkpoint: what was reported.
             index: number of the report.
             is_stopping: whether the job is to end now.
 
@@ -96,7 +94,6 @@ class ReportedCheckpoints:
         """Store one.
 
         Args:
-            checkpoint: what was reported.
             index: number of the report.
             note: what is written beside it.
             is_stopping: whether the job is to end now.

@@ -41,7 +41,6 @@ def find_stored(
     """Look what storage has.
 
     Args:
-        storage: the run.
         start_from: checkpoint that a trial starts from.
         is_trial: the sweep decides where it goes on, and what its directory holds does not count.
         with_states: look for automatic checkpoints as well.

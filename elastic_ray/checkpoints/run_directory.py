@@ -276,7 +276,6 @@ class RunStorage:
 
         Args:
             source: a local directory, or a checkpoint anywhere.
-            index: number of the checkpoint.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
         Returns:
@@ -385,7 +384,6 @@ class RunStorage:
         """Return size and checksum of a checkpoint's files, by each of its notes; ranks may add one at the same time.
 
         Args:
-            path: of the checkpoint.
             note: rank 0's.
             names: of what is in it; of a note of added files that is not whole nothing counts.
         """

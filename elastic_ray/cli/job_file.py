@@ -23,7 +23,6 @@ class JobFile:
 
     Attributes:
         script: that makes an ``ElasticTrainer``.
-        arguments: of the script.
         workers: (min, max); None leaves it to the script.
         gpus: train on GPUs; False leaves it to the script.
         scheduling: fields of ``SchedulingConfig``, in place of the script's.

@@ -28,8 +28,6 @@ class BootstrapCall:
     """One call of a member that forms a generation.
 
     Attributes:
-        generation: the generation.
-        worker: the member.
         mac: that it knows the job's secret (:func:`call_mac`).
         tells: what the others are to know, by key.
         wants: keys that it waits for.

@@ -37,7 +37,6 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         timeout_s: from now on, how long anything may be waited for; afterwards nothing is asked any more, unless the
             store is to :meth:`stay_open`.
         rank: rank of the member.
-        world_size: number of members.
         called_off: True once the group is not wanted any more; then nothing is waited for.
 
     Attributes:

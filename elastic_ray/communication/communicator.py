@@ -53,7 +53,6 @@ class Communicator:
     which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
 
     Attributes:
-        gradients: its collectives.
         traffic: bytes that were handed to collectives of either group, by operation; what forms the group is left out.
             Of a broadcast only the root hands something over, of an all-gather each its own part.
         connections: of both gloo groups.
@@ -326,7 +325,6 @@ class Communicator:
         """Wait for a started operation; returns whether it has ended within ``patience_s`` (at least 0.1).
 
         Args:
-            work: the operation.
             patience_s: return after this time in any case.
             since_s: when the wait began, for one in pieces: the group's timeout counts from there [s, monotonic].
 
@@ -505,8 +503,6 @@ class GradientGroup:
     The works are for ``Communicator.wait``.
 
     Args:
-        rank: of this process.
-        world_size: number of ranks.
         gloo: backend for CPU tensors.
         nccl: backend for CUDA tensors; None where gloo carries them, too.
         guard: carries an operation out unless the generation was called off, and turns errors into

@@ -12,11 +12,7 @@ BACKEND = "elastic_ray"
 
 
 class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
-    """See the module's text.
-
-    Args:
-        tensors: its results.
-    """
+    """See the module's text."""
 
     def __init__(self, tensors: Any = ()) -> None:
         super().__init__()

@@ -54,9 +54,7 @@ class RankConsensus:
     """See the module's text.
 
     Args:
-        group: the present group.
         changes: what is agreed on and not carried out.
-        replicas: compares parameters.
         position: how far this rank is.
         parts: what else rides on the control sums.
         warn: tells the job's user.
@@ -109,7 +107,6 @@ class RankConsensus:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
 
         Args:
-            what: it.
             payload: rides along, and is added up.
             plan: compared with that of the other ranks, in place of the parameters.
 
@@ -129,7 +126,6 @@ class RankConsensus:
         """Tell the other ranks that gradients are reduced next here, where that has to be said.
 
         Args:
-            what: the reductions.
             known: all ranks have made these before, and can make no others.
 
         Returns:
@@ -188,7 +184,6 @@ class RankConsensus:
         """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
 
         Args:
-            what: it.
             wait_s: longest wait for the others.
             fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
 

@@ -49,7 +49,6 @@ class Announced:
     """What a rank announces.
 
     Attributes:
-        intent: its kind.
         index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
         strategy: what a user calls that, of gradients and of his own collectives; no part of :attr:`code`.

@@ -38,7 +38,6 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
     """Batches of a loader.
 
     Args:
-        given: its arguments.
         seed: of its order.
         drop_last: whether a tail shorter than a batch is left out.
 

@@ -111,7 +111,6 @@ class Overrides:
 
         Args:
             given: the script's.
-            default: its class.
         """
         config = default() if given is None else given
         if not isinstance(config, default):

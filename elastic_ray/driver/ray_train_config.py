@@ -310,7 +310,6 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Say what to do in place of arguments that an elastic job has not; None counts as not given.
 
     Args:
-        given: by name.
         known: names of those that there are.
 
     Raises:

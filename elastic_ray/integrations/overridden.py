@@ -20,7 +20,6 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
     Args:
         library: its distribution's name.
         extra: of elastic-ray, which installs a version that has them.
-        names: by class.
 
     Raises:
         ImportError: one is missing; the message names all that are.

@@ -142,10 +142,6 @@ _WAY_OUT = (
 def check(function: str, given: Mapping[str, Any]) -> None:
     """Whether a call of Ray Train's function can be kept.
 
-    Args:
-        function: its name.
-        given: its arguments.
-
     Raises:
         RuntimeError: not so; the message says the way out.
     """
@@ -175,7 +171,6 @@ class RayTrainModel(LateWrapped):
     """A model whose optimizer does not exist yet: they are wrapped together when the first epoch begins.
 
     Args:
-        module: the model.
         options: of ``DistributedDataParallel``, as the user has passed them.
 
     Raises:

@@ -147,7 +147,6 @@ class JobController:
         """Run this job, as a controller that was made for it; False of one that has a job.
 
         Args:
-            spec: the job.
             own: name of this controller's actor, beside which it gets that of the job.
             owner: the job's driver, whose modules and output are its from now on.
             theirs: what the driver speaks.

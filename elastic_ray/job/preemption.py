@@ -47,7 +47,6 @@ class Preemption:
         """Why no rank will save the job any more; empty while one may.
 
         Args:
-            now_s: the time.
             training: members that have not stopped yet; rank 0 has not before it has saved.
         """
         if not self.active:

@@ -18,9 +18,7 @@ class ReportIntake:
     """Takes a job's reports; a trial's are answered when training may go on.
 
     Args:
-        spec: the job.
         record: what is known of the job.
-        writer: its storage.
         tell: takes what the job's user is to know of its storage, a sentence.
         trackers: hear of every report, of some more than once.
     """

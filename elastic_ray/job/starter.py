@@ -38,7 +38,6 @@ class JobStarter:
 
     Args:
         job: the job, which acts on what was found.
-        parts: of it.
 
     Attributes:
         looking: whether all workers were lost, and storage is being looked at.

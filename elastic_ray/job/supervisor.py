@@ -59,7 +59,6 @@ class JobSupervisor:
     """From its submission to its end. All of it runs in the controller's event loop, so nothing here needs a lock.
 
     Args:
-        spec: the job.
         controller: handle of its controller, for workers and the allocator.
         background: what runs beside the loop, and may outlast the job.
         journal: for the controller that Ray starts in this one's place when its process dies.

@@ -64,8 +64,6 @@ class WorkerMessages:
     """The one place where workers' messages are told apart.
 
     Args:
-        job: the job.
-        parts: of it.
         errors: judges the exceptions of its workers.
 
     Attributes:
@@ -268,8 +266,6 @@ class WorkerMessages:
         """Continue without a worker that has raised.
 
         Args:
-            worker: the worker.
-            error: what it raised.
             newcomer: it had come to others: the next one waits, the longer the more of them failed.
             trained: it had trained a step.
             reused: its process had run the train function before, which its node is not to blame for.

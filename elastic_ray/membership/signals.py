@@ -29,7 +29,6 @@ class Finished(Signal):
     """Its train function has returned: training is complete for this rank.
 
     Attributes:
-        rank: its last one.
         steps: committed steps of all loaders.
     """
 

@@ -24,9 +24,6 @@ class FiniteWatch:
     leaves it out in its own kernels.
 
     Args:
-        context: the run.
-        module: the model.
-        model: its number.
         nonfinite: what to do, one of ``NONFINITE``.
 
     Attributes:
@@ -49,7 +46,6 @@ class FiniteWatch:
         """Whether what the optimizer is about to apply is finite; tells of a streak of steps where it is not.
 
         Args:
-            params: the parameters.
             suspects: ranks with gradients that were not finite when they were reduced, None where all were.
             scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
 

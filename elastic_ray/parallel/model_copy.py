@@ -67,7 +67,6 @@ def describe_model(
     """A wrapped model.
 
     Args:
-        module: the model.
         optimizer: steps it.
         amp: its loss is scaled.
         strategy: builder of its synchronisation's strategy; None is plain all-reduce.

@@ -32,7 +32,6 @@ class KeptModel:
     """A model that is kept on all ranks.
 
     Attributes:
-        sync: its gradients.
         optimizers: by optimizer, what votes on updates and makes them.
         measured: by optimizer, carries out an update, and tells the statistics how far it moves the parameters.
         model_state, optimizer_states: what travels and is saved.
@@ -50,12 +49,8 @@ class ModelParts:
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: steps them; a ``JointOptimizer`` of several.
-        statistics: of the gradients.
         number: of the model, in the order in which the loop wraps them.
-        tables: its sharded tables.
     """
 
     def __init__(
@@ -83,7 +78,6 @@ class ModelParts:
         """Whole on each rank.
 
         Args:
-            builder: of the strategy.
             tracker: of the noise scale.
             grad_scale: AMP's present loss scale, 1 without AMP.
             check_finite: whether to find out on which ranks gradients are NaN or infinite.

@@ -30,7 +30,6 @@ class Schedulers:
     """Schedulers of one model's optimizer; see the module's text.
 
     Args:
-        run: the run.
         optimizer: the model's.
         name: tells the optimizer apart from others of the run.
         given: those that were passed.

@@ -21,10 +21,8 @@ class ControllerState:
     """A job as its controller knew it.
 
     Attributes:
-        job: its name.
         run: its run (:func:`run_of`); a trial that is paused and goes on has another one.
         phase: value of its ``JobPhase``.
-        message: of its status.
         submitted_s: when it was submitted [s since the epoch].
         issued: number of its latest generation.
         announced: members of the latest generation that was announced since its last start.
@@ -58,7 +56,6 @@ class ControllerState:
         first_report: number of its first report; 0 before it.
         return_value: what rank 0's train function returned, of a job that has ended, if it is small (:func:`as_text`).
         trackers: what its trackers have to know to go on with their runs.
-        format: of the note.
     """
 
     job: str

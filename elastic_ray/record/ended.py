@@ -21,11 +21,8 @@ class EndedJobNote:
     """How a job stood at its end.
 
     Attributes:
-        status: its last.
         ended_s: when [s since the epoch].
         cause: last line of the traceback that ended it, or else the status' message.
-        user: its owner.
-        tenant: of the job.
         storage_path: where its results are.
         submission: Ray's submission that it came from; empty if it was started otherwise.
     """

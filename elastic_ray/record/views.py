@@ -171,9 +171,7 @@ def job_status(
     """The job as its driver sees it.
 
     Args:
-        spec: the job.
         planner: its speed and its batch.
-        record: its history.
         machine: its workers.
         submitted_s: when it was submitted [s since the epoch].
         now_s: the present [s since the epoch].
@@ -295,8 +293,6 @@ def members(
     """Members of the present generation by rank, as far as their processes are known.
 
     Args:
-        machine: the group.
-        record: of the job.
         processes: by worker.
         silence_s: by worker, for how long it has been silent [s].
         ratios: by worker, its time for equal work over the group's median.

@@ -74,7 +74,6 @@ class RecordWriter:
     """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
 
     Args:
-        spec: the job.
         record: what is known of the job.
         background: what runs beside the controller's loop.
         tell: takes what the job's user is to know of its storage, a sentence, once.

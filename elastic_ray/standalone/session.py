@@ -116,7 +116,6 @@ class StandaloneController:
     """Takes the controller's place: reports go to the log, and rank 0's own planner adapts the batch.
 
     Args:
-        replicas: world size.
         post: delivers a message to this process's membership.
     """
 
@@ -340,8 +339,6 @@ class Departures:
 
     Args:
         prefix: name of the group in the store.
-        rank: of this process.
-        world_size: number of ranks.
     """
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:

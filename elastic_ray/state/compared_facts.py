@@ -45,7 +45,6 @@ class Facts:
         """In what the ranks differ, as the text of an error; empty where they do not. All ranks call it.
 
         Args:
-            communicator: the group.
             fingerprints: of all ranks; 0 where one has told none.
 
         Raises:

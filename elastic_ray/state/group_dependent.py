@@ -81,7 +81,6 @@ class GroupDependent(Protocol):
         """The same in a new group, before its ranks exchange state, among those that hold a trained one.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.

@@ -23,7 +23,6 @@ class Pieces:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: of it.
         held: pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in
             any shape. They do not overlap, also not with those of other ranks.
 
@@ -70,8 +69,6 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
     Args:
         tree: dicts, lists and tuples of tensors and plain values.
-        rank: that writes.
-        world_size: ranks that do.
 
     Returns:
         The tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.

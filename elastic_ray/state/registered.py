@@ -98,7 +98,6 @@ class ModuleExtras:
     takes all ranks.
 
     Args:
-        module: the module.
         sums: whether sums of metrics belong to it as well: the user has said that all ranks share them.
         warn: tells the job's user of a state that cannot travel.
     """

@@ -127,7 +127,6 @@ class SharedState:
 
         Args:
             capture: gives what it is now.
-            restore: takes that back.
             name: what errors call it.
         """
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
@@ -267,7 +266,6 @@ class SharedState:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
-            communicator: the group.
             replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
                 take the mean of it over those of them that were through with the last average, which holds the rest.
             samples: of an epoch of this rank's training data, None where they are not known.

@@ -211,8 +211,6 @@ def receive_state(
     """Receive what :func:`send_state` sent.
 
     Args:
-        communicator: the group.
-        source: the sending rank.
         own: for a key, this rank's captured tree when its tensors may be overwritten in place, else None.
 
     Returns:

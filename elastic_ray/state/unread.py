@@ -20,8 +20,6 @@ class UnreadTensor:
     """Stands in a captured tree for a tensor of a checkpoint.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of it.
         elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
             their own on the CPU.
         device: where :meth:`rows`, :meth:`part` and :meth:`whole` put them.

@@ -29,7 +29,6 @@ class SendTrace:
         seconds: of the look in progress [s].
         sending_s: in which each rank was sending, in the look in progress [s].
         mib: that each rank has handed to collectives, in the look in progress [MiB].
-        looks: that are over.
         recent: for each rank, which of the last ten looks were slow, one bit a look.
         ratios: how many times as long as the others each took for as many bytes, in the last look.
         slow: the present verdict, ranks in order.

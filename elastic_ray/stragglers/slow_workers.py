@@ -80,8 +80,6 @@ class SlowWorker:
     """A worker that holds up its group.
 
     Attributes:
-        worker: its id.
-        node: the node that it is on.
         ratio: how many times as long as the others it takes for the same work, above 1; of a slow network, to send as
             many bytes.
         cause: why, as far as that can be told.

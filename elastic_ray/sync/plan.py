@@ -23,7 +23,6 @@ class BucketPlan:
 
     Attributes:
         params: positions in ``ModelProfile.params``, in the bucket's order.
-        group: their parameter group.
         sync: what is done with it.
         owner: the rank that collects it, of an ``Owner``; else 0.
     """
@@ -59,7 +58,6 @@ class SyncPlan:
 
     Attributes:
         buckets: of at least one parameter each.
-        strategy: what was planned.
         tiles: of the optimizer state; None where every rank holds all of it under any group.
     """
 

@@ -151,7 +151,6 @@ class WarmPool:
         """A job that trains says how many processes it would use, by node.
 
         Args:
-            job: whose controller asks.
             environment: key of its runtime environment.
             nodes: how many processes it has and may want again, by node.
             first: it has just begun to train.

@@ -115,7 +115,6 @@ class ProcessRequest:
     """What one job would find of use.
 
     Attributes:
-        job: whose it is.
         environment: key of the runtime environment of its processes.
         nodes: how many processes it would use, by node.
         since_s: when it asked first [s].
@@ -183,7 +182,6 @@ def plan(
 
     Args:
         config: the bounds.
-        nodes: living nodes.
         processes: those that no job has, also those that are only starting.
         demands: what jobs would use.
         busy: until when jobs in their first epochs need a node's processors [s].

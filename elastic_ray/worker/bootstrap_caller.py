@@ -19,7 +19,6 @@ class ControllerCaller:
 
     Args:
         assignment: what the worker was started with.
-        generation: the generation.
     """
 
     def __init__(self, assignment: Assignment, generation: int) -> None:

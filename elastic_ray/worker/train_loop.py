@@ -31,7 +31,6 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
 
     Args:
-        train_loop: the function.
         config: what it is called with.
         policies: what the run asks between steps, before those of its models.
 

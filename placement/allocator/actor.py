@@ -280,8 +280,6 @@ class Allocator:
         """A job's controller says how the job stands: every second, and at once when something changed.
 
         Args:
-            view: the job.
-            controller: its controller.
             root: where its results are, until the allocator has answered that it knows.
         """
         core = await self._start()

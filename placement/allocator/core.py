@@ -195,7 +195,6 @@ class AllocatorCore:
         """Take in one event and answer with what is to be done, shrinking jobs first.
 
         Args:
-            event: what happened.
             now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.
             steady_s: time for intervals [s], never decreasing; None where ``now_s`` never does either.
         """

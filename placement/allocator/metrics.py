@@ -49,7 +49,6 @@ def cluster_samples(
     """The present values of all gauges.
 
     Args:
-        core: the allocator.
         scaling: its last decision about the cluster's size; None where it decides none.
         node_types: those that this may name.
         prices: of the policy's solver, by GPU type.

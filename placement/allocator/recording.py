@@ -55,12 +55,10 @@ class Life:
     """One life of an allocator.
 
     Attributes:
-        policy: name of its policy.
         settings: of the policy, by name.
         config: of the core; what only the shell reads has its defaults.
         settling: whether jobs ran before it was made.
         events: what it was told, with the time of each [s since the epoch].
-        decided: its decision log.
         steady_s: time of each event by the clock for intervals [s]; empty where that is the time of day.
     """
 
@@ -319,7 +317,6 @@ def replay(
     """The decision log of a new core that is told the same: ``life.decided``, to the letter.
 
     Args:
-        life: what was recorded.
         policy: the one that ruled, where it does not come with the package; by default the recorded one.
         watch: looks at the core after each event.
 

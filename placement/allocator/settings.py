@@ -58,7 +58,6 @@ class OperatorSettings:
         """Build settings from mappings, lists, numbers and text, as a file or a note has them.
 
         Args:
-            plain: the outermost mapping.
             where: what errors call its source.
             folder: what ``cluster_file`` is relative to; None where no file may be read.
 
@@ -116,7 +115,6 @@ def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
     """Refuse a quota of a resource that no node has.
 
     Args:
-        tenants: with their quotas.
         known: names of resources of all nodes, those on offer included.
 
     Raises:

@@ -42,7 +42,6 @@ class ClusterFile:
     """What a cluster file offers.
 
     Attributes:
-        path: the file.
         types: worker types.
         max_nodes: workers of all types together; None for no such limit.
         idle_s: time without work after which Ray's autoscaler lets a node go [s].

@@ -297,7 +297,6 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
     ``JobView.useful_workers``.
 
     Args:
-        view: the job.
         slots: how many of its workers fit on each node; only used for nodes(k), in any order.
         most: the largest size of interest; ``view.useful_workers`` by default.
 

@@ -41,7 +41,6 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
     Args:
         counts: wanted workers per job; jobs that are left out get none.
         jobs: the jobs, with ``allocation`` as the present place of their workers.
-        cluster: the nodes.
 
     Returns:
         The places, and what found none. Every job appears that has a place.

@@ -23,7 +23,6 @@ class TypePart:
     """The workers of a group that are on GPUs of one type.
 
     Attributes:
-        gpu: the type.
         workers: how many, 1 or more.
         model: step times of a group of this type alone.
         most: most samples of a worker in one micro-step; None for no bound.
@@ -245,7 +244,6 @@ class MeasuredPart:
     """What the workers of one type took in the steps of a group of several.
 
     Attributes:
-        gpu: the type.
         workers: how many.
         atomic_bsz: samples of one of them in a micro-step, above 0.
         grad_time: seconds of one of its micro-steps without synchronisation, above 0.

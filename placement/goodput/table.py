@@ -31,7 +31,6 @@ class BoundedModel:
     """One job's model and the limits of its batch.
 
     Attributes:
-        model: its goodput model.
         max_batch_size: largest global batch [samples]; None keeps it at the model's initial one.
         atomic_bsz_range: least and most samples per worker and micro-step; None for no bounds.
         accumulation: whether it may accumulate gradients.
@@ -53,7 +52,6 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
     with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``.
 
     Args:
-        questions: one a job.
         nodes: nodes of each shape, of shape (C,) or (J, C).
         workers: workers of each shape, likewise, 1 or more.
 

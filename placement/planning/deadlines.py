@@ -38,7 +38,6 @@ def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float
     epoch is over.
 
     Args:
-        view: a job with a deadline.
         slots: how many of its workers fit on each node of the empty cluster.
         now_s: present time [s since the epoch].
     """
@@ -72,8 +71,6 @@ def guarantee(
     beside the others' shares gets no guarantee and runs as well as it can.
 
     Args:
-        views: all jobs.
-        cluster: the nodes.
         before: jobs whose deadline the last decision guaranteed.
         now_s: present time [s since the epoch].
         refused: jobs that get no guarantee, and why.

@@ -66,8 +66,6 @@ def keep_apart(
 
     Args:
         packing: places to start from.
-        views: the jobs.
-        cluster: the nodes.
         multi_node_nodes: nodes that another multi-node job is on already.
     """
     busy = _multi_node_jobs(packing.allocation)
@@ -104,7 +102,6 @@ class _Placer:
     """Places jobs that span nodes apart from each other: within a node by best fit, else on quiet nodes by worst fit.
 
     Args:
-        cluster: the nodes.
         multi_node_nodes: those that another multi-node job is on already.
         present: where the jobs are to start from.
         wanted: workers of each job.

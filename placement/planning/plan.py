@@ -37,8 +37,6 @@ def make_plan(
 
     Args:
         policy: decides.
-        views: the jobs.
-        cluster: the nodes.
         now_s: present time [s since the epoch].
         constraints: the cluster's rules.
         guaranteed: ``Plan.guaranteed`` of the last decision.

@@ -156,8 +156,6 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 
     Args:
         demands: what each tenant could use, by resource.
-        weights: of each tenant.
-        totals: what there is.
 
     Returns:
         Dominant share of each tenant: the largest part of any resource that is its own.
@@ -371,7 +369,6 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
     Args:
         problem: the jobs and their room.
-        ceiling: amounts by resource.
         first: places that must be in it, as far as they are these jobs'.
     """
     if not ceiling:

@@ -36,7 +36,6 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
     """Make an actor that outlives the process that makes it, on the head node: without that nothing runs.
 
     Args:
-        kind: its class.
         name: unique in our namespace.
         *arguments: of the class.
         **options: further options of Ray's, such as ``get_if_exists``.

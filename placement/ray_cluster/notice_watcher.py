@@ -178,7 +178,6 @@ def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
 
     Args:
         node_id: hex id.
-        reason: for the logs.
         deadline_s: when it goes [s, time of day].
 
     Returns:

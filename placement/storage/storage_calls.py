@@ -33,7 +33,6 @@ class Call:
 
     Attributes:
         what: what it does, for messages: "writing events".
-        answer: what it returns.
         heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
         given_up: its caller does not wait for it any more; a call that goes on in pieces ends itself.
     """

@@ -24,7 +24,6 @@ class AlgorithmSupport:
         broken: why it does not run on this stack; empty if it does.
         instead: one that runs and is nearest to it.
         not_types: types of search spaces that it cannot have.
-        why_not: why.
         class_name: what is to be used in place of NNI's class.
     """
 
@@ -116,7 +115,6 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
     """By what an assessor of NNI's compares trials; None for one of the user's own, or none.
 
     Args:
-        assessor: with its arguments.
         metric: name of the reported metric.
         mode: "max" or "min".
     """

@@ -64,7 +64,6 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
     """A trial's metric for NNI's manager.
 
     Args:
-        trial: whose it is.
         final: whether it is the trial's result.
         index: number of the intermediate result, from 0.
         value: the metrics, ``default`` among them.

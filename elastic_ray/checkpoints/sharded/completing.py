@@ -62,10 +62,7 @@ def await_parts(
     """Wait until all ranks have written their parts, by rank.
 
     Args:
-        storage: the run.
-        directory: of the checkpoint.
         own: the first rank's part, which is written.
-        ranks: of the group.
         timeout_s: longest time without any news of those that are missing [s].
         go_on: asked now and then; once it says no, this ends with ``InterruptedError``.
         all_live: whether all workers that are to write a part are in the group still.
@@ -166,7 +163,6 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
     A tensor's name is its path with dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 
     Args:
-        manifest: of the checkpoint.
         values: paths of plain values, and where torch's archive of each is in the first rank's part.
     """
     entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}

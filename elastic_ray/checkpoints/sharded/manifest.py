@@ -67,7 +67,6 @@ class StoredTensor:
 
     Attributes:
         path: keys that lead to it in the tree of all states.
-        shape: of the whole tensor.
         dtype: its name, as "float32".
         pieces: they cover the tensor.
     """
@@ -83,7 +82,6 @@ class Part:
     """What one rank has written.
 
     Attributes:
-        rank: its rank.
         steps: optimizer steps that its state holds.
         sha256: of its file, in hexadecimal.
         size: of its file [bytes].
@@ -139,7 +137,6 @@ class Manifest:
         steps: optimizer steps.
         files: checksum and size [bytes] of each rank's part, by rank.
         tree: of all states, with indices of tensors.
-        tensors: all.
     """
 
     steps: int

@@ -41,8 +41,6 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     All parts are read through and compared with their checksums; they must stay until the others are read.
 
     Args:
-        storage: the run.
-        state: the checkpoint.
         least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
 
     Raises:

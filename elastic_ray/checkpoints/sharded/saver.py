@@ -64,7 +64,6 @@ class PartSaver:
     """See the module's text; a ``PartWriter``.
 
     Args:
-        states: of the run.
         storage: where the run's files are.
         calls: the run's calls on storage.
         workers: gives those of the present group by rank; none while it changes.
@@ -276,7 +275,6 @@ def write_state(
     """Write captured states (``SharedState.capture``) as a checkpoint of one part, wholly or not at all.
 
     Args:
-        storage: the run.
         trees: states by name; their tensors do not change meanwhile.
         resume_point: where they stand.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
@@ -320,9 +318,6 @@ def write_part(
     """Write a rank's part, and then its account of it.
 
     Args:
-        storage: the run.
-        directory: of the checkpoint.
-        rank: that writes.
         steps: optimizer steps that the state holds.
         skeleton: of the tree that this rank has captured.
         tensors: those that the skeleton has indices for, in CPU memory; they do not change meanwhile.

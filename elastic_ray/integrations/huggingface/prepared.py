@@ -62,9 +62,7 @@ class AccelerateLoader(LoaderOnDevice):
     """A prepared loader.
 
     Args:
-        loader: gives the batches.
         accelerator: whose device and gradient state are used; it is not kept.
-        optimizers: the prepared ones.
     """
 
     _is_accelerate_prepared = True

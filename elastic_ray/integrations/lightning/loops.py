@@ -394,7 +394,6 @@ def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
 
     Args:
         place: in the data, of the checkpoint; None for one that another strategy wrote, which does not say.
-        max_steps: of this trainer.
     """
     return max_steps >= 0 if place is None else bool(place["cut_short"])
 

@@ -38,7 +38,6 @@ class RowsWanted:
     """A worker's question.
 
     Attributes:
-        dataset: name of the dataset.
         epoch: which epoch's rows.
         first: the first row that it does not know yet.
         end: rows up to this one are to be told of, the last not included, as far as there are so many.
@@ -70,8 +69,6 @@ def start_coordinator(
     """Make a job's coordinator.
 
     Args:
-        name: of the actor.
-        packed: the datasets.
         controller: handle of the job's controller.
         runtime_env: of the job's workers, which may hold the modules that the datasets' functions come from.
     """

@@ -75,8 +75,6 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     The seed depends on the job's name, so that a job that is submitted again goes on in the same order.
 
     Args:
-        datasets: by name.
-        job: name of the job.
         left: amounts of resources that Ray Data is to leave to the job's workers.
     """
     readable = _readable(datasets)

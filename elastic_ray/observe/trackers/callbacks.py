@@ -35,7 +35,6 @@ class TrialView:
         config: ``train_loop_config``.
         experiment_dir_name: the job's name.
         local_experiment_path: directory of this node in which loggers may write.
-        local_path: the same.
         path: the run's directory.
         node_ip: address of the controller's node.
         checkpoint: the latest reported ``ray.train.Checkpoint``.
@@ -116,7 +115,6 @@ class TrackedRun:
     Attributes:
         job: its name.
         run_id: the same for the whole run, whatever controllers it has.
-        storage: its directory.
         is_trial: Ray Tune calls its own loggers.
     """
 
@@ -131,7 +129,6 @@ class Callbacks:
 
     Args:
         packed: of ``pack_callbacks``.
-        run_id: of the run.
     """
 
     def __init__(self, packed: bytes, run_id: str) -> None:

@@ -113,7 +113,6 @@ class ReadEvent:
 
     Attributes:
         time_s: when it was written [s since the epoch].
-        step: its step.
         restarts: it says that what was written of this step and later ones counts no more.
         values: its scalars, by tag.
         is_text: it holds a text.

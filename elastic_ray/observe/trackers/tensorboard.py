@@ -48,7 +48,6 @@ class TensorBoardWriter:
     The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
 
     Args:
-        filesystem: of the run.
         path: directory of the run.
         private: whether only the user may read what is written, where the file system is the node's.
     """
@@ -142,7 +141,6 @@ class Found:
     Attributes:
         reports: the last reports, with their steps.
         marks: when each mark was made [s since the epoch], with its step.
-        step: the last step.
         void: the step from which earlier files count no more; None for none.
         any: whether there are files.
     """

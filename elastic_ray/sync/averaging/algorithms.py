@@ -40,7 +40,6 @@ class Averager(Protocol):
         """Average.
 
         Args:
-            model: the model.
             steps: committed optimizer steps, a multiple of the period.
 
         Raises:
@@ -67,7 +66,6 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
     Args:
         meeting: number of the meeting, from 0.
         world_size: ranks, 1 or more.
-        seed: of the orders.
 
     >>> pairs(0, 4) == pairs(0, 4)
     True

@@ -56,7 +56,6 @@ def agree(
     of these. What comes back is equal on all ranks bit by bit, and lies in memory of its own.
 
     Args:
-        communicator: the group.
         trees: what this rank holds, by name: trees of tensors and plain values.
         holds: whether it takes the mean over.
         counts: whether it adds to it as well; one rank does at least.

@@ -37,11 +37,7 @@ class Drift:
     gradients that are added up must be scaled alike.
 
     Args:
-        context: the run.
-        module: the model.
-        trainable: its trained parameters.
         optimizer: steps them.
-        number: of the model.
         scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
 
     Attributes:
@@ -157,7 +153,6 @@ class Drift:
         """Bring all ranks that hold a trained state to one, in a new group before its ranks exchange state.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it adds to the mean: it has been through the latest average.
@@ -229,7 +224,6 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
     """The smallest scale of those ranks that count, which no rank's gradients have overflowed; a collective.
 
     Args:
-        communicator: the group.
         scaler: this rank's, enabled; None without AMP, on all ranks alike.
         counts: whether this rank's counts.
 
@@ -261,7 +255,6 @@ class _Flat:
 
     Attributes:
         members: their positions.
-        flat: the buffer.
         views: of it, in the shape of each.
     """
 

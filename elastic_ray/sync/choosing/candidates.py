@@ -134,8 +134,6 @@ def candidates(
     """All of them, no two of which do the same; plain all-reduce of all that is dense comes first.
 
     Args:
-        profile: the model.
-        topology: the group.
         exact: only those whose step is that of plain data-parallel training.
         works: whether a plan can be carried out.
     """
@@ -177,7 +175,6 @@ def consider(
 
     Args:
         profile: the model, with the touched rows of its tables.
-        topology: the group.
         present: the strategy in force.
         exact: only strategies whose step is that of plain data-parallel training.
         works: whether a plan can be carried out.

@@ -47,7 +47,6 @@ class CompressedOperation(OwingOperation):
     """See ``BucketOperation``, which this is.
 
     Args:
-        compression: the form.
         places: the position of each of the bucket's parameters in the model.
         feeds_back: whether what it leaves out is kept for the next step.
     """

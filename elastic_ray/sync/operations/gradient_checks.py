@@ -78,7 +78,6 @@ def check_gradients(
 
     Args:
         params: the bucket's parameters.
-        grads: their gradients.
         complete: whether backward has reached all of them.
 
     Raises:

@@ -41,7 +41,6 @@ class OwingOperation(abc.ABC):
         """A group of one rank reduces nothing: what is owed is added to its gradients, where all of them are there.
 
         Args:
-            bucket: of the parameters.
             scale: AMP's loss scale in their gradients.
         """
         owed = self.residual.owed

@@ -23,8 +23,6 @@ def carry_out(
     Pairs of ranks talk to each other in turn, so that no two wait for each other.
 
     Args:
-        communicator: the group.
-        moves: which tiles.
         give: states of the spans of a tile that this rank holds.
 
     Yields:

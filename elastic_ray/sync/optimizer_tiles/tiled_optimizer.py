@@ -43,7 +43,6 @@ class TiledOptimizer:
 
     Args:
         run: that the model is trained in.
-        module: the model.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         groups: places of its parameter groups among those of the model's optimizers; None where it is the only one.

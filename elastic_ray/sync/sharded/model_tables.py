@@ -22,7 +22,6 @@ class ModelTables:
 
     Args:
         run: that the model is trained in.
-        module: the model.
         optimizer: steps its parameters; tables follow its learning rates.
         number: of the model, in the order in which the loop wraps them.
         scaler: AMP's ``GradScaler``; None without AMP.

@@ -95,7 +95,6 @@ class _Matching:
         """Find another owner for a tile; where room is short, others change theirs (the shortest augmenting path).
 
         Args:
-            tile: it.
             may: whether a tile may go to a rank.
             gives_up: whether a tile may leave a rank that owns it.
             apart: whether its owners must be on different nodes.
@@ -162,7 +161,6 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[M
     """What ranks that leave give to those that stay: the tiles that only the former own.
 
     Args:
-        owners: of each tile.
         stays: whether a rank does, by rank; at least one.
     """
     load = [0.0 if stay else float("inf") for stay in stays]

@@ -26,7 +26,6 @@ class TableShard:
     """One rank's rows of a table. Methods raise CommunicationFailedError where the group breaks; rows held are kept.
 
     Args:
-        tiling: of the table.
         copies: owners of each tile, in a group of so many ranks or more.
         like: ``weight`` and the rule's state as empty tensors, [0, width].
         name: of the table, for errors.
@@ -128,7 +127,6 @@ class TableShard:
         """Before some ranks leave: have those that stay hold what only the leavers own; all ranks call it.
 
         Args:
-            communicator: the present group.
             stays: whether each of its ranks does.
         """
         given = hand_over(self._owners, stays)
@@ -158,7 +156,6 @@ class TableShard:
         """All ranks' gradients of rows that this rank owns, added up in rank order; all ranks call it.
 
         Args:
-            communicator: the group.
             ids: of this rank's rows, each once.
             gradient: theirs, weighted by samples.
         """
@@ -188,7 +185,6 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
     """Rows of a table from those that answer for them; all ranks call it, also with no ids.
 
     Args:
-        communicator: the group.
         store: what this rank holds.
         readers: the rank to ask, by tile.
         ids: of the rows, [n].
@@ -215,7 +211,6 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
     """Row gradients to all owners of each row; all ranks call it, also with no ids.
 
     Args:
-        communicator: the group.
         owners: of each tile, [tiles, copies].
         ids: of the rows, each once, [n].
         gradient: theirs, [n, width].
@@ -239,8 +234,6 @@ def carry_out(
     """Tiles from ranks that hold them to others; all ranks call it with the same moves.
 
     Args:
-        communicator: the group.
-        moves: which tiles.
         stores: what this rank holds.
         into: what it receives is written there.
         height: places of a tile.

@@ -29,13 +29,9 @@ class TableShape:
     """What a table is made as.
 
     Attributes:
-        rows: of the table.
-        width: of a row.
         copies: owners of each row.
         std: standard deviation of rows at the beginning.
         padding: row without gradients, zero at the beginning; None for none.
-        dtype: of the rows.
-        device: of the rows.
     """
 
     rows: int
@@ -74,10 +70,7 @@ class ShardedTable:
     owner's.
 
     Args:
-        shape: of the table.
-        rule: of the updates.
         seed: of the rows at the beginning.
-        name: for errors.
         number: of the model, and of the table in it.
         run: that it is trained in.
     """

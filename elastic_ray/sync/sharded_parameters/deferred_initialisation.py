@@ -85,7 +85,6 @@ def initialise(
 
     Args:
         module: the model, all sharded.
-        params: its parameters.
         seed: of torch's generators, which are as before afterwards.
         keep: takes a parameter's position, and the whole of it, which is kept no longer than the call lasts.
 

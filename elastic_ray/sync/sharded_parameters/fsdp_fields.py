@@ -257,7 +257,6 @@ def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
     gradients later.
 
     Args:
-        unit: the sharded module.
         used: is called with the user's parameter, once or more in a backward pass.
     """
     for group in _param_groups(unit._get_fsdp_state()):
@@ -382,7 +381,6 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
     """A shard's memory for torch.
 
     Args:
-        param: the parameter.
         rows: that the shard has; None for none. They stay where they are if they are as many as there are to be and
             nothing else lies in their memory.
         chunk: rows of the largest shard, to which torch fills all of them up.
@@ -404,8 +402,6 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
     """Have a model train in another group, with other shards; its parameters stay the objects that they are.
 
     Args:
-        module: the model.
-        mesh: of the group.
         shards: of each of its parameters: memory, and the rows in it, as :func:`memory_for` gives them.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

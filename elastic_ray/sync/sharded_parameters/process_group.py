@@ -44,8 +44,6 @@ class ShardProcessGroup(dist.ProcessGroup):
     """See the module's text.
 
     Args:
-        rank: of this process.
-        world_size: ranks.
         collectives: makes them; None for a group of one.
     """
 
@@ -110,8 +108,6 @@ def make_mesh(
 
     Args:
         device_type: as ``"cpu"``.
-        rank: of this process.
-        world_size: ranks.
         collectives: among them; None for a group of one.
         name: of it, another than all others'; one is made up where none is given.
     """

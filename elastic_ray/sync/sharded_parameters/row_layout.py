@@ -153,7 +153,6 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
     """How the rows are cut in a group.
 
     Args:
-        world: its ranks.
         shard_size: ranks of a shard group; None for one group of all. Where fewer than two such groups, or no whole
             number of them, can be made of the ranks, there is one group of all as well.
         nodes: of each rank, by default one for all. A group lies on one node as far as a node has enough ranks that are
@@ -181,7 +180,6 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
     So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank.
         target: in which each rank follows one other.
 
@@ -246,7 +244,6 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
     """Rows that no rank holds.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank, which may be of several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
@@ -265,9 +262,7 @@ def moves(
     Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank of the present group.
-        layout: of it.
         widths: elements of a row of each parameter; 1 by default.
 
     Raises:

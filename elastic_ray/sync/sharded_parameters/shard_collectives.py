@@ -64,7 +64,6 @@ class ShardCollectives:
         shard_size: ranks of a shard group; None for one of all ranks.
 
     Attributes:
-        shard_size: as above.
         layout: of the present group; for its first step some followers may be others than they are to be.
         weight: of this rank's gradients in those of the step.
         finiteness: of this rank's own gradients in the latest backward pass.
@@ -254,7 +253,6 @@ class ShardCollectives:
         """Tensors of this rank to the one that follows it, and those of ranks that it follows to here, in place.
 
         Args:
-            tensors: of this rank.
             received: as large as those of each rank that this one follows.
             device: of all of them; ranks that have none meet the others on it.
         """

@@ -72,7 +72,6 @@ class ShardHolder:
         module: the model, sharded on a mesh of one.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
-        collectives: of the model.
 
     Attributes:
         params: of the model, in its order.
@@ -156,7 +155,6 @@ class ShardHolder:
         """What all ranks hold, and whether one is ``opened``; all call it. A model without memory is made.
 
         Args:
-            group: it.
             opened: whether rank 0 has the whole at hand, as far as this rank knows.
             begun: whether a group was entered before, by this rank or by those that it has its state from.
 
@@ -195,7 +193,6 @@ class ShardHolder:
         """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
 
         Args:
-            group: it.
             everyone: the shards of each of its ranks.
         """
         held, target = self._held, self._collectives.layout

@@ -48,11 +48,7 @@ class ShardedGradients:
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: its parameters, and the state of the user's optimizer.
-        collectives: of the model.
-        statistics: of its gradients.
         number: of the model, in the order in which the loop wraps them.
     """
 

@@ -52,7 +52,6 @@ class ShardedOptimizer:
         module: the model, sharded on a mesh of one.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
-        collectives: of the model.
     """
 
     def __init__(
@@ -363,7 +362,6 @@ class ShardedOptimizer:
         """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
 
         Args:
-            tree: it.
             whole: whether the optimizer holds the whole state of that update, and the model all parameters.
 
         Raises:
@@ -451,7 +449,6 @@ class PendingShards:
         optimizer: makes it.
         update: how.
         shards: as of ``ShardUpdate.make``; gradients are copied.
-        key: of the update.
     """
 
     def __init__(

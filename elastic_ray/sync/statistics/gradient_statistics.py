@@ -102,8 +102,6 @@ class GradientStatistics:
         """A step begins.
 
         Args:
-            step: the step.
-            steps: committed ones.
             replicas: ranks whose gradients are added up.
             exact: whether gradients travel in a form that gives statistics.
             spacing: one in so many steps does.
@@ -179,7 +177,6 @@ class GradientStatistics:
         """What :meth:`mean_norms` has found.
 
         Args:
-            numbers: these.
             add_up: adds up numbers over all ranks, where each measures its part.
         """
         known, size = read(numbers), 2 * self._groups
@@ -219,7 +216,6 @@ class GradientStatistics:
         """Take in what the pass has shown, after :meth:`take_mean_norms`.
 
         Args:
-            step: the step.
             norms: :meth:`local_norms`, added up over all ranks.
             grad_scale: AMP's loss scale that is still in the gradients.
             goes_on: this pass added its loss's gradient to what the pass before had reduced.

@@ -27,7 +27,6 @@ def with_update_norms(
     Args:
         optimizer: about to step, at the rates that it is to step with.
         groups: its trainable parameters, by parameter group.
-        apply: has it step.
         whole: whether it holds the whole state.
 
     Returns:

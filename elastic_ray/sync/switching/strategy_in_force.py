@@ -60,7 +60,6 @@ class StrategyTuner:
     """Finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
 
     Args:
-        context: the run.
         settings: how the choice is made.
         model: whose strategy is chosen.
         strategy: that training begins with.
@@ -221,14 +220,11 @@ class StrategyInForce:
     """See the module's text.
 
     Args:
-        context: the run.
         model: what it is planned for.
         builder: of the first strategy.
         number: of the model, in the order in which the loop wraps them.
 
     Attributes:
-        plan: in force.
-        digest: of the plan.
         takes: how often buckets were laid out anew since the present group was entered; equal on all ranks.
 
     Raises:

@@ -29,8 +29,6 @@ class RowBucket:
 
     Attributes:
         index, group: as given.
-        params: the table alone.
-        table: as given.
         complete: whether the pass has reached it.
         held: what the bucket holds.
         is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.

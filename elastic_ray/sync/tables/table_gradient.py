@@ -24,7 +24,6 @@ class TableGradient:
     """See the module's text.
 
     Args:
-        param: the table.
         update: the layout that ``.grad`` is to have: ``"sparse"``, ``"dense"``, or ``"auto"`` for that which the
             layers are set to.
     """

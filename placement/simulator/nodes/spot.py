@@ -27,7 +27,6 @@ class SpotTrace:
     """A recorded spot market.
 
     Attributes:
-        source: the file.
         length_s: when the record ends [s]; it is then played again from its start.
         places: for each place, when it was taken, in the order of time.
     """

@@ -36,12 +36,9 @@ class Outlook:
     """One job.
 
     Attributes:
-        job: name.
         workers: that it would have at first.
-        nodes: of these, by node id.
         goodput: useful samples per second with these; None while the job has no model.
         ends_s: seconds from now until it would be done; None if its length is not known, or it would never run.
-        reason: of the decision.
     """
 
     job: str
@@ -87,8 +84,6 @@ def outlook(
     their workers to the end.
 
     Args:
-        views: the jobs.
-        cluster: the nodes.
         policy: who shares them out.
         now_s: present time [s since the epoch].
         stay: the jobs are on these nodes, and their first row is what they have; else they all start anew.
