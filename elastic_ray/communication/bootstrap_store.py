@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from elastic_ray.worker.bootstrap_caller import ControllerCaller
+
 _LOOK_S = 1.0  # between two looks whether the group is still wanted
-
-
-class Caller(Protocol):
-    """One member's way to :class:`elastic_ray.communication.bootstrap.Bootstrap`, for one generation."""
-
-    def tell(self, values: Mapping[str, bytes]) -> None:
-        """Let the others know; returns at once."""
-
-    def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
-        """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
-
-        Raises:
-            RuntimeError: the controller does not answer, or refuses to.
-        """
 
 
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
@@ -45,7 +34,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
 
     def __init__(
         self,
-        caller: Caller,
+        caller: ControllerCaller,
         timeout_s: float,
         *,
         rank: int,

@@ -28,7 +28,7 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
-from elastic_ray.state.unread import TakesUnread, read_all
+from elastic_ray.state.unread import read_all
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +227,7 @@ class SharedState:
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
-                late = isinstance(state, TakesUnread) and state.takes_unread
+                late = getattr(state, "takes_unread", False)
                 tree = trees[key] if late else read_all(trees[key])
                 with _named(key, "take over what another worker, or a checkpoint, has told of it"):
                     state.restore(tree)

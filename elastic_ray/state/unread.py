@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,15 +60,6 @@ class UnreadTensor:
     def __deepcopy__(self, memo: Mapping[int, Any]) -> UnreadTensor:
         """Itself: what is stored does not change."""
         return self
-
-
-@runtime_checkable
-class TakesUnread(Protocol):
-    """A state to be restored."""
-
-    @property
-    def takes_unread(self) -> bool:
-        """Whether its ``restore`` takes trees with `UnreadTensor` in them."""
 
 
 def read_all(tree: Any) -> Any:

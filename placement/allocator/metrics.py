@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from placement.allocator.snapshot import CoreSnapshot, JobState, Trigger
 from placement.autoscaling.autoscaler import ScalingDecision
 from placement.cluster.cluster import SPOT, Node, Resources
 from placement.cluster.node_types import NodeType
 from placement.instruments import Guarded, Sample, WriteSamples, counter, gauge, histogram, label_value
+
+if TYPE_CHECKING:
+    from placement.allocator.core import AllocatorCore
 
 PERIOD_S = 1.0
 
@@ -130,21 +133,6 @@ def _slots_per_worker(bundle: Resources, total: Resources) -> float:
     return bundle.get("GPU" if total.get("GPU") else "CPU", 0.0)
 
 
-class Core(Protocol):
-    """The allocator's core, as far as it is measured."""
-
-    @property
-    def recorded(self) -> int:
-        """Number of the last decision record."""
-
-    @property
-    def prices(self) -> Mapping[str, float]:
-        """Dual price of a slot by GPU type, of the last decision; empty where the policy has none."""
-
-    def snapshot(self, after: int = 0) -> CoreSnapshot:
-        """What it knows, with decision records after number ``after``."""
-
-
 class AllocatorMetrics:
     """Says when what is written.
 
@@ -167,7 +155,7 @@ class AllocatorMetrics:
     def tick(
         self,
         now_s: float,
-        core: Core,
+        core: AllocatorCore,
         scaling: ScalingDecision | None,
     ) -> None:
         """Twice a second or so [s, monotonic]; every second the gauges are written."""

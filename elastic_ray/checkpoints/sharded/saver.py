@@ -61,7 +61,7 @@ class CapturedPart:
 
 
 class PartSaver:
-    """See the module's text; a ``PartWriter``.
+    """See the module's text.
 
     Args:
         storage: where the run's files are.

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow.fs
 
@@ -155,7 +155,7 @@ class CallbackTracker:
         self._callbacks, self._index, self._run = callbacks, index, run
         self._note: dict[str, Any] = {}
         self._seen = SeenReports()
-        self._target: _Target | None = None
+        self._target: _UserCallback | _LoggerCallback | None = None
         self._numbers: Mapping[str, float] = {}
         self.note = ""
 
@@ -227,29 +227,7 @@ class CallbackTracker:
         self.note = json.dumps(self._note)
 
 
-class _Target(Protocol):
-    """A callback of one of the two kinds."""
-
-    def begin(self, state: str | None) -> frozenset[int]:
-        """The run begins, or goes on from this state; numbers of reports that the callback is known to have."""
-
-    def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Rank 0 has reported; how the job stands, by name."""
-
-    def event(self, event: JobEvent) -> None:
-        """Something has happened to the job."""
-
-    def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Workers have failed, by rank."""
-
-    def finish(self, phase: JobPhase) -> None:
-        """The job has ended."""
-
-    def state(self) -> str | None:
-        """What it needs to go on in another process; None for nothing."""
-
-
-def _target(callback: Any, context: RunContext, run: TrackedRun) -> _Target | None:
+def _target(callback: Any, context: RunContext, run: TrackedRun) -> _UserCallback | _LoggerCallback | None:
     """How to call a callback; None for one that Ray Tune calls."""
     from ray.tune.logger import LoggerCallback
 

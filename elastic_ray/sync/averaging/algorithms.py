@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic_ray.sync.spec import Average
 
-
-class AveragedModel(Protocol):
-    """One model's trained parameters on this rank, and those of others. Collectives raise CommunicationFailedError."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-
-    @property
-    def named(self) -> Mapping[str, torch.Tensor]:
-        """This rank's parameters, in the same order on every rank."""
-
-    def mean(self) -> list[torch.Tensor]:
-        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
-
-    def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
+if TYPE_CHECKING:
+    from elastic_ray.sync.averaging.drift import Replica
 
 
 class Averager(Protocol):
@@ -36,7 +21,7 @@ class Averager(Protocol):
     both as they were.
     """
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Average.
 
         Args:
@@ -46,7 +31,7 @@ class Averager(Protocol):
             CommunicationFailedError: the group broke; nothing has changed here.
         """
 
-    def begin(self, model: AveragedModel) -> None:
+    def begin(self, model: Replica) -> None:
         """The first step begins for this algorithm, or for some of the parameters, which are alike on all ranks."""
 
     def capture(self) -> Any:
@@ -89,7 +74,7 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
 class Stateless:
     """An algorithm that keeps nothing from one average to the next."""
 
-    def begin(self, model: AveragedModel) -> None:
+    def begin(self, model: Replica) -> None:
         """See ``Averager``."""
 
     def capture(self) -> Any:
@@ -107,7 +92,7 @@ class LocalSGDAverager(Stateless):
     and to average them as well would double what travels, or triple it.
     """
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """See ``Averager``."""
         _take(model, model.mean(), 1.0)
 
@@ -124,7 +109,7 @@ class SMAAverager(Stateless):
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """See ``Averager``."""
         _take(model, model.mean(), self._alpha)
 
@@ -139,7 +124,7 @@ class PairAverager(Stateless):
         self._period = period
 
     @torch.no_grad()
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """See ``Averager``."""
         theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
         if theirs is not None:  # a + b as b + a, so that both have the same bits
@@ -163,7 +148,7 @@ class DiLoCoAverager:
         self._momentum: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def begin(self, model: AveragedModel) -> None:
+    def begin(self, model: Replica) -> None:
         """Where the first round begins; parameters that are new begin here as well."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
@@ -174,7 +159,7 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     @torch.no_grad()
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """See ``Averager``."""
         mean = model.mean()
         names = list(model.named)
@@ -209,7 +194,7 @@ def make_averager(average: Average) -> Averager:
 
 
 @torch.no_grad()
-def _take(model: AveragedModel, values: Sequence[torch.Tensor], share: float) -> None:
+def _take(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
     """Move this rank's parameters by a share of the way to ``values``."""
     for p, value in zip(model.named.values(), values, strict=True):
         if share == 1.0:

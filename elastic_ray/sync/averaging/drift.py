@@ -264,7 +264,7 @@ class _Flat:
 
 
 class Replica:
-    """See the module's text, and ``AveragedModel``, which this is.
+    """One model's trained parameters on this rank, and those of others. Collectives raise CommunicationFailedError.
 
     Halves are added up in float32. A buffer whose collective has failed is left to it.
     """
@@ -293,7 +293,7 @@ class Replica:
         return self._context.group.communicator
 
     def mean(self) -> list[torch.Tensor]:
-        """See ``AveragedModel``."""
+        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
         self._fill()
         group = self._communicator
         if group.world_size > 1:
@@ -309,7 +309,7 @@ class Replica:
         return _in_order(self._flats)
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """See ``AveragedModel``."""
+        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
         group = self._communicator
         if group.world_size == 1:
             return None

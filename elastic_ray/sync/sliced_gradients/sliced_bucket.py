@@ -65,7 +65,7 @@ class SlicedBucket(Bucket):
                 param.grad = plain_or_sliced(param.grad)
 
     def put(self, weight: float) -> None:
-        """See ``GradientBucket``.
+        """See ``Bucket``.
 
         Raises:
             RuntimeError: as there; or a gradient of an earlier pass was not zeroed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from elastic_ray.sync.tables.touched_rows import (
 
 
 class RowBucket:
-    """See ``GradientBucket``, which this is, of one table.
+    """Gradient of one table as rows, on its way from ``.grad`` and back to it; used as a ``Bucket`` is.
 
     Args:
         index: position in the order of reduction.
@@ -104,11 +105,11 @@ class RowBucket:
         """Whether it had one on this rank when the bucket was filled."""
         return [self._has_gradient]
 
-    def share(self, factor: float) -> TouchedRows:
+    def share(self, factor: float) -> Any:
         """What it holds times ``factor``, for :meth:`add`."""
         return self.held.scaled(factor)
 
-    def carried_share(self, factor: float = 1.0) -> TouchedRows | None:
+    def carried_share(self, factor: float = 1.0) -> Any:
         """What :meth:`carry` has kept times ``factor``, for :meth:`add`."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
@@ -116,7 +117,7 @@ class RowBucket:
         """What it holds as one vector of the whole table's size."""
         return self.held.to_dense().reshape(-1)
 
-    def add(self, share: TouchedRows) -> None:
+    def add(self, share: Any) -> None:
         """Add a share to what it holds."""
         self.held = added_up([self.held, share])
 
