@@ -39,14 +39,7 @@ if TYPE_CHECKING:
     from elastic_ray.faults import Faults
     from elastic_ray.integrations.ray_data import get_dataset_shard
     from elastic_ray.loop.accumulator import Accumulator
-    from elastic_ray.loop.api import (
-        current_epoch,
-        get_checkpoint,
-        get_context,
-        get_tracker_dir,
-        register_state,
-        report,
-    )
+    from elastic_ray.loop.api import current_epoch, get_checkpoint, get_context, get_tracker_dir, register_state, report
     from elastic_ray.loop.collectives import all_gather, all_reduce, barrier, broadcast
     from elastic_ray.loop.epochs import Epochs, remaining_epochs_until
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError

@@ -463,7 +463,6 @@ def _observation(key: _Configuration, record: _Record) -> Observation:
         grad_time=statistics.median(record.grad_times) if record.grad_times else 0.0,
         count=float(min(record.steps, _MAX_COUNT)),
         spread=max(
-            statistics.pstdev(map(math.log, record.step_times)),
-            _UNSURE if len(record.step_times) < _TELLING else 0.0,
+            statistics.pstdev(map(math.log, record.step_times)), _UNSURE if len(record.step_times) < _TELLING else 0.0
         ),
     )

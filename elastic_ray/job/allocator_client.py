@@ -40,11 +40,7 @@ class AllocatorClient:
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        controller: Any,
-        view: Callable[[], JobView],
-        hear: Callable[[HeartbeatReply], None],
+        self, spec: JobSpec, controller: Any, view: Callable[[], JobView], hear: Callable[[HeartbeatReply], None]
     ) -> None:
         self._spec = spec
         self._controller = controller

@@ -24,12 +24,7 @@ class ReportIntake:
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        record: JobRecord,
-        writer: RecordWriter,
-        tell: Callable[[str], None],
-        trackers: RunTrackers,
+        self, spec: JobSpec, record: JobRecord, writer: RecordWriter, tell: Callable[[str], None], trackers: RunTrackers
     ) -> None:
         self._trial = spec.trial
         self._record, self._writer, self._tell, self._trackers = record, writer, tell, trackers

@@ -212,11 +212,7 @@ class WorkerMessages:
             self._group.take(Left(worker=worker))
             return
         error = WorkerError(
-            worker=worker,
-            node=record.node,
-            steps=result.steps,
-            origin=result.origin,
-            raised=result.error,
+            worker=worker, node=record.node, steps=result.steps, origin=result.origin, raised=result.error
         )
         newcomer = not result.trained and machine.is_newcomer(worker)
         if newcomer:

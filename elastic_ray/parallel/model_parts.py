@@ -67,13 +67,7 @@ class ModelParts:
         self._statistics, self._number, self._tables = statistics, number, tables
 
     def replicated(
-        self,
-        builder: Any,
-        tracker: NoiseTracker,
-        grad_scale: Callable[[], float],
-        *,
-        check_finite: bool,
-        scaler: Any,
+        self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
         """Whole on each rank.
 
@@ -138,11 +132,7 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.model_checks import shard_size_of
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
-        from elastic_ray.sync.sharded_parameters.shard_statistics import (
-            MovedRows,
-            RowDenominators,
-            ShardStatistics,
-        )
+        from elastic_ray.sync.sharded_parameters.shard_statistics import MovedRows, RowDenominators, ShardStatistics
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 

@@ -252,13 +252,7 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     samples = samples_to_end(progress, size, first, planner.efficiency)
     steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
     return dataclasses.replace(
-        status,
-        progress=ratio,
-        samples_left=samples,
-        steps_left=steps,
-        eta_s=eta_s,
-        eta_low_s=low_s,
-        eta_high_s=high_s,
+        status, progress=ratio, samples_left=samples, steps_left=steps, eta_s=eta_s, eta_low_s=low_s, eta_high_s=high_s
     )
 
 

@@ -145,11 +145,7 @@ _CONTENT: dict[type, tuple[bytes, Callable[[Any], bytes]]] = {
     torch.device: (b"v", lambda value: str(value).encode()),
 }
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", torch.Size: b"z", set: b"e", frozenset: b"r"}
-_MAPPINGS: dict[type, bytes] = {
-    dict: b"m",
-    collections.OrderedDict: b"o",
-    collections.Counter: b"n",
-}
+_MAPPINGS: dict[type, bytes] = {dict: b"m", collections.OrderedDict: b"o", collections.Counter: b"n"}
 
 
 def _device(content: bytes) -> torch.device:
@@ -190,11 +186,7 @@ _READ_SEQUENCE: dict[bytes, Callable[[list[Any]], Any]] = {
     b"e": set,
     b"r": frozenset,
 }
-_READ_MAPPING: dict[bytes, Callable[[], Any]] = {
-    b"m": dict,
-    b"o": collections.OrderedDict,
-    b"n": collections.Counter,
-}
+_READ_MAPPING: dict[bytes, Callable[[], Any]] = {b"m": dict, b"o": collections.OrderedDict, b"n": collections.Counter}
 
 
 class _Reader:

@@ -51,10 +51,7 @@ class SendTrace:
             seconds: time of the step [s].
         """
         sums = dataclasses.replace(
-            self,
-            seconds=self.seconds + seconds,
-            sending_s=_plus(self.sending_s, sending_s),
-            mib=_plus(self.mib, mib),
+            self, seconds=self.seconds + seconds, sending_s=_plus(self.sending_s, sending_s), mib=_plus(self.mib, mib)
         )
         return sums._looked() if sums.seconds >= _LOOK_S else sums
 

@@ -221,10 +221,7 @@ class StragglerWatch:
             member = members[rank]
             if member.worker not in slow:
                 found[member.worker] = known.get(member.worker) or SlowWorker(
-                    worker=member.worker,
-                    node=member.node,
-                    ratio=self._sends.ratios[rank],
-                    cause=StragglerCause.NETWORK,
+                    worker=member.worker, node=member.node, ratio=self._sends.ratios[rank], cause=StragglerCause.NETWORK
                 )
         self.senders = tuple(found.values())
         for worker in sorted(found.keys() ^ known.keys()):

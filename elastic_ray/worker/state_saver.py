@@ -77,12 +77,7 @@ class StateSaver:
         self._asked = False
         self._saving = saving or SaveAgreement()
         self._parts = PartSaver(
-            session.states,
-            storage,
-            self._calls,
-            workers=workers,
-            busy=self._busy,
-            timeout_s=timeout_s,
+            session.states, storage, self._calls, workers=workers, busy=self._busy, timeout_s=timeout_s
         )
         if saving is not None:
             saving.serve(self._parts)
@@ -204,10 +199,7 @@ class StateSaver:
         return self._writing is not None and not self._writing.answer.done()
 
     def _write(
-        self,
-        write: Callable[[Callable[[], bool]], StateFile | None],
-        pause_s: float,
-        go_on: Callable[[], bool],
+        self, write: Callable[[Callable[[], bool]], StateFile | None], pause_s: float, go_on: Callable[[], bool]
     ) -> None:
         """Write a copy, report it, and set when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()

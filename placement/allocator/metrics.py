@@ -152,12 +152,7 @@ class AllocatorMetrics:
             write, cause = self._write, trigger
             self._guarded(lambda: write(decision_samples(cause, cpu_s)))
 
-    def tick(
-        self,
-        now_s: float,
-        core: AllocatorCore,
-        scaling: ScalingDecision | None,
-    ) -> None:
+    def tick(self, now_s: float, core: AllocatorCore, scaling: ScalingDecision | None) -> None:
         """Twice a second or so [s, monotonic]; every second the gauges are written."""
         if self._write is None or now_s - self._written_s < PERIOD_S:
             return

@@ -199,12 +199,7 @@ class JobView:
 
     def _check_history(self, where: str) -> None:
         """Raise unless the growth limit is from 1, and restarts and seconds are from 0; None passes."""
-        for name, least in (
-            ("growth_limit", 1),
-            ("attained_s", 0),
-            ("restarts", 0),
-            ("stop_cost_s", 0),
-        ):
+        for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=least)

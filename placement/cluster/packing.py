@@ -86,12 +86,7 @@ def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster,
 
 
 def _minimums_first(
-    counts: Mapping[str, int],
-    jobs: Sequence[JobView],
-    ranked: Sequence[JobView],
-    cluster: Cluster,
-    *,
-    keep: bool,
+    counts: Mapping[str, int], jobs: Sequence[JobView], ranked: Sequence[JobView], cluster: Cluster, *, keep: bool
 ) -> _Packer:
     """The same in two passes: all jobs' minimums, then growth."""
     packer = _Packer(FreeResources(cluster))

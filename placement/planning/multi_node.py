@@ -120,8 +120,7 @@ class _Placer:
         """Jobs that stand in no other job's way stay; the others are placed anew."""
         places, wanted = self._present, self._wanted
         order = sorted(
-            jobs,
-            key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival),
+            jobs, key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival)
         )
         homeless = []
         for view in order:

@@ -125,9 +125,7 @@ class _FreeSlots:
         ]
         present = view.allocation
         return min(
-            open_nodes,
-            key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n),
-            default=None,
+            open_nodes, key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n), default=None
         )
 
     def _quota_is_used(self, view: JobView) -> bool:

@@ -56,9 +56,7 @@ class Watchers:
             self._actors[node_id] = (
                 actor_class(NoticeWatcher)
                 .options(
-                    num_cpus=0,
-                    max_restarts=-1,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    num_cpus=0, max_restarts=-1, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
                 )
                 .remote(self._config, node_id)
             )

@@ -24,14 +24,7 @@ from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.copy_buffers import CopyBuffers, copy_into, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import await_parts, finish
-from elastic_ray.checkpoints.sharded.manifest import (
-    Part,
-    Path,
-    StoredPiece,
-    StoredTensor,
-    account_name,
-    part_name,
-)
+from elastic_ray.checkpoints.sharded.manifest import Part, Path, StoredPiece, StoredTensor, account_name, part_name
 from elastic_ray.checkpoints.sharded.rectangles import rectangles
 from elastic_ray.consensus.saving import Readiness, SaveOrder
 from elastic_ray.state.codec import NotPlainError, SparseIndex, TensorIndex, dtype_name, encode
@@ -227,13 +220,7 @@ class PartSaver:
             return _write_alone(self._storage, part.skeleton, tensors, part.resume_point, go_on)
         directory = new_path(self._storage, steps, order.token)
         written = write_part(
-            self._storage,
-            directory,
-            rank=order.rank,
-            steps=steps,
-            skeleton=part.skeleton,
-            tensors=tensors,
-            go_on=go_on,
+            self._storage, directory, rank=order.rank, steps=steps, skeleton=part.skeleton, tensors=tensors, go_on=go_on
         )
         if order.rank:
             return None

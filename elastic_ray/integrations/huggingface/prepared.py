@@ -69,10 +69,7 @@ class AccelerateLoader(LoaderOnDevice):
     remainder = -1  # accelerate's word for: no sample is there twice
 
     def __init__(
-        self,
-        loader: er.AdaptiveDataLoader,
-        accelerator: accelerate.Accelerator,
-        optimizers: list[AcceleratedOptimizer],
+        self, loader: er.AdaptiveDataLoader, accelerator: accelerate.Accelerator, optimizers: list[AcceleratedOptimizer]
     ) -> None:
         super().__init__(loader, accelerator.device)
         self.end_of_dataloader = False

@@ -106,9 +106,7 @@ def _read(text: bytes) -> dict[str, _Part]:
 
 @torch.no_grad()
 def _sums(
-    communicator: Communicator,
-    kept: Mapping[str, _Kept],
-    tensors: Mapping[str, Sequence[torch.Tensor]],
+    communicator: Communicator, kept: Mapping[str, _Kept], tensors: Mapping[str, Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
     """Add everything up in one buffer of each kind, and divide."""
     rank = communicator.rank

@@ -102,10 +102,7 @@ _DENSE: Mapping[str, Sync] = {
     "partitioned_ar": Reduce(parts=_PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
-_COMPRESSED: Mapping[str, Sync] = {
-    "bf16": Reduce(wire=Wire(dtype="bf16")),
-    "powersgd": Reduce(wire=Wire(rank=4)),
-}
+_COMPRESSED: Mapping[str, Sync] = {"bf16": Reduce(wire=Wire(dtype="bf16")), "powersgd": Reduce(wire=Wire(rank=4))}
 # Ways for tables, "" for that of the rest. A gradient that autograd makes dense stays so for the user's code.
 _OF_SPARSE: Mapping[str, Sync | None] = {"rows": Rows(), "rows made dense": Rows(update="dense")}
 _OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
@@ -125,11 +122,7 @@ class Candidate:
 
 
 def candidates(
-    profile: ModelProfile,
-    topology: Topology,
-    *,
-    exact: bool,
-    works: Callable[[SyncPlan], bool] = lambda plan: True,
+    profile: ModelProfile, topology: Topology, *, exact: bool, works: Callable[[SyncPlan], bool] = lambda plan: True
 ) -> tuple[Candidate, ...]:
     """All of them, no two of which do the same; plain all-reduce of all that is dense comes first.
 
@@ -201,9 +194,7 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
     dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
     for of_tables, of_sparse, rest in itertools.product(
-        (_OF_DENSE if tables else _NO_TABLES).items(),
-        (_OF_SPARSE if sparse else _NO_TABLES).items(),
-        dense.items(),
+        (_OF_DENSE if tables else _NO_TABLES).items(), (_OF_SPARSE if sparse else _NO_TABLES).items(), dense.items()
     ):
         others = [p for p in profile.params if not (p.sparse or (of_tables[1] is not None and p in tables))]
         if rest[1] != PLAIN and sum(p.nbytes for p in others) < _LEAST_BYTES:

@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _resolve_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves

@@ -55,12 +55,7 @@ class ShardedOptimizer:
     """
 
     def __init__(
-        self,
-        run: Run,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        number: int,
-        collectives: ShardCollectives,
+        self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
     ) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number
         self._collectives = collectives
@@ -403,11 +398,7 @@ class ShardUpdate:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        hidden: Sequence[int],
-        groups: Mapping[int, int],
-        by_hand: HandChanges,
+        self, optimizer: torch.optim.Optimizer, hidden: Sequence[int], groups: Mapping[int, int], by_hand: HandChanges
     ) -> None:
         self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
 

@@ -144,10 +144,7 @@ class StrategyTuner:
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
         known = all(row[0] for row in rows)
         steps, *counts = (max(column) for column in zip(*rows, strict=True))
-        return Measured(
-            step_s=steps / 1e9 if known else None,
-            rows=dict(zip(touched, counts, strict=True)),
-        )
+        return Measured(step_s=steps / 1e9 if known else None, rows=dict(zip(touched, counts, strict=True)))
 
     def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Option, ...]:
         profile = with_rows(self._model.profile, rows)
@@ -422,11 +419,7 @@ class StrategyInForce:
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
-        return {
-            "given": self._given,
-            "strategy": strategy,
-            "tuner": tuner.capture() if tuner is not None else None,
-        }
+        return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Take over a captured state; whether buckets are to be laid out anew.
