@@ -47,15 +47,12 @@ class BatchSchedule(ReadyPolicy):
         self.asked: int | None = None
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The first batch."""
         return self._at(view, ahead=0)
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """The batch of the epoch."""
         return self._at(view, ahead=0)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """The batch of the step after the next one."""
         return self._at(view, ahead=1)
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:

@@ -118,7 +118,6 @@ class ThroughputScaling(_Scaling):
         self.threshold = self._number("threshold", threshold)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """By scaling efficiency."""
         return scaling_efficiency(old, self.rates[old], new, self.rates[new]) > self.threshold
 
 
@@ -171,7 +170,6 @@ class UtilityCost(_Scaling):
         self.price = self._number("price_per_worker_hour", price_per_worker_hour, least=0.0)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """By utility less cost."""
         left = view.samples_left
         if left is None:
             return False

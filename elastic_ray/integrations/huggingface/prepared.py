@@ -48,7 +48,6 @@ class AccelerateModel(LateWrapped):
         self._make_wrapper = make_wrapper
 
     def make_wrapper(self) -> er.AdaptiveDataParallel | None:
-        """The model with its optimizer; None while it has none."""
         return self._make_wrapper(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,6 @@ class CompressedOperation(OwingOperation):
         self._left_out: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """What is owed and the gradients, compressed."""
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
@@ -73,7 +72,6 @@ class CompressedOperation(OwingOperation):
         return self.compression.launch(bucket.params, vector, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The next round of the compression."""
         vector = self._vector
         assert vector is not None, "no pass was launched"
         if not self._plain:
@@ -89,17 +87,14 @@ class CompressedOperation(OwingOperation):
         return ()
 
     def commit(self) -> None:
-        """The step counts."""
         super().commit()
         self.compression.commit()
 
     def void(self) -> None:
-        """It does not."""
         super().void()
         self.compression.void()
         self._vector = self._left_out = None
 
     def drop(self) -> None:
-        """The last pass counts for nothing: its sum was not finite."""
         super().drop()
         self.compression.drop()

@@ -77,7 +77,6 @@ class SettlingOperation(OwingOperation):
         self._operation = operation
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """What is owed and the gradients."""
         if not self._plain:
             owed = self.residual.take(self._scale)
             if owed is not None:
@@ -86,15 +85,12 @@ class SettlingOperation(OwingOperation):
         return self._operation.launch(bucket, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """As the other."""
         return self._operation.go_on(bucket, group, finished)
 
     def commit(self) -> None:
-        """The step counts."""
         super().commit()
         self._operation.commit()
 
     def void(self) -> None:
-        """It does not."""
         super().void()
         self._operation.void()

@@ -71,7 +71,6 @@ class RowAdagrad(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """One accumulator."""
         return {"sum": self.initial_accumulator_value}
 
 
@@ -99,7 +98,6 @@ class RowAdam(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """Two moments."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 

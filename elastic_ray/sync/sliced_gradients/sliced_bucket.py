@@ -141,7 +141,6 @@ class SlicedBucket(Bucket):
         return found
 
     def own_is_finite(self) -> bool:
-        """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""
         if self._own is None:
             return super().own_is_finite()
         tensors = [self._own, *([self.carried] if self.carried is not None else [])]

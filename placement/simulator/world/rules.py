@@ -157,12 +157,10 @@ class PolluxRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         same = before is not None and dict(before.nodes) == dict(after.nodes)
         return ChangeCost(pause_s=0.0 if same else self.restart)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return self.restart
 
 
@@ -186,16 +184,13 @@ class SiaRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
         return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_RESTART_S.get(application, 60.0) * self.factor
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2)
 
 
@@ -230,13 +225,11 @@ class LiveRules(Rules):
 
     @property
     def join_s(self) -> float:
-        """See ``Rules``."""
         return self.pause
 
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
         if not stay or training is None or (training.gpu != after.gpu and not after.types):
@@ -247,7 +240,6 @@ class LiveRules(Rules):
         return ChangeCost(pause_s=leaves, meanwhile=training.only(stay), joins_after_s=self.start)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
@@ -255,7 +247,6 @@ class LiveRules(Rules):
         return self.start + self.pause
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2) if self.slow_sia else 1.0
 
 
