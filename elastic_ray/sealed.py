@@ -47,8 +47,7 @@ class Raised:
 def seal(value: Any) -> Sealed:
     """Close an object.
 
-    Raises:
-        TypeError: it cannot be pickled.
+    Raises TypeError: it cannot be pickled.
     """
     try:
         return Sealed(pickled=_dumps(value))

@@ -26,8 +26,7 @@ def check_number(
         unit: of the number, such as ``seconds``.
         finite: whether infinity is refused.
 
-    Raises:
-        ValueError: it is outside (or ``error``); the message says the range and the value.
+    Raises ValueError: it is outside (or ``error``); the message says the range and the value.
     """
     assert (least is None) != (above is None), "a range has one lower end"
     inside = value >= least if least is not None else value > (above or 0.0)
@@ -46,8 +45,7 @@ def is_whole(value: object, least: int = 0) -> bool:
 def check_whole(what: str, value: object, *, least: int = 0, error: type[ValueError] = ValueError) -> None:
     """Refuse what is no whole number, or below ``least``.
 
-    Raises:
-        ValueError: it is so (or ``error``).
+    Raises ValueError: it is so (or ``error``).
     """
     if not is_whole(value, least):
         raise error(f"{what} must be a whole number, {least} or more, but got {value!r}")

@@ -62,8 +62,7 @@ class Instrument:
             value: in the metric's unit; None for unknown.
             *labels: values of the labels, in their order.
 
-        Raises:
-            ValueError: there are more or fewer labels than the metric has.
+        Raises ValueError: there are more or fewer labels than the metric has.
         """
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")

@@ -261,8 +261,7 @@ class ElasticTrainable(Trainable):
     def restore(self, checkpoint_path: Any) -> None:
         """Go on from a checkpoint of this trial or another one.
 
-        Raises:
-            NoCheckpointError: there is none.
+        Raises NoCheckpointError: there is none.
         """
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)

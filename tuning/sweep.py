@@ -105,8 +105,7 @@ def this_driver(
 ) -> SweepDriver:
     """Return a new driver in this process, of the sweep with its results in ``folder``.
 
-    Raises:
-        ValueError: there are limits, and nobody says how much is to be trained.
+    Raises ValueError: there are limits, and nobody says how much is to be trained.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -134,8 +133,7 @@ def this_driver(
 def claim_sweep(name: str, driver: SweepDriver) -> None:
     """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
 
-    Raises:
-        SweepRunsError: another sweep of this name runs.
+    Raises SweepRunsError: another sweep of this name runs.
     """
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):

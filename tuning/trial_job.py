@@ -227,8 +227,7 @@ class TrialJob:
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
 
-        Raises:
-            ValueError: no report up to the promise's second rung has had its metric.
+        Raises ValueError: no report up to the promise's second rung has had its metric.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)

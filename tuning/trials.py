@@ -205,8 +205,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 def check_searchable(name: object) -> None:
     """Refuse to search what the allocator decides.
 
-    Raises:
-        ValueError: it is such a parameter.
+    Raises ValueError: it is such a parameter.
     """
     if name in ("num_workers", "scaling_config"):
         raise ValueError(

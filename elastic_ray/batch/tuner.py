@@ -260,8 +260,7 @@ class BatchTuner:
         Reports of one failure by several workers lower it once. A decision must follow: the current choice
         may be above the bound.
 
-        Raises:
-            BatchDoesNotFitError: the failing batch was the smallest allowed.
+        Raises BatchDoesNotFitError: the failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
         failed = f"a worker ran out of memory with {atomic_bsz} samples"

@@ -87,8 +87,7 @@ def state_files(
         pass_over: takes why something that looks like one is not used, a sentence.
         heard: called with every one, so that who waits sees that it goes on.
 
-    Raises:
-        OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read, which says nothing about what is there.
     """
     directory = directory or posixpath.join(storage.path, DIRECTORY)
     if storage.filesystem.get_file_info(directory).is_file:
@@ -151,8 +150,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
     """Those of ``states`` that a job did not finish with, in order.
 
-    Raises:
-        OSError: storage cannot be read.
+    Raises OSError: storage cannot be read.
     """
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:

@@ -55,8 +55,7 @@ class ReportedCheckpoints:
         Returns:
             Why they are not kept; empty where they are.
 
-        Raises:
-            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
+        Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
         """
         begun_s = time.monotonic()
         while True:
@@ -101,9 +100,8 @@ class ReportedCheckpoints:
         Returns:
             Path of the stored checkpoint; or None, and why it was given up.
 
-        Raises:
-            WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
-                run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
+        Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
+        run's storage is not there, or denies it, is waited for: a mount that is away looks like that.
         """
         if self._given_up is not None and not self._given_up.answer.done():  # this one would wait for as long
             return None, f"the checkpoint of report {index} was given up: {self._calls.silent_for(self._given_up)}"

@@ -47,8 +47,7 @@ def find_stored(
         verify: read reported checkpoints whole, and compare their checksums.
         heard: called with every checkpoint, so that who waits sees that it goes on.
 
-    Raises:
-        OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read, which says nothing about what is there.
     """
     if is_trial:
         return StoredProgress(start=storage.load_resume_point(start_from) if start_from is not None else None)

@@ -74,8 +74,8 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
             absolute; with a ``filesystem`` a path on that, without a scheme.
         filesystem: a file system of the user's own.
 
-    Raises:
-        ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without Java.
+    Raises ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without
+    Java.
     """
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
@@ -127,9 +127,8 @@ class RunStorage:
     def create(self) -> None:
         """Create the directory and the marker by which a worker sees that it reaches the same one.
 
-        Raises:
-            OSError: if the directory cannot be written, or is another user's although it is to be private; the message
-                names it.
+        Raises OSError: if the directory cannot be written, or is another user's although it is to be private; the
+        message names it.
         """
         try:
             make_directory(self.filesystem, self.path, private=self.private)
@@ -147,8 +146,7 @@ class RunStorage:
     def create_within(self, timeout_s: float) -> None:
         """:meth:`create`, for who cannot wait for ever.
 
-        Raises:
-            OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
+        Raises OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
         """
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
@@ -236,9 +234,8 @@ class RunStorage:
         Returns:
             The checkpoint in the run's directory.
 
-        Raises:
-            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
-                run's directory.
+        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
+        the run's directory.
         """
         from ray.train import Checkpoint
 
@@ -281,9 +278,8 @@ class RunStorage:
         Returns:
             Names of the files that were added; None while rank 0 has stored no such checkpoint.
 
-        Raises:
-            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
-                run's directory.
+        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
+        the run's directory.
         """
         origin, origin_path = _source_directory(source)
         self.check_reachable()
@@ -339,8 +335,7 @@ class RunStorage:
             heard: called with every one, so that who waits sees that it goes on.
             verify: compare the files' checksums as well as their sizes, for which all of them are read.
 
-        Raises:
-            OSError: storage cannot be read, which says nothing about what is there.
+        Raises OSError: storage cannot be read, which says nothing about what is there.
         """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
@@ -420,8 +415,7 @@ class RunStorage:
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
     """File system and path of a checkpoint that is to be copied.
 
-    Raises:
-        SourceError: it is no directory, or may not be read.
+    Raises SourceError: it is no directory, or may not be read.
     """
     from ray.train import Checkpoint
 
@@ -474,8 +468,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
     """The JSON beside a checkpoint; None where there is none or it is not ours.
 
-    Raises:
-        BadNoteError: there is something in its place. OSError: storage cannot be read.
+    Raises BadNoteError: there is something in its place. OSError: storage cannot be read.
     """
     name = posixpath.join(path, PROGRESS_FILE)
     try:

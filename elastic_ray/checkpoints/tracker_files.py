@@ -39,8 +39,7 @@ class TrackerFiles:
     def folder(self) -> str:
         """A directory of this node, made if it is not there yet.
 
-        Raises:
-            OSError: it cannot be made.
+        Raises OSError: it cannot be made.
         """
         with self._lock:
             if not self._local and self._storage.local:

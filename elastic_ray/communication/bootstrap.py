@@ -97,8 +97,7 @@ class Bootstrap:
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
         """Take what a member tells; answer once all is there that it wants, or its time is up, with all that is there.
 
-        Raises:
-            BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
+        Raises BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
         """
         if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")

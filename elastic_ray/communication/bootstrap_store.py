@@ -79,8 +79,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until these keys are there.
 
-        Raises:
-            RuntimeError: they did not come in time, or the controller refuses to answer.
+        Raises RuntimeError: they did not come in time, or the controller refuses to answer.
         """
         until_s = time.monotonic() + self._timeout_s if self._stays_open else self._until_s
         if timeout is not None:
@@ -138,15 +137,13 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
     def add(self, key: str, amount: int) -> int:
         """No group of ours counts anything.
 
-        Raises:
-            NotImplementedError: always.
+        Raises NotImplementedError: always.
         """
         raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """No group of ours compares anything.
 
-        Raises:
-            NotImplementedError: always.
+        Raises NotImplementedError: always.
         """
         raise NotImplementedError(f"a rendezvous through the controller does not compare, but was asked to: {key!r}")

@@ -64,8 +64,7 @@ class Communicator:
             who can reach it. Empty where the ranks share none.
         called_off: True once the group is not wanted any more; asked while it forms.
 
-    Raises:
-        CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
+    Raises CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
     """
 
     def __init__(
@@ -321,8 +320,7 @@ class Communicator:
             patience_s: return after this time in any case.
             since_s: when the wait began, for one in pieces: the group's timeout counts from there [s, monotonic].
 
-        Raises:
-            CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
+        Raises CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
         if self._nccl is None and self._waited_briefly(work) and not self._voided.is_set():
             return True
@@ -347,8 +345,7 @@ class Communicator:
             works: of sends and receives; None for those in a batch.
             batched: what the batch has started.
 
-        Raises:
-            CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
+        Raises CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
@@ -470,8 +467,7 @@ class StagedTransfer:
     def wait(self) -> None:
         """Wait until what is sent has gone, or what comes is in its place.
 
-        Raises:
-            RuntimeError: the peer is gone, or the time is up.
+        Raises RuntimeError: the peer is gone, or the time is up.
         """
         self._work.wait()
         if self._into is not None:

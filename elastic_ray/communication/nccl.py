@@ -55,8 +55,7 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
         until_s: deadline [s, monotonic].
         called_off: True once the group is not wanted any more.
 
-    Raises:
-        RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    Raises RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
     """
     failure: list[str] = []
     stopped = threading.Event()

@@ -189,8 +189,7 @@ class AgreedChanges:
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
     """What this rank has added, and 0 to what else the first rank has: one without a batch cannot know the names.
 
-    Raises:
-        CommunicationFailedError: the collective failed.
+    Raises CommunicationFailedError: the collective failed.
     """
     if communicator.world_size == 1:
         return added

@@ -67,8 +67,7 @@ def step_size(
         0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
         `world_size`.
 
-    Raises:
-        ValueError: bad input.
+    Raises ValueError: bad input.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -128,8 +127,7 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
     Returns:
         min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
 
-    Raises:
-        ValueError: bad input.
+    Raises ValueError: bad input.
     """
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
@@ -149,8 +147,7 @@ def split(
         than `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least`
         where `count` has as many for each rank.
 
-    Raises:
-        ValueError: bad input, or shares of another number of ranks.
+    Raises ValueError: bad input, or shares of another number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
@@ -176,8 +173,7 @@ def rank_slices(
 
     A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
 
-    Raises:
-        ValueError: bad input, or rank outside 0..world_size-1.
+    Raises ValueError: bad input, or rank outside 0..world_size-1.
     """
     sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares, least=least)
     _check_count("rank", rank, at_least=0)
@@ -225,8 +221,7 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
     """First and last + 1 sample of each rank's batch in the step at ``position``; shorter than ``world_size`` for
     ranks without one, empty at the end of the pass.
 
-    Raises:
-        ValueError: ``position`` is not where a batch begins.
+    Raises ValueError: ``position`` is not where a batch begins.
 
     >>> whole_step([3, 6, 7], position=3, world_size=4)
     [(3, 6), (6, 7)]

@@ -23,8 +23,7 @@ class Shares:
         least: fewest samples of a micro-batch, where an equal split has so many.
         most: most samples of a micro-batch, where an equal split has no more; None for no bound.
 
-    Raises:
-        ValueError: a weight is not above 0 and finite, or a bound is below 1.
+    Raises ValueError: a weight is not above 0 and finite, or a bound is below 1.
     """
 
     weights: tuple[float, ...]

@@ -312,8 +312,7 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
     Args:
         known: names of those that there are.
 
-    Raises:
-        TypeError: there is one; names the way out.
+    Raises TypeError: there is one; names the way out.
     """
     for name, value in given.items():
         if name in _ELSEWHERE:

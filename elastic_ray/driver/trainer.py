@@ -300,8 +300,7 @@ class ElasticTrainer:
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
     """From the smallest to the largest size that is allowed.
 
-    Raises:
-        ValueError: none is.
+    Raises ValueError: none is.
     """
     low, high = scaling.min_workers, scaling.max_workers
     try:
@@ -314,8 +313,7 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 def check_resources(spec: JobSpec) -> None:
     """Refuse a job that the cluster could never run.
 
-    Raises:
-        ImpossibleResourcesError: and no autoscaler may bring what is missing.
+    Raises ImpossibleResourcesError: and no autoscaler may bring what is missing.
     """
     reason = impossible(
         spec.bundle, spec.min_workers, spec.label_selector, living_nodes(), spec.scheduling.allowed_sizes

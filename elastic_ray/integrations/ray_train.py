@@ -142,8 +142,7 @@ _WAY_OUT = (
 def check(function: str, given: Mapping[str, Any]) -> None:
     """Whether a call of Ray Train's function can be kept.
 
-    Raises:
-        RuntimeError: not so; the message says the way out.
+    Raises RuntimeError: not so; the message says the way out.
     """
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(
@@ -173,8 +172,7 @@ class RayTrainModel(LateWrapped):
     Args:
         options: of ``DistributedDataParallel``, as the user has passed them.
 
-    Raises:
-        RuntimeError: training has begun.
+    Raises RuntimeError: training has begun.
     """
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -205,8 +203,7 @@ class RayTrainLoader(LoaderOnDevice):
         data_loader: with the batch size of one worker.
         device: the worker's.
 
-    Raises:
-        RuntimeError: its batches are cut by a sampler of batches.
+    Raises RuntimeError: its batches are cut by a sampler of batches.
     """
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:

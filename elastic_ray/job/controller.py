@@ -66,8 +66,7 @@ _DRIVER = "driver"
 def start(spec: JobSpec) -> Any:
     """Return the job's controller, a warm one or a new one.
 
-    Raises:
-        ValueError: a controller of that name is alive.
+    Raises ValueError: a controller of that name is alive.
     """
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return _warm(spec) or _create(spec)
@@ -263,8 +262,7 @@ class JobController:
     async def resize(self, workers: int) -> None:
         """Hold the job at this many workers.
 
-        Raises:
-            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         await self._recovered.wait()
         self._job.hold(workers)
@@ -279,8 +277,7 @@ class JobController:
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
         """Save the job after the step in progress, and give its slots back until :meth:`resume`.
 
-        Raises:
-            ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: it cannot be paused, or is paused already.
         """
         await self._recovered.wait()
         self._job.pause(reason)
@@ -289,8 +286,7 @@ class JobController:
     async def resume(self) -> None:
         """Let a paused job continue as soon as the allocator has slots for it.
 
-        Raises:
-            ValueError: it is not paused.
+        Raises ValueError: it is not paused.
         """
         await self._recovered.wait()
         self._job.resume()
@@ -397,8 +393,7 @@ class JobController:
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Members of a generation that is being formed tell each other where they listen.
 
-        Raises:
-            BootstrapRefusedError: the caller is no member.
+        Raises BootstrapRefusedError: the caller is no member.
         """
         return await self._bootstrap.meet(call)
 

@@ -68,8 +68,7 @@ class ReportIntake:
     async def catch_up(self, first_report: int) -> None:
         """Go on with the files of the controller before this one, which knew of this first report; 0 for none.
 
-        Raises:
-            OSError: the files could not be read.
+        Raises OSError: the files could not be read.
         """
         for report in await self._writer.catch_up(first_report):
             self._take(report)

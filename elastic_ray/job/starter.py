@@ -121,8 +121,7 @@ class JobStarter:
     async def _look(self, timeout_s: float) -> None:
         """Look what storage has of the run.
 
-        Raises:
-            OSError: it could not be read within ``timeout_s``.
+        Raises OSError: it could not be read within ``timeout_s``.
         """
         stored = await self._writer.look(timeout_s)
         self._writer.delete(self._record.found(stored))

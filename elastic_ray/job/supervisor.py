@@ -128,8 +128,7 @@ class JobSupervisor:
     def hold(self, workers: int | None) -> None:
         """Hold the job at this many workers; None leaves its size to the allocator.
 
-        Raises:
-            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
@@ -147,8 +146,7 @@ class JobSupervisor:
         Args:
             reason: why, for its message and its events.
 
-        Raises:
-            ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: it cannot be paused, or is paused already.
         """
         if why_not := self._why_not_paused():
             raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
@@ -180,8 +178,7 @@ class JobSupervisor:
     def resume(self) -> None:
         """Let a paused job continue as soon as the allocator has slots for it.
 
-        Raises:
-            ValueError: it is not paused.
+        Raises ValueError: it is not paused.
         """
         if not self._paused or self.record.phase.ended:
             raise ValueError(
@@ -453,8 +450,7 @@ class JobSupervisor:
     async def open(self) -> None:
         """Before the first tick: find where an earlier run of this name has stood, and make ready for workers.
 
-        Raises:
-            ValueError: a setting of the controller's node is not understood.
+        Raises ValueError: a setting of the controller's node is not understood.
         """
         read_config(os.environ)
         await self._starter.open()

@@ -49,8 +49,7 @@ class FiniteWatch:
             suspects: ranks with gradients that were not finite when they were reduced, None where all were.
             scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
 
-        Raises:
-            NonFiniteGradientsError: it is not, and that is to end the training.
+        Raises NonFiniteGradientsError: it is not, and that is to end the training.
         """
         if not self.looks:
             return True
@@ -95,8 +94,7 @@ class FiniteWatch:
     def check_parameters(self) -> None:
         """At the end of the train function.
 
-        Raises:
-            NonFiniteParametersError: parameters are NaN or infinite.
+        Raises NonFiniteParametersError: parameters are NaN or infinite.
         """
         if not self.looks:
             return

@@ -44,8 +44,7 @@ class ModelCopy(torch.nn.Module):
 def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
     """Return how to make a copy, as ``__reduce_ex__`` does.
 
-    Raises:
-        TypeError: parts of the model lie with other workers.
+    Raises TypeError: parts of the model lie with other workers.
     """
     tables = [name for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)]
     if tables or is_sharded_model(module):

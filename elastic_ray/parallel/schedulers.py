@@ -62,8 +62,7 @@ class Schedulers:
     def _check(self) -> None:
         """Refuse a scheduler that is not known.
 
-        Raises:
-            ValueError: there is one.
+        Raises ValueError: there is one.
         """
         unknown = not self._known and not self._rates_were_loaded and self._has_initial_rates()
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
@@ -128,8 +127,7 @@ class LearningRates:
     Attributes:
         factor: what the latest step has multiplied them by; the mean over the parameter groups.
 
-    Raises:
-        TypeError, ValueError: there is no such rule.
+    Raises TypeError, ValueError: there is no such rule.
     """
 
     def __init__(

@@ -101,8 +101,7 @@ class ControllerState:
     def from_json(cls, text: str) -> ControllerState:
         """The inverse of ``json.dumps(dataclasses.asdict(state))``.
 
-        Raises:
-            ValueError: it is something else.
+        Raises ValueError: it is something else.
         """
         values = json.loads(text)
         if not isinstance(values, dict):

@@ -76,8 +76,7 @@ class EndedJobNote:
     def from_json(cls, text: str | bytes) -> EndedJobNote:
         """The inverse of :meth:`to_json`.
 
-        Raises:
-            ValueError: it is something else, or of a newer release.
+        Raises ValueError: it is something else, or of a newer release.
         """
         told = load(text)
         if not isinstance(told, dict) or not isinstance(told.get("status"), dict):

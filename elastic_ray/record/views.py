@@ -46,8 +46,7 @@ def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
     """Refuse a size that the job cannot be held at.
 
-    Raises:
-        ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+    Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
     """
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes

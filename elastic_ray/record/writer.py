@@ -150,8 +150,7 @@ class RecordWriter:
     async def look(self, timeout_s: float) -> StoredProgress:
         """What storage has of the run. Failures are tried again.
 
-        Raises:
-            OSError: storage was silent, or failed, for ``timeout_s``.
+        Raises OSError: storage was silent, or failed, for ``timeout_s``.
         """
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
@@ -209,8 +208,7 @@ class RecordWriter:
         Returns:
             The last reports, which the record has taken as well.
 
-        Raises:
-            OSError: the files could not be read.
+        Raises OSError: the files could not be read.
         """
 
         def read() -> tuple[set[str], tuple[Report, ...]]:

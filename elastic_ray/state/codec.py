@@ -52,8 +52,7 @@ def too_deep(where: str) -> NotPlainError:
 def encode(value: Any) -> bytes:
     """The value as bytes.
 
-    Raises:
-        NotPlainError: something in it is of a type that is not plain.
+    Raises NotPlainError: something in it is of a type that is not plain.
     """
     out = bytearray()
     _write(out, value, "", 0)
@@ -63,8 +62,7 @@ def encode(value: Any) -> bytes:
 def decode(data: bytes) -> Any:
     """The inverse of :func:`encode`.
 
-    Raises:
-        ValueError: these bytes are not what :func:`encode` makes.
+    Raises ValueError: these bytes are not what :func:`encode` makes.
     """
     reader = _Reader(data)
     try:
@@ -84,8 +82,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_of(name: Any) -> torch.dtype:
     """The inverse of :func:`dtype_name`.
 
-    Raises:
-        ValueError: torch has no such type.
+    Raises ValueError: torch has no such type.
     """
     found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
     if not isinstance(found, torch.dtype):

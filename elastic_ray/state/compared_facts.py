@@ -47,8 +47,7 @@ class Facts:
         Args:
             fingerprints: of all ranks; 0 where one has told none.
 
-        Raises:
-            CommunicationFailedError: the group broke meanwhile.
+        Raises CommunicationFailedError: the group broke meanwhile.
         """
         known = [value for value in fingerprints if value]
         if len(set(known)) <= 1:

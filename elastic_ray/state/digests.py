@@ -92,8 +92,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
         tensors: as this rank holds them.
         ranks: those that differ from the others.
 
-    Raises:
-        CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError: the group broke.
     """
     names = list(tensors)
     others = next(rank for rank in range(communicator.world_size) if rank not in ranks)
@@ -111,8 +110,7 @@ def difference(communicator: Communicator, tensors: Mapping[str, torch.Tensor], 
 def check_alike(ranks: Sequence[int], joined: Sequence[bool], told: str, step: int) -> None:
     """Raise what a difference of members means.
 
-    Raises:
-        ReplicasDifferError: members, which have trained so far, differ among themselves.
+    Raises ReplicasDifferError: members, which have trained so far, differ among themselves.
     """
     if any(not joined[rank] for rank in ranks):
         raise ReplicasDifferError(

@@ -92,8 +92,7 @@ class GroupDependent(Protocol):
         Args:
             stays: whether each rank is in the next group as well; what only others hold is handed over.
 
-        Raises:
-            CommunicationFailedError: the present group broke meanwhile.
+        Raises CommunicationFailedError: the present group broke meanwhile.
         """
 
     @property

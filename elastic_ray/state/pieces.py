@@ -26,8 +26,7 @@ class Pieces:
         held: pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in
             any shape. They do not overlap, also not with those of other ranks.
 
-    Raises:
-        ValueError: a piece has another type, or lies beyond the tensor's end.
+    Raises ValueError: a piece has another type, or lies beyond the tensor's end.
     """
 
     shape: tuple[int, ...]
@@ -119,8 +118,7 @@ class NamedPieces:
 def take_apart(tree: Any) -> tuple[Any, list[NamedPieces]]:
     """Split a tree into its skeleton, in which indices stand for tensors, and its tensors.
 
-    Raises:
-        NotPlainError: it is nested too deeply, or holds itself.
+    Raises NotPlainError: it is nested too deeply, or holds itself.
     """
     found: list[NamedPieces] = []
 

@@ -289,8 +289,7 @@ class RunProgress:
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
         """The inverse of :meth:`to_state`.
 
-        Raises:
-            TypeError: it holds something else.
+        Raises TypeError: it holds something else.
         """
         names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         values = {names.get(name, name): value for name, value in state.items()}

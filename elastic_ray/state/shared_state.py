@@ -58,8 +58,7 @@ class Exchanged:
 def _named(name: str, what: str) -> Iterator[None]:
     """Errors of a state's own code name the state, which may be one of many that user code has registered.
 
-    Raises:
-        RuntimeError: such an error.
+    Raises RuntimeError: such an error.
     """
     try:
         yield
@@ -111,8 +110,7 @@ class SharedState:
     def register(self, key: str, state: Stateful) -> None:
         """Make ``state`` part of what joiners receive.
 
-        Raises:
-            ValueError: the key is taken.
+        Raises ValueError: the key is taken.
         """
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
@@ -134,16 +132,14 @@ class SharedState:
     def check_plain(self) -> None:
         """Check that all of it can be sent to another rank.
 
-        Raises:
-            UnsafeStateError: a state holds more than tensors and plain values; the message names it.
+        Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
         """
         check_plain(self.capture())
 
     def snapshot(self) -> None:
         """Remember the small state at the beginning of a step.
 
-        Raises:
-            RuntimeError: one of them cannot be told; the message names it.
+        Raises RuntimeError: one of them cannot be told; the message names it.
         """
         self._snapshots = [each.snapshot() for each in self._rollbacks]
 
@@ -154,8 +150,7 @@ class SharedState:
     def roll_back(self) -> None:
         """Return the small state to the beginning of the step.
 
-        Raises:
-            RuntimeError: one of them does not take what it was; the message names it.
+        Raises RuntimeError: one of them does not take what it was; the message names it.
         """
         for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
             each.take_back(snapshot)
@@ -235,8 +230,7 @@ class SharedState:
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Go on from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
-        Raises:
-            RuntimeError: as :meth:`install`.
+        Raises RuntimeError: as :meth:`install`.
         """
         self.install(trees)
         self.complete, self.loaded = True, loaded

@@ -33,8 +33,7 @@ class StartingPoint:
     def first_epoch(self) -> int:
         """Epoch that the code begins with which counts epochs by itself.
 
-        Raises:
-            RuntimeError: there is a checkpoint, and nothing else to go on from, but the code has not asked for it.
+        Raises RuntimeError: there is a checkpoint, and nothing else to go on from, but the code has not asked for it.
         """
         if self._checkpoint is None:
             return 0

@@ -52,8 +52,7 @@ class UnreadTensor:
     def read(self) -> Tensor:
         """All of it, on the CPU.
 
-        Raises:
-            CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
+        Raises CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
         """
         return self.elements(0, math.prod(self.shape)).view(self.shape)
 

@@ -42,8 +42,7 @@ class StragglerConfig:
         response: see :data:`Response`.
         patience_s: how long a worker must have been slow before it is replaced [s].
 
-    Raises:
-        ValueError: no such response, or a time that is not above 0.
+    Raises ValueError: no such response, or a time that is not above 0.
     """
 
     response: Response = "ignore"

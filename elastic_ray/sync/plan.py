@@ -76,9 +76,8 @@ class SyncPlan:
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
     """Work out a strategy.
 
-    Raises:
-        StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot step
-            what a rule would give it.
+    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot
+    step what a rule would give it.
     """
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):

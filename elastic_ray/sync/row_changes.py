@@ -168,8 +168,7 @@ class HandChanges:
     def end(self) -> None:
         """The group changes, or rows are replaced: look at nothing more.
 
-        Raises:
-            ReplicasDifferError: there were changes, of which others know nothing.
+        Raises ReplicasDifferError: there were changes, of which others know nothing.
         """
         found = self.found
         self.watch(())

@@ -67,8 +67,7 @@ def get_or_create_pool() -> Any:
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
     """End the cluster's pool and all processes that no job has; running jobs keep theirs, and may make a new pool.
 
-    Raises:
-        TimeoutError: it has not ended in time.
+    Raises TimeoutError: it has not ended in time.
     """
     deadline_s = time.monotonic() + timeout_s
     for _, controller in actors_named(CONTROLLERS):

@@ -60,8 +60,7 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
     ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
     fields of :class:`PoolConfig`. Without the variable all of them have their defaults.
 
-    Raises:
-        ValueError: the variable names no field, or gives one a value that it cannot have.
+    Raises ValueError: the variable names no field, or gives one a value that it cannot have.
     """
     text = environment.get(VARIABLE, "").strip()
     if text.lower() in _OFF:

@@ -35,8 +35,7 @@ class ControllerCaller:
     def ask(self, keys: tuple[str, ...], wait_s: float, tells: Mapping[str, bytes]) -> Mapping[str, bytes]:
         """Let the others know, too; all that is known once these keys are, or after ``wait_s``.
 
-        Raises:
-            RuntimeError: the controller does not answer, or refuses to.
+        Raises RuntimeError: the controller does not answer, or refuses to.
         """
         try:
             call = self._call(tells=tells, wants=keys, wait_s=wait_s)

@@ -229,8 +229,7 @@ class Allocator:
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
         """What an operator may set, as it is in force, or as it would be with the wanted settings.
 
-        Raises:
-            InputError: a quota of a resource that no node has.
+        Raises InputError: a quota of a resource that no node has.
         """
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
@@ -245,8 +244,7 @@ class Allocator:
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
         """Let an operator's settings rule from now on, also after this process's end; returns those in force.
 
-        Raises:
-            InputError: a quota of a resource that no node has.
+        Raises InputError: a quota of a resource that no node has.
         """
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
@@ -269,8 +267,7 @@ class Allocator:
     async def speak(self, theirs: Spoken) -> None:
         """A controller or a driver says what it speaks, before anything else.
 
-        Raises:
-            VersionError: something else.
+        Raises VersionError: something else.
         """
         check_spoken(theirs, "a job", "the cluster's allocator")
 
@@ -348,8 +345,7 @@ class Allocator:
     async def explain(self, job: str) -> Explanation:
         """Why a job has what it has, and what it would do with one more worker.
 
-        Raises:
-            KeyError: no such job; names those that there are.
+        Raises KeyError: no such job; names those that there are.
         """
         return (await self._start()).explain(job)
 

@@ -179,8 +179,7 @@ class AllocatorCore:
     def explain(self, job: str) -> Explanation:
         """Why a job has what it has, and what it would do with one more worker; decides nothing.
 
-        Raises:
-            KeyError: no such job; names those that there are.
+        Raises KeyError: no such job; names those that there are.
         """
         if job not in self._jobs:
             raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")

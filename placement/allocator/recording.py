@@ -190,8 +190,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
     A last line that is cut off is left out: its allocator died while writing it.
 
-    Raises:
-        InputError: a line is not what a recording holds; names the line.
+    Raises InputError: a line is not what a recording holds; names the line.
     """
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
@@ -320,8 +319,7 @@ def replay(
         policy: the one that ruled, where it does not come with the package; by default the recorded one.
         watch: looks at the core after each event.
 
-    Raises:
-        InputError: the recording names a policy that does not come with the package.
+    Raises InputError: the recording names a policy that does not come with the package.
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())

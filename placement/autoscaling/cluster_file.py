@@ -73,10 +73,9 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
         path: YAML of ``ray up``, or of a RayCluster.
         prices: by instance type; rounded defaults if None.
 
-    Raises:
-        InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
-            otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file,
-            the type, and what is right.
+    Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
+    otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file, the
+    type, and what is right.
     """
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

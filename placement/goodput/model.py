@@ -205,8 +205,7 @@ class GoodputModel:
             A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its samples:
             its goodput times the worth is this model's goodput at the batch.
 
-        Raises:
-            ValueError: the batch is below 1.
+        Raises ValueError: the batch is below 1.
         """
         held = GoodputModel(self.throughput_model, self.noise, batch_size)
         return held, float(self._efficiency(np.array(held.init_batch_size, dtype=np.float64)))

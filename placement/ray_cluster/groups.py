@@ -73,8 +73,7 @@ def reserve(bundle: Resources, node_id: str, name: str) -> PlacementGroup:
         node_id: Ray's hex node id.
         name: ``placement.ray_cluster.snapshot.group_name(job, worker)``, which tells the allocator whose group it is.
 
-    Raises:
-        ValueError: if the bundle asks for nothing.
+    Raises ValueError: if the bundle asks for nothing.
     """
     wanted = {resource: float(amount) for resource, amount in bundle.items() if amount > 0}
     if not wanted:

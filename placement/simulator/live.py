@@ -55,8 +55,7 @@ class LiveDriver:
     def run(self, jobs: Sequence[SimulatedJob], on_progress: Callable[[int, int, float], None] | None) -> None:
         """Until all jobs are done.
 
-        Raises:
-            RuntimeError: some job is never done.
+        Raises RuntimeError: some job is never done.
         """
         for job in jobs:
             self._at(job.trace.time_s, lambda now_s, job=job: self._arrive(job, now_s))  # type: ignore[misc]

@@ -91,9 +91,8 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
         mode: "max" or "min", from which ``optimize_mode`` follows.
         in_tune: for use without NNI's manager.
 
-    Raises:
-        TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message names
-            one that does.
+    Raises TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message
+    names one that does.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
@@ -132,8 +131,7 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
     """Refuse an assessor beside a tuner that stops trials itself.
 
-    Raises:
-        ValueError: there is one.
+    Raises ValueError: there is one.
     """
     if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
         raise ValueError(

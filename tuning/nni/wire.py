@@ -44,8 +44,7 @@ class TrialId:
 def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
     """What NNI gets of a report: the metric as ``default``, and what else is a number or text under its own name.
 
-    Raises:
-        ValueError: the metric is missing or no finite number; the message says what there was.
+    Raises ValueError: the metric is missing or no finite number; the message says what there was.
     """
     name = metric if metric in metrics else DEFAULT
     value = finite(metrics.get(name))

@@ -82,8 +82,7 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     Returns:
         The values with their lengths, in order.
 
-    Raises:
-        ValueError: it has another form, or a value is below 1 or a length not above 0.
+    Raises ValueError: it has another form, or a value is below 1 or a length not above 0.
     """
     try:
         pairs = [part.split(":") for part in text.split(",") if part.strip()]

@@ -258,8 +258,7 @@ def parse_utility(text: str) -> tuple[tuple[float, float], ...]:
         text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points that lines
             connect; before the first point its value holds.
 
-    Raises:
-        ValueError: the text has another form, values rise, times do not, or the last line does not fall.
+    Raises ValueError: the text has another form, values rise, times do not, or the last line does not fall.
     """
     try:
         if ":" in text:

@@ -110,8 +110,7 @@ class Part:
     def from_bytes(cls, content: bytes) -> Part | None:
         """The inverse of :meth:`to_bytes`; None where some of them are still to come.
 
-        Raises:
-            ManifestError: a rank has written something else.
+        Raises ManifestError: a rank has written something else.
         """
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             return None
@@ -154,9 +153,8 @@ class Manifest:
     def from_bytes(cls, content: bytes) -> Manifest:
         """The inverse of :meth:`to_bytes`.
 
-        Raises:
-            ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger than
-                these, or a file has another name than a part.
+        Raises ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger
+        than these, or a file has another name than a part.
         """
         told = _read(content)
         try:
@@ -173,8 +171,7 @@ class Manifest:
     def check(self) -> None:
         """Whether each tensor is covered by its pieces, and lies within the files.
 
-        Raises:
-            ManifestError: it does not.
+        Raises ManifestError: it does not.
         """
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")
@@ -197,8 +194,7 @@ def complete(parts: Sequence[Part]) -> Manifest:
     Args:
         parts: of all ranks, by rank.
 
-    Raises:
-        ManifestError: they are not of the same step, or leave gaps.
+    Raises ManifestError: they are not of the same step, or leave gaps.
     """
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:
         steps = {part.rank: part.steps for part in parts}
@@ -313,8 +309,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 def _read(content: bytes) -> dict[Any, Any]:
     """Its fields.
 
-    Raises:
-        ManifestError: it is none of this version.
+    Raises ManifestError: it is none of this version.
     """
     try:
         told = decode(content)

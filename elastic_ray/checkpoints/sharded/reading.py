@@ -43,8 +43,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     Args:
         least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
 
-    Raises:
-        CorruptStateError: it is not what was written, or cannot be read, also after a while.
+    Raises CorruptStateError: it is not what was written, or cannot be read, also after a while.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -59,8 +58,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
     """Read, also where storage has a bad moment, which must not cost the progress since the state before this one.
 
-    Raises:
-        CorruptStateError: it cannot be read.
+    Raises CorruptStateError: it cannot be read.
     """
     try:
         for pause_s in _PAUSES_S:
@@ -79,8 +77,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
     """What a checkpoint holds.
 
-    Raises:
-        CorruptStateError, ManifestError, OSError: it is not what was written.
+    Raises CorruptStateError, ManifestError, OSError: it is not what was written.
     """
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)
@@ -201,8 +198,7 @@ class PartFile:
             offset: where they begin in the file.
             target: where they go; they lie within the file.
 
-        Raises:
-            CorruptStateError: they are other ones than then. OSError: they cannot be read.
+        Raises CorruptStateError: they are other ones than then. OSError: they cannot be read.
         """
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)

@@ -168,8 +168,7 @@ class PartSaver:
             resume_point: where the run stands.
             copy: whether training goes on while it is written.
 
-        Raises:
-            MemoryError: there is no memory for a copy.
+        Raises MemoryError: there is no memory for a copy.
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
@@ -266,8 +265,7 @@ def write_state(
         resume_point: where they stand.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
-    Raises:
-        UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
+    Raises UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
     """
     skeleton, tensors = take_apart(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
@@ -310,8 +308,7 @@ def write_part(
         tensors: those that the skeleton has indices for, in CPU memory; they do not change meanwhile.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
-    Raises:
-        UnsafeStateError: the tree holds something else than tensors and plain values.
+    Raises UnsafeStateError: the tree holds something else than tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written

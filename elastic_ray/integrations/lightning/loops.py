@@ -295,8 +295,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
     def _train_batch(self, data_fetcher: Any) -> None:
         """As Lightning's ``advance``, until the micro-batch counts: of one that is lost no hook is told.
 
-        Raises:
-            StopIteration: ``on_train_batch_start()`` has ended the epoch.
+        Raises StopIteration: ``on_train_batch_start()`` has ended the epoch.
         """
         while True:
             try:

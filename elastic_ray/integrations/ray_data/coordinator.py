@@ -79,8 +79,7 @@ def start_coordinator(
 def find_coordinator(name: str, patience_s: float) -> Any:
     """The coordinator of this name, which may be a moment later than the workers.
 
-    Raises:
-        RuntimeError: there is none within that time.
+    Raises RuntimeError: there is none within that time.
     """
     deadline_s = time.monotonic() + patience_s
     while (found := find_actor(name)) is None:
@@ -127,8 +126,7 @@ class DatasetCoordinator:
     async def rows(self, wanted: RowsWanted) -> RowsFound:
         """Where these rows are, once they are there; nowhere for a reader that has left or asked for others meanwhile.
 
-        Raises:
-            Exception: the dataset could not be read.
+        Raises Exception: the dataset could not be read.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):
@@ -143,9 +141,8 @@ class DatasetCoordinator:
     async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
         """Wait until a stream has these rows; False where it will not, or not any more.
 
-        Raises:
-            Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
-                execution.
+        Raises Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
+        execution.
         """
         try:
             while not stream.has(wanted.end):

@@ -61,8 +61,7 @@ class TensorBoardWriter:
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Find what is there; where the run does not go on with it, what comes later than its beginning is void.
 
-        Raises:
-            OSError: it cannot be read or written.
+        Raises OSError: it cannot be read or written.
         """
         found = self._files.find()
         if again:
@@ -124,8 +123,7 @@ class TensorBoardWriter:
     def flush(self) -> None:
         """Write what is due.
 
-        Raises:
-            OSError: it cannot be written; it is kept, as far as there is room, and tried again.
+        Raises OSError: it cannot be written; it is kept, as far as there is room, and tried again.
         """
         self._files.write()
 
@@ -179,8 +177,7 @@ class EventFiles:
     def find(self) -> Found:
         """What earlier controllers have written that still counts.
 
-        Raises:
-            OSError: the directory cannot be read.
+        Raises OSError: the directory cannot be read.
         """
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]

@@ -27,8 +27,7 @@ class Averager(Protocol):
         Args:
             steps: committed optimizer steps, a multiple of the period.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
 
     def begin(self, model: Replica) -> None:

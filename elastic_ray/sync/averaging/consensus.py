@@ -64,8 +64,7 @@ def agree(
     Returns:
         The mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
 
-    Raises:
-        CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError: the group broke.
     """
     tensors: dict[str, list[torch.Tensor]] = {}
     mine: dict[str, _Part] = {}

@@ -131,8 +131,7 @@ class Drift:
     def collapse(self) -> None:
         """Bring all ranks to the consensus; all call it after the same committed step.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
@@ -157,8 +156,7 @@ class Drift:
             holds: whether this rank holds such a state.
             counts: whether it adds to the mean: it has been through the latest average.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
         trees = self._trees()
         if self._averager is not None:

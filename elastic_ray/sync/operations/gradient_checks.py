@@ -80,8 +80,7 @@ def check_gradients(
         params: the bucket's parameters.
         complete: whether backward has reached all of them.
 
-    Raises:
-        RuntimeError: a gradient is sparse, or a hook has taken it away.
+    Raises RuntimeError: a gradient is sparse, or a hook has taken it away.
     """
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:

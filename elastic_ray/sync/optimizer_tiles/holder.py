@@ -144,8 +144,7 @@ class TileHolder:
     def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
         """What all ranks hold; all call it, with what they know themselves.
 
-        Raises:
-            StateLostError: none holds some tiles; raised on every rank.
+        Raises StateLostError: none holds some tiles; raised on every rank.
         """
         tiling = self._tiling
         own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()

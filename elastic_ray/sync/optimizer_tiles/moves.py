@@ -28,8 +28,7 @@ def carry_out(
     Yields:
         The tiles that this rank receives, with the states of their spans.
 
-    Raises:
-        CommunicationFailedError: the group broke; what was received by then is whole.
+    Raises CommunicationFailedError: the group broke; what was received by then is whole.
     """
     rank = communicator.rank
     for peer in peers(rank, communicator.world_size):

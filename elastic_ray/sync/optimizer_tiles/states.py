@@ -140,8 +140,7 @@ class HeldTiles:
     def put_gradients(self) -> None:
         """Each view's gradient is its part of the parameter's.
 
-        Raises:
-            RuntimeError: gradients were reduced for other owners than there are now.
+        Raises RuntimeError: gradients were reduced for other owners than there are now.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad

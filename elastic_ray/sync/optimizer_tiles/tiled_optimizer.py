@@ -229,8 +229,7 @@ class TiledOptimizer:
     def enter_group(self) -> None:
         """A group was entered, and all ranks hold parameters and tiles of the same update, or none.
 
-        Raises:
-            StateLostError: no rank holds some tiles; raised on every rank.
+        Raises StateLostError: no rank holds some tiles; raised on every rank.
         """
         self._gathered = None
         self._settle()
@@ -311,8 +310,7 @@ class TiledOptimizer:
 
         Between an update and the end of a pass all ranks call it.
 
-        Raises:
-            RanksDisagreeError: another rank does not.
+        Raises RanksDisagreeError: another rank does not.
         """
         if not self.divided:
             self._holder.stored.read()

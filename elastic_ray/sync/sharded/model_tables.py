@@ -26,8 +26,7 @@ class ModelTables:
         number: of the model, in the order in which the loop wraps them.
         scaler: AMP's ``GradScaler``; None without AMP.
 
-    Raises:
-        StrategyError: a table cannot be trained with this optimizer or with a scaler.
+    Raises StrategyError: a table cannot be trained with this optimizer or with a scaler.
     """
 
     def __init__(

@@ -139,8 +139,7 @@ class _Matching:
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
     """What owners that do not hold their tiles receive, from holders that send about equally much.
 
-    Raises:
-        ValueError: no rank holds a tile; see :func:`lost`.
+    Raises ValueError: no rank holds a tile; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []

@@ -133,8 +133,7 @@ def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
         optimizer: name of its class.
         group: its first parameter group.
 
-    Raises:
-        StrategyError: none does.
+    Raises StrategyError: none does.
     """
     found: RowRule | None = None
     if optimizer == "SGD":

@@ -75,8 +75,7 @@ class TableShard:
         Returns:
             How many tiles were sent between ranks.
 
-        Raises:
-            RowsLostError: no rank holds some rows; raised on every rank.
+        Raises RowsLostError: no rank holds some rows; raised on every rank.
         """
         tiles = self._tiling.tiles
         held = self._everyone_holds(communicator)

@@ -189,8 +189,7 @@ class ShardedTable:
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
         """A backward pass gives this gradient for rows that were fetched.
 
-        Raises:
-            RuntimeError: gradients of another step have not been applied.
+        Raises RuntimeError: gradients of another step have not been applied.
         """
         ledger, group = self._run.ledger, self._run.group
         if ledger.failed or ledger.replaying:
@@ -241,8 +240,7 @@ class ShardedTable:
     def update(self, lr: float) -> None:
         """Apply what was received, or was computed here where this rank is alone.
 
-        Raises:
-            RuntimeError: gradients of rows were not sent, for no parameter had one.
+        Raises RuntimeError: gradients of rows were not sent, for no parameter had one.
         """
         if self._local.waits and self._run.group.world_size > 1:
             raise RuntimeError(
@@ -269,8 +267,7 @@ class ShardedTable:
     def enter_group(self) -> None:
         """Hold what this rank owns in the present group.
 
-        Raises:
-            CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
+        Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
         """
         group = self._run.group
         self._shard.enter(group.communicator, group.nodes)
@@ -350,8 +347,7 @@ class ShardedTable:
     def restore(self, tree: Any) -> None:
         """Take over a captured state: rows that are of its last update stay, those of the one before are updated.
 
-        Raises:
-            RuntimeError: it is of another table.
+        Raises RuntimeError: it is of another table.
         """
         self._check_same(tree)
         number, generation, lr = tree["update"]

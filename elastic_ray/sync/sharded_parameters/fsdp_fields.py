@@ -112,8 +112,7 @@ class ShardedParam:
 def check_torch() -> None:
     """Find out whether torch has the fields that are swapped here.
 
-    Raises:
-        UnknownTorchError: it has not; the message names them, and torch's version.
+    Raises UnknownTorchError: it has not; the message names them, and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -213,8 +212,7 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 def check_places(module: nn.Module) -> None:
     """Whether a sharded model has the parameters that torch has sharded, each in its place.
 
-    Raises:
-        StrategyError: another one is in the place of one of them.
+    Raises StrategyError: another one is in the place of one of them.
     """
     names = {id(each): name for name, each in module.named_modules()}
     for field in (field for group in groups_of(module) for field in group.fsdp_params):
@@ -232,8 +230,7 @@ def check_places(module: nn.Module) -> None:
 def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
     """Have a sharded module communicate by these, and user code change nothing of that.
 
-    Raises:
-        StrategyError: user code has done so already.
+    Raises StrategyError: user code has done so already.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():

@@ -195,8 +195,7 @@ def carry_out(
     Returns:
         What this rank has received.
 
-    Raises:
-        CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
+    Raises CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
     """
     rank, pairs = communicator.rank, by_pair(moved)
     found: list[tuple[Piece, Rows]] = []

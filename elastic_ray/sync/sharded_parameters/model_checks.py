@@ -66,8 +66,7 @@ def key_of(shard_size: int | None) -> str:
 def strategy_of(model: nn.Module) -> Strategy:
     """Tells the layouts of sharded models apart, in what is known of earlier runs.
 
-    Raises:
-        ValueError: some modules were sharded with another ``shard_size`` than others.
+    Raises ValueError: some modules were sharded with another ``shard_size`` than others.
     """
     return dataclasses.replace(SHARDED, name=key_of(shard_size_of(model)))
 
@@ -85,8 +84,7 @@ def set_shard_size(module: nn.Module, shard_size: int | None) -> None:
 def shard_size_of(model: nn.Module) -> int | None:
     """What all sharded modules of a model were sharded with.
 
-    Raises:
-        ValueError: some with another value than others.
+    Raises ValueError: some with another value than others.
     """
     found = {getattr(each, _SHARD_SIZE): name for name, each in model.named_modules() if hasattr(each, _SHARD_SIZE)}
     if len(found) > 1:

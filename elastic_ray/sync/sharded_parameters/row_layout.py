@@ -80,9 +80,8 @@ class Layout:
             ranks, whose shards lie with their followers as well, or several of one size, each with all rows.
         followers: in a group of all ranks, the one that follows the owner of each shard; by default the next one.
 
-    Raises:
-        ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by another
-            rank than its owner.
+    Raises ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by
+    another rank than its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -265,8 +264,7 @@ def moves(
         held: the shards of each rank of the present group.
         widths: elements of a row of each parameter; 1 by default.
 
-    Raises:
-        ValueError: no rank holds some rows; see :func:`lost`.
+    Raises ValueError: no rank holds some rows; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)

@@ -104,8 +104,7 @@ class ShardCollectives:
     def begin(self, what: Announced) -> None:
         """Begin a pass with all other ranks.
 
-        Raises:
-            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
@@ -138,8 +137,7 @@ class ShardCollectives:
     def comes_next(self, what: str) -> None:
         """What is to come is this on all ranks, as they have agreed, or agree now; ``reductions_started`` ends it.
 
-        Raises:
-            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
         if self._some_are_idle and self._unit >= 0:
@@ -225,8 +223,7 @@ class ShardCollectives:
     def sum_up(self, tensor: Tensor, op: Any) -> None:
         """A reduction over the shard group, in place; this rank's numbers if that fails.
 
-        Raises:
-            NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
+        Raises NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
         """
         self._entered()
         kinds = {
@@ -315,8 +312,7 @@ class ShardCollectives:
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
         """Make a collective; False in a step that is lost, now or before.
 
-        Raises:
-            CommunicationFailedError: the group broke outside of steps.
+        Raises CommunicationFailedError: the group broke outside of steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:

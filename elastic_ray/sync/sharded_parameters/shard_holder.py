@@ -288,8 +288,7 @@ class ShardHolder:
     def compare(self, communicator: Communicator) -> None:
         """Whether each rank's shard is, bit by bit, what its other holders have.
 
-        Raises:
-            ReplicasDifferError: it is not; raised on every rank.
+        Raises ReplicasDifferError: it is not; raised on every rank.
         """
         layout = self._layout
         held = [layout.held_by(rank) for rank in range(layout.world)]
@@ -357,8 +356,7 @@ class ShardHolder:
 
         Where some are not read, no rows are held: those that this rank is to hold are read once that is known.
 
-        Raises:
-            RuntimeError: a parameter has another shape.
+        Raises RuntimeError: a parameter has another shape.
         """
         shard, unread = Shard(), dict[int, Rows]()
         late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)

@@ -192,8 +192,7 @@ class ShardedGradients:
     def _begin_in(self, step: LoaderStep) -> None:
         """A backward pass of a loader's step begins.
 
-        Raises:
-            RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
+        Raises RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
         """
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
@@ -291,8 +290,7 @@ class ShardedGradients:
     def no_sync(self) -> AbstractContextManager[None]:
         """Not for sharded models.
 
-        Raises:
-            RuntimeError: always.
+        Raises RuntimeError: always.
         """
         raise RuntimeError(
             "no_sync() is not served for a sharded model, of which no rank could hold whole gradients: let the loader "
@@ -377,16 +375,14 @@ class ShardedGradients:
     def set_strategy(self, strategy: object) -> None:
         """Refuse another one.
 
-        Raises:
-            StrategyError: always.
+        Raises StrategyError: always.
         """
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
         """Refuse: there is none.
 
-        Raises:
-            StrategyError: always.
+        Raises StrategyError: always.
         """
         raise StrategyError(checks.NO_STRATEGY)
 

@@ -202,8 +202,7 @@ class ShardedOptimizer:
     def enter_group(self) -> None:
         """Hold what this rank is to hold in the present group; all ranks that hold anything hold the same update.
 
-        Raises:
-            StateLostError: no rank holds some rows; raised on every rank.
+        Raises StateLostError: no rank holds some rows; raised on every rank.
         """
         group = self._run.group
         self._by_hand.end()
@@ -243,8 +242,7 @@ class ShardedOptimizer:
         So code that saves a checkpoint behind a loop may do so on rank 0 alone. A model that was built on the meta
         device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
 
-        Raises:
-            ReplicasDifferError: they differ; raised on every rank.
+        Raises ReplicasDifferError: they differ; raised on every rank.
         """
         if self._holder.built_on_meta:
             self._compare()
@@ -254,8 +252,7 @@ class ShardedOptimizer:
     def gather(self) -> None:
         """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
 
-        Raises:
-            ReplicasDifferError: holders of a shard differ; raised on every rank.
+        Raises ReplicasDifferError: holders of a shard differ; raised on every rank.
         """
         self._compare()
         if self.divided and not self._open:
@@ -281,9 +278,8 @@ class ShardedOptimizer:
     def whole_states(self) -> dict[Tensor, State]:
         """The optimizer's states by parameter, on rank 0, and none on the others.
 
-        Raises:
-            RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a model
-                that was built on the meta device, anywhere.
+        Raises RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a
+        model that was built on the meta device, anywhere.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
@@ -307,8 +303,7 @@ class ShardedOptimizer:
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
 
-        Raises:
-            RuntimeError: a parameter has another shape.
+        Raises RuntimeError: a parameter has another shape.
         """
         self._holder.take_whole(values)
         self._close()
@@ -359,8 +354,7 @@ class ShardedOptimizer:
         Args:
             whole: whether the optimizer holds the whole state of that update, and the model all parameters.
 
-        Raises:
-            RuntimeError: it is of a model that is not sharded, or of another one.
+        Raises RuntimeError: it is of a model that is not sharded, or of another one.
         """
         if tree is None:
             raise RuntimeError(

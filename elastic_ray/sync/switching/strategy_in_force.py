@@ -224,8 +224,7 @@ class StrategyInForce:
     Attributes:
         takes: how often buckets were laid out anew since the present group was entered; equal on all ranks.
 
-    Raises:
-        StrategyError: the strategy cannot be carried out for this model and optimizer.
+    Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
@@ -325,8 +324,7 @@ class StrategyInForce:
         Args:
             given: as of ``AdaptiveDataParallel(strategy=...)``.
 
-        Raises:
-            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
         builder = resolve_strategy(given)
         strategy = builder.build(self.profile, self.topology)

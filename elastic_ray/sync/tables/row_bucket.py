@@ -161,8 +161,7 @@ class RowBucket:
     def put(self, weight: float) -> None:
         """The gradient's rows, weighted; none where there is no gradient.
 
-        Raises:
-            RuntimeError: a hook has taken the gradient away.
+        Raises RuntimeError: a hook has taken the gradient away.
         """
         param = self.table.param
         self._has_gradient = param.grad is not None

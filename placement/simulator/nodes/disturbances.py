@@ -58,8 +58,7 @@ class Disturbances:
     def check(self, rules: Rules, cluster: Cluster) -> None:
         """Whether these rules and this cluster know of such things.
 
-        Raises:
-            InputError: they do not.
+        Raises InputError: they do not.
         """
         wrong = dataclasses.replace(self, noise=0.0, spot_offset_h=0.0)
         if rules.round_s is not None and wrong != Disturbances():

@@ -50,8 +50,7 @@ class AutoscaledCluster:
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
         """Whether these rules know of such things.
 
-        Raises:
-            InputError: they do not, or something is to happen to nodes that are there all the time.
+        Raises InputError: they do not, or something is to happen to nodes that are there all the time.
         """
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")

@@ -52,8 +52,7 @@ class Outlook:
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
     """Nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
 
-    Raises:
-        InputError: the string does not parse.
+    Raises InputError: the string does not parse.
     """
     others = {name for view in views for name in view.bundle if name not in ("GPU", "CPU")}
     return Cluster(nodes=tuple(_furnished(node, others) for node in parse_cluster(text).nodes))
@@ -92,8 +91,7 @@ def outlook(
     Returns:
         One for each job, in the order of the views.
 
-    Raises:
-        InputError: unknown policy, or one that breaks a rule.
+    Raises InputError: unknown policy, or one that breaks a rule.
     """
     try:
         core = AllocatorCore(make_policy(policy), _config(constraints))

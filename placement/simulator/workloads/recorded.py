@@ -105,8 +105,7 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
     Args:
         gpu: what nodes that name no type of GPU are called.
 
-    Raises:
-        InputError: it holds no job, one without a model, measurements or length, or workers of several kinds.
+    Raises InputError: it holds no job, one without a model, measurements or length, or workers of several kinds.
     """
     beats = [(now_s, event.view) for now_s, event in life.events if isinstance(event, JobHeartbeat)]
     if not beats:
