@@ -289,8 +289,7 @@ class SweepActor:
     async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's, unless another one may still drive it.
 
-        Returns:
-            None if it is, else whether the other one surely runs, and what it is in words.
+        Returns None if it is, else whether the other one surely runs, and what it is in words.
         """
         now_s, other = time.monotonic(), self._driver
         if other is not None and other.token != driver.token and not _has_ended(other):

@@ -170,8 +170,7 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
     Args:
         names: of the metric; the first one that was reported counts.
 
-    Returns:
-        NaN if it is no number, None if the report lacks it.
+    Returns NaN if it is no number, None if the report lacks it.
     """
     flat = dict(_flat(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)

@@ -170,8 +170,7 @@ def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> Flat
     Args:
         optimizer: has ``state`` and ``param_groups``.
 
-    Returns:
-        None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
+    Returns none, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     states = with_steps_read([optimizer.state.get(p, {}) for p in params])
@@ -309,8 +308,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
         group: the optimizer's options.
 
-    Returns:
-        None where it divides by nothing, or not yet by anything of worth.
+    Returns None where it divides by nothing, or not yet by anything of worth.
     """
     function = _denominator(state)
     if function is None or _step(state) < WARM_STEPS:

@@ -67,8 +67,7 @@ def copy_directory(
         target: directory that gets the copies.
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-    Returns:
-        What each file must be, by its path below ``target``.
+    Returns what each file must be, by its path below ``target``.
 
     Raises InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read,
     or is neither file nor directory.

@@ -52,8 +52,7 @@ class ReportedCheckpoints:
             index: number of the report.
             is_stopping: whether the job is to end now.
 
-        Returns:
-            Why they are not kept; empty where they are.
+        Returns why they are not kept; empty where they are.
 
         Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read.
         """
@@ -97,8 +96,7 @@ class ReportedCheckpoints:
             note: what is written beside it.
             is_stopping: whether the job is to end now.
 
-        Returns:
-            Path of the stored checkpoint; or None, and why it was given up.
+        Returns path of the stored checkpoint; or None, and why it was given up.
 
         Raises WorkerDismissed: the job ends. SourceError: there is no such checkpoint, or it may not be read. That the
         run's storage is not there, or denies it, is waited for: a mount that is away looks like that.

@@ -231,8 +231,7 @@ class RunStorage:
             metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-        Returns:
-            The checkpoint in the run's directory.
+        Returns the checkpoint in the run's directory.
 
         Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
         the run's directory.
@@ -275,8 +274,7 @@ class RunStorage:
             source: a local directory, or a checkpoint anywhere.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-        Returns:
-            Names of the files that were added; None while rank 0 has stored no such checkpoint.
+        Returns names of the files that were added; None while rank 0 has stored no such checkpoint.
 
         Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
         the run's directory.

@@ -158,8 +158,7 @@ class AgreedChanges:
             added: what this rank has added, by accumulator and name.
             agree: announces the vote; adds up numbers that ride along.
 
-        Returns:
-            Accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the collective failed.

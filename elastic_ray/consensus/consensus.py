@@ -128,8 +128,7 @@ class RankConsensus:
         Args:
             known: all ranks have made these before, and can make no others.
 
-        Returns:
-            Whether :meth:`agreed` must be asked before their results are used.
+        Returns whether :meth:`agreed` must be asked before their results are used.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -187,8 +186,7 @@ class RankConsensus:
             wait_s: longest wait for the others.
             fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
 
-        Returns:
-            The fingerprints of all ranks; none where they have not all come within this time.
+        Returns the fingerprints of all ranks; none where they have not all come within this time.
         """
         if self.announcer.announce_finished(what, self._position.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
@@ -280,8 +278,7 @@ class RankConsensus:
             join: of a rank without samples: takes part in what the others have announced.
             plan: is compared as well.
 
-        Returns:
-            Accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the group broke.

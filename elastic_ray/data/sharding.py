@@ -63,9 +63,8 @@ def step_size(
         least: fewest samples of a rank's share, 1 or 2. With 2 one worker alone leaves itself as many for the last
             step, and a leftover that would leave some rank one is taken along, at most two samples more per rank.
 
-    Returns:
-        0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
-        `world_size`.
+    Returns 0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
+    `world_size`.
 
     Raises ValueError: bad input.
 
@@ -124,8 +123,7 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
     """How many micro-steps a step of `count` samples has: `micro_steps`, or fewer if some would be below `least`.
 
-    Returns:
-        min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
+    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
 
     Raises ValueError: bad input.
     """
@@ -140,12 +138,11 @@ def split(
 ) -> Indices:
     """Sizes of the pieces into which a step of `count` samples is cut.
 
-    Returns:
-        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
-        `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
-        ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less
-        than `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least`
-        where `count` has as many for each rank.
+    Returns array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
+    `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two ranks'
+    sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less than
+    `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least` where
+    `count` has as many for each rank.
 
     Raises ValueError: bad input, or shares of another number of ranks.
 

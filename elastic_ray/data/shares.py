@@ -50,8 +50,7 @@ def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
         shares: weights and bounds.
         micro_steps: micro-batches of each rank; every one gets a sample at least.
 
-    Returns:
-        One size of ``micro_steps`` or more for each rank; together they are ``count``.
+    Returns one size of ``micro_steps`` or more for each rank; together they are ``count``.
     """
     ranks = len(shares.weights)
     even = count // (ranks * micro_steps)

@@ -54,8 +54,7 @@ def impossible(
         nodes: all living nodes; only ``total`` and ``labels`` count.
         sizes: numbers of workers that the job may have.
 
-    Returns:
-        A sentence that names the resource (or label) and what to change; None if the job could run.
+    Returns A sentence that names the resource (or label) and what to change; None if the job could run.
     """
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:

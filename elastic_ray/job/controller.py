@@ -334,8 +334,7 @@ class JobController:
     async def renew(self, spec: JobSpec) -> str:
         """Run another trial after the one that was closed.
 
-        Returns:
-            Name of this controller; empty if it waits for no other trial.
+        Returns name of this controller; empty if it waits for no other trial.
 
         Everything but the train function, its config, and the places of results and checkpoints is to be the same.
         """

@@ -164,8 +164,7 @@ class LearningRates:
             scale: global / initial batch size.
             has_statistics: whether the strategy gives gradient statistics, without which no rule holds by default.
 
-        Returns:
-            The rates before, for :meth:`restore`; None where they are as they were.
+        Returns the rates before, for :meth:`restore`; None where they are as they were.
         """
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor

@@ -205,8 +205,7 @@ class RecordWriter:
         Args:
             first_report: number of the first report of this run, as the one before knew it; 0 for none.
 
-        Returns:
-            The last reports, which the record has taken as well.
+        Returns the last reports, which the record has taken as well.
 
         Raises OSError: the files could not be read.
         """

@@ -69,8 +69,7 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
     Args:
         tree: dicts, lists and tuples of tensors and plain values.
 
-    Returns:
-        The tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
+    Returns the tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
     """
     count = 0
 

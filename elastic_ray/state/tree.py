@@ -208,8 +208,7 @@ def receive_state(
     Args:
         own: for a key, this rank's captured tree when its tensors may be overwritten in place, else None.
 
-    Returns:
-        The trees, and the keys whose tensors were received in place (nothing is left to restore there).
+    Returns the trees, and the keys whose tensors were received in place (nothing is left to restore there).
 
     Raises CommunicationFailedError: the peer is gone, or what it sends is no state; nothing of it was taken over.
     """

@@ -155,9 +155,8 @@ class WarmPool:
             first: it has just begun to train.
             over: it has ended, and asks for the last time.
 
-        Returns:
-            Names and nodes of processes that the caller is to start now; and, by node, a process that can look at
-            others.
+        Returns names and nodes of processes that the caller is to start now; and, by node, a process that can look at
+        others.
         """
         await self._found
         now_s = time.monotonic()

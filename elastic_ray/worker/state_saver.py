@@ -154,8 +154,7 @@ class StateSaver:
         Args:
             until: asked meanwhile; once it says yes, it is given up.
 
-        Returns:
-            Why it could not be saved; empty if it was.
+        Returns why it could not be saved; empty if it was.
         """
         begin_s = time.monotonic()
         order = self._saving.take_order()

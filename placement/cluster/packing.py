@@ -42,8 +42,7 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
         counts: wanted workers per job; jobs that are left out get none.
         jobs: the jobs, with ``allocation`` as the present place of their workers.
 
-    Returns:
-        The places, and what found none. Every job appears that has a place.
+    Returns the places, and what found none. Every job appears that has a place.
     """
     wanted = [view for view in sorted(jobs, key=lambda view: view.arrival) if counts.get(view.job, 0) > 0]
     packing = _place(counts, wanted, cluster, keep=True)

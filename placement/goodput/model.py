@@ -201,9 +201,8 @@ class GoodputModel:
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
         """For a job that keeps to another batch than M0.
 
-        Returns:
-            A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its samples:
-            its goodput times the worth is this model's goodput at the batch.
+        Returns A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its
+        samples: its goodput times the worth is this model's goodput at the batch.
 
         Raises ValueError: the batch is below 1.
         """

@@ -55,8 +55,7 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
         nodes: nodes of each shape, of shape (C,) or (J, C).
         workers: workers of each shape, likewise, 1 or more.
 
-    Returns:
-        Array (J, C), 0 where no batch fits.
+    Returns array (J, C), 0 where no batch fits.
     """
     shape = len(questions), np.shape(workers)[-1]
     asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]

@@ -75,8 +75,7 @@ def guarantee(
         now_s: present time [s since the epoch].
         refused: jobs that get no guarantee, and why.
 
-    Returns:
-        The jobs with these minimums, and what to add to the reason of each job with a deadline.
+    Returns the jobs with these minimums, and what to add to the reason of each job with a deadline.
     """
     dated = {view.job for view in views if view.deadline_s is not None}
     if not dated:

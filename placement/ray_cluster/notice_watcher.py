@@ -178,8 +178,7 @@ def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
         node_id: hex id.
         deadline_s: when it goes [s, time of day].
 
-    Returns:
-        Why Ray refuses, or "".
+    Returns why Ray refuses, or "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

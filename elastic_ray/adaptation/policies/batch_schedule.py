@@ -79,8 +79,7 @@ def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
     >>> parse_schedule("10:2,100:4")
     ((10, 2.0), (100, 4.0))
 
-    Returns:
-        The values with their lengths, in order.
+    Returns the values with their lengths, in order.
 
     Raises ValueError: it has another form, or a value is below 1 or a length not above 0.
     """

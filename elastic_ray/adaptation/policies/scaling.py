@@ -240,8 +240,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
         new: more workers.
         new_rate: their throughput.
 
-    Returns:
-        1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
+    Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 

@@ -206,8 +206,7 @@ class PartSaver:
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
         """Write it; on the first rank, wait for those of the others, and complete the checkpoint.
 
-        Returns:
-            The checkpoint, on the first rank.
+        Returns the checkpoint, on the first rank.
 
         Raises:
             InterruptedError: ``go_on`` said no. UnsafeStateError: it holds more than tensors and plain values.

@@ -61,8 +61,7 @@ def agree(
         counts: whether it adds to it as well; one rank does at least.
         changed: whether what it holds may differ from what others hold.
 
-    Returns:
-        The mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
+    Returns the mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
 
     Raises CommunicationFailedError: the group broke.
     """

@@ -225,8 +225,7 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
         scaler: this rank's, enabled; None without AMP, on all ranks alike.
         counts: whether this rank's counts.
 
-    Returns:
-        The scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
+    Returns the scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
     """
     if scaler is None:
         return None

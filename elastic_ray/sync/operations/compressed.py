@@ -22,9 +22,8 @@ class Compression(Protocol):
     ) -> Sequence[Any]:
         """Start the round after the first ``finished``.
 
-        Returns:
-            Its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this rank
-            has to send later, so that the sum over ranks of both is the exact one.
+        Returns its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this
+        rank has to send later, so that the sum over ranks of both is the exact one.
         """
 
     def commit(self) -> None:

@@ -32,8 +32,7 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
         nodes: the node of each rank.
         copies: owners of a tile; 1 or more.
 
-    Returns:
-        By tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
+    Returns by tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
     """
     world = len(held)
     copies = min(copies, world)
@@ -99,8 +98,7 @@ class _Matching:
             gives_up: whether a tile may leave a rank that owns it.
             apart: whether its owners must be on different nodes.
 
-        Returns:
-            Whether there is one.
+        Returns whether there is one.
         """
         gives: dict[int, tuple[int, int]] = {}  # by tile: the owner that it would give up, and for which tile
         queue = collections.deque([tile])

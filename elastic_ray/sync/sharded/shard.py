@@ -72,8 +72,7 @@ class TableShard:
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
         """Hold what this rank owns in a new group; all ranks hold rows of the same update, or none.
 
-        Returns:
-            How many tiles were sent between ranks.
+        Returns how many tiles were sent between ranks.
 
         Raises RowsLostError: no rank holds some rows; raised on every rank.
         """
@@ -188,8 +187,7 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
         readers: the rank to ask, by tile.
         ids: of the rows, [n].
 
-    Returns:
-        The rows, [n, width].
+    Returns the rows, [n, width].
     """
     here = store.holds(ids)
     away = (~here).nonzero().squeeze(1)
@@ -214,8 +212,7 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
         ids: of the rows, each once, [n].
         gradient: theirs, [n, width].
 
-    Returns:
-        By rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
+    Returns by rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
     """
     to = owners[ids % len(owners)]
     order = torch.argsort(to.reshape(-1), stable=True)

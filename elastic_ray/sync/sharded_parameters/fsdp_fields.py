@@ -198,8 +198,7 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
     """The parameters of a sharded module whose gradients torch scatters together, in the order in which they lie.
 
-    Returns:
-        Each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
+    Returns each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
@@ -382,8 +381,7 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
             nothing else lies in their memory.
         chunk: rows of the largest shard, to which torch fills all of them up.
 
-    Returns:
-        All of it, zero beyond the rows, and the rows in it.
+    Returns all of it, zero beyond the rows, and the rows in it.
     """
     alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
     if rows is not None and alone and len(rows) == chunk:

@@ -192,8 +192,7 @@ def carry_out(
 ) -> list[tuple[Piece, Rows]]:
     """Send rows to ranks that lack them; all ranks call it with the same moves. One message for each pair of ranks.
 
-    Returns:
-        What this rank has received.
+    Returns what this rank has received.
 
     Raises CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
     """

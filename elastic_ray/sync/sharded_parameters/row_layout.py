@@ -182,9 +182,8 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
         held: the shards of each rank.
         target: in which each rank follows one other.
 
-    Returns:
-        The target, with others in the place of those followers that lack some rows, where there are others that lack
-        none: those in turn that follow the fewest.
+    Returns the target, with others in the place of those followers that lack some rows, where there are others that
+    lack none: those in turn that follow the fewest.
     """
     if target.follower_of(0) is None:
         return target
@@ -289,9 +288,8 @@ def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tupl
         held: the shards of each rank.
         stays: whether a rank does; at least one.
 
-    Returns:
-        Shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
-        those in turn that have received the fewest.
+    Returns shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
+    those in turn that have received the fewest.
     """
     staying = [rank for rank, stay in enumerate(stays) if stay]
     if not staying:

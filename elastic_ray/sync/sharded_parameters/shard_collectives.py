@@ -291,8 +291,7 @@ class ShardCollectives:
     def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
         """This rank's part of the sum of ``tensor`` over some ranks, this one among them, into ``output``.
 
-        Returns:
-            What was added up, [ranks, elements]; None in a step that is lost.
+        Returns what was added up, [ranks, elements]; None in a step that is lost.
         """
         parts = torch.empty_like(tensor)
         if not self._exchanged(what, parts, _bytes(tensor), ranks):

@@ -191,8 +191,7 @@ class GradientStatistics:
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
         """Where each rank has a part of the step's mean gradient: what all ranks add up for :meth:`take_mean`.
 
-        Returns:
-            :attr:`mean_size` numbers; zeros for what is not measured.
+        Returns :attr:`mean_size` numbers; zeros for what is not measured.
         """
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
         found = [0.0] * self._groups

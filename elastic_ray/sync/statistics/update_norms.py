@@ -29,8 +29,7 @@ def with_update_norms(
         groups: its trainable parameters, by parameter group.
         whole: whether it holds the whole state.
 
-    Returns:
-        What ``apply`` returns, and the 2-norms.
+    Returns what ``apply`` returns, and the 2-norms.
     """
     steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()

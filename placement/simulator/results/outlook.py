@@ -88,8 +88,7 @@ def outlook(
         stay: the jobs are on these nodes, and their first row is what they have; else they all start anew.
         constraints: the cluster's rules, tenants among them.
 
-    Returns:
-        One for each job, in the order of the views.
+    Returns one for each job, in the order of the views.
 
     Raises InputError: unknown policy, or one that breaks a rule.
     """
