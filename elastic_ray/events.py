@@ -168,10 +168,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """The JSON object on a line of a run's files, which anybody may have written.
-
-    Raises ValueError: there is none.
-    """
+    """The JSON object on a line of a run's files, which anybody may have written. Raises ValueError: there is none."""
     try:
         values = load(line)
     except RecursionError:

@@ -45,10 +45,7 @@ class Raised:
 
 
 def seal(value: Any) -> Sealed:
-    """Close an object.
-
-    Raises TypeError: it cannot be pickled.
-    """
+    """Close an object. Raises TypeError: it cannot be pickled."""
     try:
         return Sealed(pickled=_dumps(value))
     except Exception as error:

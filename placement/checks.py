@@ -43,9 +43,6 @@ def is_whole(value: object, least: int = 0) -> bool:
 
 
 def check_whole(what: str, value: object, *, least: int = 0, error: type[ValueError] = ValueError) -> None:
-    """Refuse what is no whole number, or below ``least``.
-
-    Raises ValueError: it is so (or ``error``).
-    """
+    """Refuse what is no whole number, or below ``least``. Raises ValueError: it is so (or ``error``)."""
     if not is_whole(value, least):
         raise error(f"{what} must be a whole number, {least} or more, but got {value!r}")

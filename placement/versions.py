@@ -31,10 +31,7 @@ def spoken() -> Spoken:
 
 
 def check_spoken(theirs: Spoken, they: str, we: str) -> None:
-    """Refuse to work with a process of another protocol.
-
-    Raises VersionError: the numbers differ; names both sides.
-    """
+    """Refuse to work with a process of another protocol. Raises VersionError: the numbers differ; names both sides."""
     ours = spoken()
     if theirs.protocol != ours.protocol:
         raise VersionError(

@@ -259,10 +259,7 @@ class ElasticTrainable(Trainable):
         """The workers read it."""
 
     def restore(self, checkpoint_path: Any) -> None:
-        """Go on from a checkpoint of this trial or another one.
-
-        Raises NoCheckpointError: there is none.
-        """
+        """Go on from a checkpoint of this trial or another one. Raises NoCheckpointError: there is none."""
         if checkpoint_path.checkpoint is None:
             raise NoCheckpointError(self.trial_id)
         where = _WhereItIs(checkpoint_path.checkpoint.path, checkpoint_path.checkpoint.filesystem)

@@ -202,10 +202,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Refuse to search what the allocator decides.
-
-    Raises ValueError: it is such a parameter.
-    """
+    """Refuse to search what the allocator decides. Raises ValueError: it is such a parameter."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "

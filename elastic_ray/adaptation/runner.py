@@ -294,10 +294,7 @@ def _is_same(policy: Policy, other: Policy) -> bool:
 
 
 def _requests(answer: Any) -> list[Request]:
-    """A hook's answer as a list.
-
-    Raises TypeError: it is something else than a request, several, or None.
-    """
+    """A hook's answer as a list. Raises TypeError: it is something else than a request, several, or None."""
     if answer is None:
         return []
     several = not is_request(answer) and isinstance(answer, Iterable)

@@ -148,10 +148,7 @@ def keep_last(storage: RunStorage, state: StateFile) -> None:
 
 
 def of_unfinished(storage: RunStorage, states: Sequence[StateFile]) -> tuple[StateFile, ...]:
-    """Those of ``states`` that a job did not finish with, in order.
-
-    Raises OSError: storage cannot be read.
-    """
+    """Those of ``states`` that a job did not finish with, in order. Raises OSError: storage cannot be read."""
     path = posixpath.join(storage.path, DIRECTORY, _FINISHED)
     if not states:
         return ()

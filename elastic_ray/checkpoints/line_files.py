@@ -43,10 +43,7 @@ class LineFile:
         self._part = 0
 
     def append(self, lines: Sequence[str]) -> None:
-        """Add lines.
-
-        Raises OSError: they cannot be written; the file is as it was.
-        """
+        """Add lines. Raises OSError: they cannot be written; the file is as it was."""
         if isinstance(self._filesystem, pyarrow.fs.LocalFileSystem):
             self._append_locally("".join(f"{line}\n" for line in lines).encode())
             return

@@ -135,15 +135,9 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return False
 
     def add(self, key: str, amount: int) -> int:
-        """No group of ours counts anything.
-
-        Raises NotImplementedError: always.
-        """
+        """No group of ours counts anything. Raises NotImplementedError: always."""
         raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """No group of ours compares anything.
-
-        Raises NotImplementedError: always.
-        """
+        """No group of ours compares anything. Raises NotImplementedError: always."""
         raise NotImplementedError(f"a rendezvous through the controller does not compare, but was asked to: {key!r}")

@@ -49,10 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8).
-
-    Raises ValueError: it is neither, or not 1 <= min <= max.
-    """
+    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8). Raises ValueError: it is neither, or not 1 <= min <= max."""
     match = _RANGE.fullmatch(text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -134,10 +131,7 @@ def as_field(value: Any) -> Any:
 
 
 def read_overrides(environment: Mapping[str, str]) -> Overrides:
-    """What the variables ask for.
-
-    Raises ValueError: a value is wrong; names the variable.
-    """
+    """What the variables ask for. Raises ValueError: a value is wrong; names the variable."""
     for unknown in sorted(name for name in environment if name.startswith(_PREFIX) and name not in _KNOWN):
         logger.warning("environment variable %s has no effect%s", unknown, meant(unknown, _KNOWN))
     workers, use_gpu = environment.get(WORKERS, ""), environment.get(USE_GPU, "")

@@ -297,10 +297,7 @@ class ElasticTrainer:
 
 
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
-    """From the smallest to the largest size that is allowed.
-
-    Raises ValueError: none is.
-    """
+    """From the smallest to the largest size that is allowed. Raises ValueError: none is."""
     low, high = scaling.min_workers, scaling.max_workers
     try:
         low, high = scheduling.allowed_sizes.within(low, high)

@@ -140,10 +140,7 @@ _WAY_OUT = (
 
 
 def check(function: str, given: Mapping[str, Any]) -> None:
-    """Whether a call of Ray Train's function can be kept.
-
-    Raises RuntimeError: not so; the message says the way out.
-    """
+    """Whether a call of Ray Train's function can be kept. Raises RuntimeError: not so; the message says the way out."""
     if function == "prepare_model" and given.get("parallel_strategy") not in ("ddp", None):
         raise RuntimeError(
             f"prepare_model(parallel_strategy={given['parallel_strategy']!r}) cannot be kept in an elastic job, whose "

@@ -64,10 +64,7 @@ _DRIVER = "driver"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the job's controller, a warm one or a new one.
-
-    Raises ValueError: a controller of that name is alive.
-    """
+    """Return the job's controller, a warm one or a new one. Raises ValueError: a controller of that name is alive."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return _warm(spec) or _create(spec)
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -284,10 +281,7 @@ class JobController:
         await self._persist_state()
 
     async def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it.
-
-        Raises ValueError: it is not paused.
-        """
+        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
         await self._recovered.wait()
         self._job.resume()
         await self._persist_state()

@@ -119,10 +119,7 @@ class JobStarter:
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
-        """Look what storage has of the run.
-
-        Raises OSError: it could not be read within ``timeout_s``.
-        """
+        """Look what storage has of the run. Raises OSError: it could not be read within ``timeout_s``."""
         stored = await self._writer.look(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None

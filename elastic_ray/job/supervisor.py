@@ -176,10 +176,7 @@ class JobSupervisor:
         return ""
 
     def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it.
-
-        Raises ValueError: it is not paused.
-        """
+        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
         if not self._paused or self.record.phase.ended:
             raise ValueError(
                 f"job {self._spec.job!r} cannot be resumed: it is not paused, it is {self.record.phase.value}"

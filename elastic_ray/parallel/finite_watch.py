@@ -92,10 +92,7 @@ class FiniteWatch:
         return math.isfinite(float(largest)) or all(bool(grad.isfinite().all()) for grad in grads)
 
     def check_parameters(self) -> None:
-        """At the end of the train function.
-
-        Raises NonFiniteParametersError: parameters are NaN or infinite.
-        """
+        """At the end of the train function. Raises NonFiniteParametersError: parameters are NaN or infinite."""
         if not self.looks:
             return
         held: list[tuple[str, torch.Tensor]] = [

@@ -16,10 +16,7 @@ class NonFiniteParametersError(FloatingPointError):
 
 
 def check_choice(nonfinite: object) -> str:
-    """What to do about them, as the user chose it.
-
-    Raises ValueError: it is none of ``NONFINITE``.
-    """
+    """What to do about them, as the user chose it. Raises ValueError: it is none of ``NONFINITE``."""
     if nonfinite not in NONFINITE:
         raise ValueError(f"nonfinite must be one of {', '.join(NONFINITE)}, but got {nonfinite!r}")
     return str(nonfinite)

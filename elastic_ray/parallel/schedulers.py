@@ -60,10 +60,7 @@ class Schedulers:
         return any("initial_lr" in group for group in self._optimizer.param_groups)
 
     def _check(self) -> None:
-        """Refuse a scheduler that is not known.
-
-        Raises ValueError: there is one.
-        """
+        """Refuse a scheduler that is not known. Raises ValueError: there is one."""
         unknown = not self._known and not self._rates_were_loaded and self._has_initial_rates()
         known = [id(each) for scheduler in self._known for each in _with_inner(scheduler)]
         strangers, made = self._strangers(known)

@@ -74,10 +74,7 @@ class EndedJobNote:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
-        """The inverse of :meth:`to_json`.
-
-        Raises ValueError: it is something else, or of a newer release.
-        """
+        """The inverse of :meth:`to_json`. Raises ValueError: it is something else, or of a newer release."""
         told = load(text)
         if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
             raise ValueError("a note of an ended job must be an object with an object 'status'")

@@ -50,20 +50,14 @@ def too_deep(where: str) -> NotPlainError:
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes.
-
-    Raises NotPlainError: something in it is of a type that is not plain.
-    """
+    """The value as bytes. Raises NotPlainError: something in it is of a type that is not plain."""
     out = bytearray()
     _write(out, value, "", 0)
     return bytes(out)
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of :func:`encode`.
-
-    Raises ValueError: these bytes are not what :func:`encode` makes.
-    """
+    """The inverse of :func:`encode`. Raises ValueError: these bytes are not what :func:`encode` makes."""
     reader = _Reader(data)
     try:
         value = reader.value(0)
@@ -80,10 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """The inverse of :func:`dtype_name`.
-
-    Raises ValueError: torch has no such type.
-    """
+    """The inverse of :func:`dtype_name`. Raises ValueError: torch has no such type."""
     found = getattr(torch, name, None) if isinstance(name, str) and _NAME.fullmatch(name) else None
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no plain value: torch has no type {name!r}")

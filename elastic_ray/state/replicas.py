@@ -42,10 +42,7 @@ class Replicas:
         self._trains: dict[int, bool] = {}  # mode of each model in its last optimizer step, by its id
 
     def add(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Another model, and what steps it.
-
-        Raises ValueError: one that was added before has some of its parameters.
-        """
+        """Another model, and what steps it. Raises ValueError: one that was added before has some of its parameters."""
         known = {id(p): number for number, other in enumerate(self._modules) for p in other.parameters()}
         for name, p in module.named_parameters():
             if id(p) in known:

@@ -108,10 +108,7 @@ class SharedState:
         self._snapshots: list[Any] = []
 
     def register(self, key: str, state: Stateful) -> None:
-        """Make ``state`` part of what joiners receive.
-
-        Raises ValueError: the key is taken.
-        """
+        """Make ``state`` part of what joiners receive. Raises ValueError: the key is taken."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state

@@ -77,10 +77,7 @@ class _Spec:
 
     @classmethod
     def from_plain(cls, told: Any) -> _Spec:
-        """The inverse of :meth:`to_plain`.
-
-        Raises ValueError: a peer has sent something else.
-        """
+        """The inverse of :meth:`to_plain`. Raises ValueError: a peer has sent something else."""
         shape, dtype, cuda = told
         if type(shape) is not tuple or len(shape) > _MOST_DIMENSIONS or type(cuda) is not bool:
             raise ValueError(f"no tensor is like {told!r:.80}")

@@ -265,10 +265,7 @@ class Allocator:
                 await asks.withdraw()
 
     async def speak(self, theirs: Spoken) -> None:
-        """A controller or a driver says what it speaks, before anything else.
-
-        Raises VersionError: something else.
-        """
+        """A controller or a driver says what it speaks, before anything else. Raises VersionError: something else."""
         check_spoken(theirs, "a job", "the cluster's allocator")
 
     async def heartbeat(

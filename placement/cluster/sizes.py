@@ -90,10 +90,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """The smallest and the largest allowed size between these.
-
-        Raises ValueError: none is.
-        """
+        """The smallest and the largest allowed size between these. Raises ValueError: none is."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""

@@ -129,10 +129,7 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
-    """Refuse an assessor beside a tuner that stops trials itself.
-
-    Raises ValueError: there is one.
-    """
+    """Refuse an assessor beside a tuner that stops trials itself. Raises ValueError: there is one."""
     if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "

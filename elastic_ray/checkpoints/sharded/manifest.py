@@ -307,10 +307,7 @@ def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
 
 
 def _read(content: bytes) -> dict[Any, Any]:
-    """Its fields.
-
-    Raises ManifestError: it is none of this version.
-    """
+    """Its fields. Raises ManifestError: it is none of this version."""
     try:
         told = decode(content)
     except ValueError as error:

@@ -75,10 +75,7 @@ def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
 
 
 def read_manifest(storage: RunStorage, state: StateFile) -> Manifest:
-    """What a checkpoint holds.
-
-    Raises CorruptStateError, ManifestError, OSError: it is not what was written.
-    """
+    """What a checkpoint holds. Raises CorruptStateError, ManifestError, OSError: it is not what was written."""
     path = posixpath.join(state.path, MANIFEST)
     size = _size(storage, path)
     if size > _LARGEST_MANIFEST_BYTES:

@@ -119,10 +119,7 @@ class ReadEvent:
 
 
 def read_event(record: bytes) -> ReadEvent:
-    """The inverse, of scalars.
-
-    Raises ValueError: it is no event.
-    """
+    """The inverse, of scalars. Raises ValueError: it is no event."""
     time_s, step, restarts, is_text, values = 0.0, 0, False, False, dict[str, float]()
     for number, value in _fields(record):
         if number == _STEP and isinstance(value, int):

@@ -175,10 +175,7 @@ class EventFiles:
         self._not_before_s = self._again_s = 0.0
 
     def find(self) -> Found:
-        """What earlier controllers have written that still counts.
-
-        Raises OSError: the directory cannot be read.
-        """
+        """What earlier controllers have written that still counts. Raises OSError: the directory cannot be read."""
         selector = pyarrow.fs.FileSelector(self._folder, allow_not_found=True)
         names = [posixpath.basename(entry.path) for entry in self._filesystem.get_file_info(selector) if entry.is_file]
         names = sorted(name for name in names if _FILE.fullmatch(name))

@@ -51,10 +51,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 
     @property
     def _collectives(self) -> ShardCollectives | None:
-        """None for a group of one.
-
-        Raises RuntimeError: the model whose collectives they were is gone.
-        """
+        """None for a group of one. Raises RuntimeError: the model whose collectives they were is gone."""
         found = self._known()
         if found is None and not self._alone:
             raise RuntimeError(

@@ -288,10 +288,7 @@ class ShardedGradients:
             raise CommunicationFailedError(cause)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Not for sharded models.
-
-        Raises RuntimeError: always.
-        """
+        """Not for sharded models. Raises RuntimeError: always."""
         raise RuntimeError(
             "no_sync() is not served for a sharded model, of which no rank could hold whole gradients: let the loader "
             "accumulate (autoscale_batch_size(..., gradient_accumulation=True))"
@@ -373,17 +370,11 @@ class ShardedGradients:
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
-        """Refuse another one.
-
-        Raises StrategyError: always.
-        """
+        """Refuse another one. Raises StrategyError: always."""
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
-        """Refuse: there is none.
-
-        Raises StrategyError: always.
-        """
+        """Refuse: there is none. Raises StrategyError: always."""
         raise StrategyError(checks.NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------

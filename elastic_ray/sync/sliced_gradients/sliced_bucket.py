@@ -65,10 +65,7 @@ class SlicedBucket(Bucket):
                 param.grad = plain_or_sliced(param.grad)
 
     def put(self, weight: float) -> None:
-        """See ``Bucket``.
-
-        Raises RuntimeError: as there; or a gradient of an earlier pass was not zeroed.
-        """
+        """See ``Bucket``. Raises RuntimeError: as there; or a gradient of an earlier pass was not zeroed."""
         if any(isinstance(param.grad, SlicedGradient) for param in self.params):
             raise RuntimeError(ADDS_UP)
         self._kept = None

@@ -56,10 +56,7 @@ class Disturbances:
             raise InputError("spot must be one trace for all nodes, or one a GPU type, but got both")
 
     def check(self, rules: Rules, cluster: Cluster) -> None:
-        """Whether these rules and this cluster know of such things.
-
-        Raises InputError: they do not.
-        """
+        """Whether these rules and this cluster know of such things. Raises InputError: they do not."""
         wrong = dataclasses.replace(self, noise=0.0, spot_offset_h=0.0)
         if rules.round_s is not None and wrong != Disturbances():
             changed = [f.name for f in dataclasses.fields(self) if getattr(wrong, f.name) != f.default]

@@ -255,10 +255,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """The rules of that name, or the rules themselves.
-
-    Raises InputError: no rules have that name.
-    """
+    """The rules of that name, or the rules themselves. Raises InputError: no rules have that name."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:
