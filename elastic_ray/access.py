@@ -123,8 +123,7 @@ def check_access(address: str, *, mode_is_open: bool = False) -> None:
         mode_is_open: RAY_AUTH_MODE is not set, and the cluster was found on this machine: Ray would send a token if
             there is one. One that wants none is joined without.
 
-    Raises:
-        AccessRefusedError: the token is missing or wrong, or the cluster knows none; the message tells the way out.
+    Raises AccessRefusedError: the token is missing or wrong, or the cluster knows none; the message tells the way out.
     """
     token = _token(mode_is_open)
     if split(address) is None:

@@ -48,7 +48,6 @@ class TrialFacts:
 
     Attributes:
         sweep: its name, as ``elastic-ray stop`` takes it.
-        parameters: of the trial, by name.
         metric: what the sweep compares trials by; empty where that is not known.
         mode: "max" if a larger metric is better, "min" otherwise.
         rungs: reports after which the sweep may cut it, ascending, the last one its end; empty where unknown.
@@ -169,11 +168,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """The JSON object on a line of a run's files, which anybody may have written.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The JSON object on a line of a run's files, which anybody may have written. Raises ValueError: there is none."""
     try:
         values = load(line)
     except RecursionError:

@@ -95,7 +95,6 @@ class FaultInjector:
     """Carries out a script in one worker process.
 
     Args:
-        faults: the script.
         claim: asks whether this process may carry out fault number i (each strikes once in a job's life).
     """
 

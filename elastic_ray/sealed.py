@@ -32,7 +32,6 @@ class Raised:
     Attributes:
         traceback_text: its traceback, as text; of a very long one the beginning and the end.
         rank: rank of the worker.
-        node: its node.
         pickled: the exception itself; None where it cannot make the round trip.
     """
 
@@ -46,11 +45,7 @@ class Raised:
 
 
 def seal(value: Any) -> Sealed:
-    """Close an object.
-
-    Raises:
-        TypeError: it cannot be pickled.
-    """
+    """Close an object. Raises TypeError: it cannot be pickled."""
     try:
         return Sealed(pickled=_dumps(value))
     except Exception as error:

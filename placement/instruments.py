@@ -38,7 +38,6 @@ class Instrument:
         name: as Ray is given it: Ray puts ``ray_`` in front.
         kind: what its values mean.
         description: one sentence, with the unit.
-        labels: names of its labels.
         buckets: of a histogram, upper bounds, rising, all above 0.
     """
 
@@ -63,8 +62,7 @@ class Instrument:
             value: in the metric's unit; None for unknown.
             *labels: values of the labels, in their order.
 
-        Raises:
-            ValueError: there are more or fewer labels than the metric has.
+        Raises ValueError: there are more or fewer labels than the metric has.
         """
         if len(labels) != len(self.labels):
             raise ValueError(f"{self.name} must get values for {self.labels}, but got {labels}")
@@ -78,7 +76,6 @@ class Sample:
     """Value of a metric at one time.
 
     Attributes:
-        instrument: the metric.
         labels: values of its labels, in their order.
         value: finite; of a counter what is added, above 0.
     """

@@ -82,7 +82,6 @@ class RungSizes:
     """Workers of a trial in each rung, and what the rest of the sweep then takes.
 
     Attributes:
-        sizes: by rung.
         seconds: until the end.
         worker_s: worker-seconds until then.
         feasible: whether that keeps the limits; if not, it comes closest.
@@ -99,7 +98,6 @@ def rungs_left(promise: Promise, trials: int, records: Collection[TrialRecord]) 
 
     Args:
         promise: with ``max_t``.
-        trials: in all.
         records: those that are known.
     """
     found, low, expected = [], 0, float(trials)
@@ -133,7 +131,6 @@ def size_rungs(
     """Compute the sizes of the rungs that meet the limits at the least cost.
 
     Args:
-        rungs: what is left.
         rates: reports per second of a trial on 1, 2, ... workers; 0 for a size that it cannot have. One is above 0.
         slots: workers that the cluster has room for.
         at_once: trials that run at a time, at most.
@@ -173,9 +170,6 @@ class SweepPlanner:
     """Gives trials their sizes while a sweep runs.
 
     Args:
-        sweep: its limits.
-        promise: with rungs.
-        trials: in all.
         begun_s: when the sweep began [s].
     """
 
@@ -195,7 +189,6 @@ class SweepPlanner:
         """Workers of each trial that runs; empty while no trial has told how fast it is.
 
         Args:
-            records: of all trials, by name.
             views: of those that run.
             slots: how many of a trial's workers fit on each node of the empty cluster.
             now_s: present time [s].

@@ -105,8 +105,7 @@ def this_driver(
 ) -> SweepDriver:
     """Return a new driver in this process, of the sweep with its results in ``folder``.
 
-    Raises:
-        ValueError: there are limits, and nobody says how much is to be trained.
+    Raises ValueError: there are limits, and nobody says how much is to be trained.
     """
     if limits is not None and limits.planned:
         if promise is None or promise.max_t is None:
@@ -134,8 +133,7 @@ def this_driver(
 def claim_sweep(name: str, driver: SweepDriver) -> None:
     """Make ``driver`` the only one of the sweep of this name; waits while one before it may have just ended.
 
-    Raises:
-        SweepRunsError: another sweep of this name runs.
+    Raises SweepRunsError: another sweep of this name runs.
     """
     deadline = time.monotonic() + 2 * _SEEN_S
     for attempt in range(_ATTEMPTS):
@@ -291,8 +289,7 @@ class SweepActor:
     async def claim(self, driver: SweepDriver) -> tuple[bool, str] | None:
         """Make ``driver`` the sweep's, unless another one may still drive it.
 
-        Returns:
-            None if it is, else whether the other one surely runs, and what it is in words.
+        Returns None if it is, else whether the other one surely runs, and what it is in words.
         """
         now_s, other = time.monotonic(), self._driver
         if other is not None and other.token != driver.token and not _has_ended(other):

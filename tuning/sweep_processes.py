@@ -87,7 +87,6 @@ class SweepProcesses:
         """Settle a run that is over: its processes end, except those that another run may use.
 
         Args:
-            run: the run.
             fit: those, and whether each has answered; None for none.
         """
         self._kinds.pop(run, None)

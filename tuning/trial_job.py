@@ -181,7 +181,6 @@ class TrialJob:
         trial: name of the trial, unique in the sweep.
         config: the trial's parameters; they go over ``train_loop_config``.
         directory: the trial's own directory.
-        filesystem: file system that it is on.
         knowledge_path: directory under which all trials' measurements are kept.
         start_from: path of a checkpoint, of this trial or another, to start from; None starts anew.
 
@@ -228,8 +227,7 @@ class TrialJob:
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
 
-        Raises:
-            ValueError: no report up to the promise's second rung has had its metric.
+        Raises ValueError: no report up to the promise's second rung has had its metric.
         """
         try:
             report = self._handle.next_report(self._taken, timeout)
@@ -408,8 +406,6 @@ def claim_run(filesystem: pyarrow.fs.FileSystem, directory: str, last: str, *, p
     of this machine the directory is made, so that of two that ask at the same time each has its own.
 
     Args:
-        filesystem: of the directory.
-        directory: of the trial.
         last: name of the trial's last run; empty for none.
         private: whether only the user may read it.
     """

@@ -90,7 +90,6 @@ class TrialRecord:
     """Record of how far a trial is, and how good it was on the way.
 
     Attributes:
-        trial: its name.
         values: the metric after 1, 2, ... reports; NaN where it was not reported.
         running: whether it still trains; one that was cut or has ended is only compared with.
     """
@@ -169,11 +168,9 @@ def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
     """The compared metric of a report.
 
     Args:
-        metrics: what was reported.
         names: of the metric; the first one that was reported counts.
 
-    Returns:
-        NaN if it is no number, None if the report lacks it.
+    Returns NaN if it is no number, None if the report lacks it.
     """
     flat = dict(_flat(metrics))
     value = next((flat[name] for name in names if flat.get(name) is not None), None)
@@ -205,11 +202,7 @@ def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str,
 
 
 def check_searchable(name: object) -> None:
-    """Refuse to search what the allocator decides.
-
-    Raises:
-        ValueError: it is such a parameter.
-    """
+    """Refuse to search what the allocator decides. Raises ValueError: it is such a parameter."""
     if name in ("num_workers", "scaling_config"):
         raise ValueError(
             f"{name!r} cannot be searched: the allocator changes a trial's workers while it runs, within "

@@ -128,8 +128,7 @@ class HookCaller:
 
         A hook that does not return in time keeps its thread; the next call gets another one.
 
-        Raises:
-            HookTimeoutError: it has not returned after ``timeout_s`` [s].
+        Raises HookTimeoutError: it has not returned after ``timeout_s`` [s].
         """
         if self._calls is None:
             self._calls = queue.SimpleQueue()

@@ -37,7 +37,6 @@ class PolicyRunner:
     """Policies of one run on one rank. It is also the state of the policies, for joiners, checkpoints and lost steps.
 
     Args:
-        applies: carries out requests.
         tell: tells the job's user something from rank 0.
         tell_here: the same from whichever rank it is.
 
@@ -76,8 +75,7 @@ class PolicyRunner:
         One that is there is not asked twice. Nor is its copy, one of the same class with equal attributes, that comes
         another way, as by the trainer and in the loop; equal ones that come together are several.
 
-        Raises:
-            PolicyError: the state of one is not plain.
+        Raises PolicyError: the state of one is not plain.
         """
         before = list(self._policies)
         for policy in policies:
@@ -149,8 +147,7 @@ class PolicyRunner:
     def settle(self, step: int) -> None:
         """Apply what all ranks have agreed on with the step that was committed.
 
-        Raises:
-            PolicyError: of a strict policy; on every rank.
+        Raises PolicyError: of a strict policy; on every rank.
         """
         if self.ballot.take_entered():
             self._repeat()
@@ -230,8 +227,7 @@ class PolicyRunner:
     def check_plain(self) -> None:
         """Check that the policies' states can be sent to other ranks.
 
-        Raises:
-            PolicyError: one cannot; the message names the attribute.
+        Raises PolicyError: one cannot; the message names the attribute.
         """
         for policy in self._policies:
             for name, value in policy.state_dict().items():
@@ -274,8 +270,7 @@ class PolicyRunner:
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
         """A copy of what of a policy's state is another than at the beginning: its settings are those of each run.
 
-        Raises:
-            PolicyError: it is not plain.
+        Raises PolicyError: it is not plain.
         """
         initial = self._initial[number]
         given = dict(policy.state_dict())
@@ -302,11 +297,7 @@ def _is_same(policy: Policy, other: Policy) -> bool:
 
 
 def _requests(answer: Any) -> list[Request]:
-    """A hook's answer as a list.
-
-    Raises:
-        TypeError: it is something else than a request, several, or None.
-    """
+    """A hook's answer as a list. Raises TypeError: it is something else than a request, several, or None."""
     if answer is None:
         return []
     several = not is_request(answer) and isinstance(answer, Iterable)

@@ -19,7 +19,6 @@ class SharedValues:
         stopped: epoch and number of the loader pass in which a policy has ended the training; None while it continues.
         elapsed_s: since the run's first step [s].
         worker_s: the same, summed over the workers.
-        samples: trained on.
         metrics: watched ones, as reported last.
         reports: how many reports they stand for.
         trains: whether ``before_train`` has been called.

@@ -81,12 +81,7 @@ class GrowthWatch:
         self._paused_until = 0
 
     def observe(
-        self,
-        *,
-        batch_size: int,
-        steps: int,
-        signal: NoiseSignal | None,
-        loss: tuple[int, float] | None = None,
+        self, *, batch_size: int, steps: int, signal: NoiseSignal | None, loss: tuple[int, float] | None = None
     ) -> None:
         """Take a report.
 

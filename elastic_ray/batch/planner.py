@@ -34,7 +34,6 @@ class BatchPlanner:
 
     Attributes:
         loader: the training loader's limits, None before a worker is ready.
-        latest: the latest report.
         rates: last measured throughputs of as many workers with the same batch [samples/s].
         equal_shares: whether no rank takes more of a step than others, since more did not fit into its memory.
 

@@ -74,8 +74,7 @@ class LoaderInfo:
         Args:
             min_workers: fewest workers of the job; several types have two at least.
 
-        Raises:
-            ValueError: the largest batch has fewer than four samples for each worker.
+        Raises ValueError: the largest batch has fewer than four samples for each worker.
         """
         largest = max(self.limits.init_batch_size, self.limits.max_batch_size or 1)
         workers = max(min_workers, 2)

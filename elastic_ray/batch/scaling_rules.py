@@ -149,8 +149,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 def by_name(name: str) -> ScalingRule:
     """The rule of that name, with its default options.
 
-    Raises:
-        ValueError: no such rule; the message lists those there are.
+    Raises ValueError: no such rule; the message lists those there are.
     """
     if name not in RULES:
         raise ValueError(f"learning-rate rule must be one of {', '.join(sorted(RULES))}, but got {name!r}")

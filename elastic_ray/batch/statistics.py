@@ -169,10 +169,8 @@ def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> Flat
 
     Args:
         optimizer: has ``state`` and ``param_groups``.
-        params: of one device.
 
-    Returns:
-        None, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
+    Returns none, the identity, where no parameter has second moments yet or the optimizer keeps none (SGD).
     """
     groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     states = with_steps_read([optimizer.state.get(p, {}) for p in params])
@@ -309,10 +307,8 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
     Args:
         state: of the parameter, or rows of it; of many parameters as ``with_steps_read`` gives them.
         group: the optimizer's options.
-        dtype: of the parameter.
 
-    Returns:
-        None where it divides by nothing, or not yet by anything of worth.
+    Returns None where it divides by nothing, or not yet by anything of worth.
     """
     function = _denominator(state)
     if function is None or _step(state) < WARM_STEPS:
@@ -347,7 +343,6 @@ class BucketPreconditioner:
         """The preconditioner for this step; None = identity.
 
         Args:
-            step: number of the step.
             find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.
         """
         current = step // self._interval

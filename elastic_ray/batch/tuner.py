@@ -260,8 +260,7 @@ class BatchTuner:
         Reports of one failure by several workers lower it once. A decision must follow: the current choice
         may be above the bound.
 
-        Raises:
-            BatchDoesNotFitError: the failing batch was the smallest allowed.
+        Raises BatchDoesNotFitError: the failing batch was the smallest allowed.
         """
         lower = 1 if self.limits.fixed else self.limits.lower
         failed = f"a worker ran out of memory with {atomic_bsz} samples"
@@ -463,7 +462,6 @@ def _observation(key: _Configuration, record: _Record) -> Observation:
         grad_time=statistics.median(record.grad_times) if record.grad_times else 0.0,
         count=float(min(record.steps, _MAX_COUNT)),
         spread=max(
-            statistics.pstdev(map(math.log, record.step_times)),
-            _UNSURE if len(record.step_times) < _TELLING else 0.0,
+            statistics.pstdev(map(math.log, record.step_times)), _UNSURE if len(record.step_times) < _TELLING else 0.0
         ),
     )

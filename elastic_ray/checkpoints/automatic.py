@@ -83,13 +83,11 @@ def state_files(
     """Complete automatic checkpoints of a run, newest first; their files have not been looked into.
 
     Args:
-        storage: the run.
         directory: where they lie; empty for the run's own place.
         pass_over: takes why something that looks like one is not used, a sentence.
         heard: called with every one, so that who waits sees that it continues.
 
-    Raises:
-        OSError: storage cannot be read, which says nothing about what is there.
+    Raises OSError: storage cannot be read, which says nothing about what is there.
     """
     directory = directory or posixpath.join(storage.path, DIRECTORY)
     if storage.filesystem.get_file_info(directory).is_file:

@@ -31,11 +31,7 @@ class CopyBuffers:
         return found if len(found) == len(tensors) else None
 
     def make(self, kinds: Sequence[Kind]) -> None:
-        """Have buffers for tensors of these kinds, and no others.
-
-        Raises:
-            MemoryError: there is no memory for them.
-        """
+        """Have buffers for tensors of these kinds, and no others. Raises MemoryError: there is no memory for them."""
         self.made += 1
         self._buffers = []  # old and new buffers must not take memory at the same time
         why = ""

@@ -63,17 +63,14 @@ def copy_directory(
 
     Args:
         origin: file system of ``source``.
-        source: directory to copy.
         storage: the run that ``target`` is in.
         target: directory that gets the copies.
         go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-    Returns:
-        What each file must be, by its path below ``target``.
+    Returns what each file must be, by its path below ``target``.
 
-    Raises:
-        InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read, or
-            is neither file nor directory.
+    Raises InterruptedError: ``go_on`` said no. SourceError: something below ``source`` is not there, may not be read,
+    or is neither file nor directory.
     """
 
     files, directories = [], [target]
@@ -116,8 +113,7 @@ def add_files(
         origin, source, storage, target, go_on: as :func:`copy_directory`.
         noted: names of files that notes tell of; another one of the right size is of a try before.
 
-    Raises:
-        InterruptedError, SourceError: as :func:`copy_directory`.
+    Raises InterruptedError, SourceError: as :func:`copy_directory`.
     """
     added = {}
     for entry, copy in _below(origin, source, target):
@@ -187,12 +183,10 @@ def check_tree(folder: str, above: tuple[str, ...] = ()) -> None:
     """Check that a local directory has files and directories only, or links to them.
 
     Args:
-        folder: the directory.
         above: the real paths of those that it was reached through.
 
-    Raises:
-        UnfitSourceError: it has a pipe, a socket or a device, whose reader would wait for ever, a link to nothing, or
-            one to a directory that it lies in; names it.
+    Raises UnfitSourceError: it has a pipe, a socket or a device, whose reader would wait for ever, a link to nothing,
+    or one to a directory that it lies in; names it.
     """
     above = (*above, os.path.realpath(folder))
     with reading_source():

@@ -28,8 +28,7 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
     Args:
         checkpoint: a ``ray.train.Checkpoint``, or the path of a local directory.
 
-    Returns:
-        A reference to them; None if they are larger than 256 MiB or cannot be read.
+    Returns A reference to them; None if they are larger than 256 MiB or cannot be read.
     """
     from ray.train import Checkpoint
 

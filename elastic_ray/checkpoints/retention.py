@@ -40,8 +40,7 @@ class CheckpointRetention:
     def add(self, path: str, metrics: Mapping[str, Any]) -> tuple[str, ...]:
         """Enter a new checkpoint.
 
-        Returns:
-            Paths of the checkpoints that are no longer kept, oldest first; the caller deletes them.
+        Returns paths of the checkpoints that are no longer kept, oldest first; the caller deletes them.
         """
         self._kept = [entry for entry in self._kept if entry[0] != path]
         self._kept.append((path, metrics))

@@ -74,8 +74,8 @@ def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tupl
             absolute; with a ``filesystem`` a path on that, without a scheme.
         filesystem: a file system of the user's own.
 
-    Raises:
-        ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without Java.
+    Raises ValueError: if pyarrow knows no file system for the URI. OSError: if it cannot be opened: hdfs:// without
+    Java.
     """
     if filesystem is not None:
         return filesystem, storage_path.rstrip("/") or "/"
@@ -127,9 +127,8 @@ class RunStorage:
     def create(self) -> None:
         """Create the directory and the marker by which a worker sees that it reaches the same one.
 
-        Raises:
-            OSError: if the directory cannot be written, or is another user's although it is to be private; the message
-                names it.
+        Raises OSError: if the directory cannot be written, or is another user's although it is to be private; the
+        message names it.
         """
         try:
             make_directory(self.filesystem, self.path, private=self.private)
@@ -147,8 +146,7 @@ class RunStorage:
     def create_within(self, timeout_s: float) -> None:
         """Run :meth:`create` with a timeout.
 
-        Raises:
-            OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
+        Raises OSError: the directory cannot be written, or storage has not answered within ``timeout_s`` [s].
         """
         call_storage(self.where, "making the run's directory", self.create, timeout_s=timeout_s)
 
@@ -233,12 +231,10 @@ class RunStorage:
             metrics: the metrics reported with it; what JSON cannot hold is stored as its ``repr``.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-        Returns:
-            The checkpoint in the run's directory.
+        Returns the checkpoint in the run's directory.
 
-        Raises:
-            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
-                run's directory.
+        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
+        the run's directory.
         """
         from ray.train import Checkpoint
 
@@ -276,15 +272,12 @@ class RunStorage:
 
         Args:
             source: a local directory, or a checkpoint anywhere.
-            index: number of the checkpoint.
             go_on: asked with every piece; once it says no, copying ends with ``InterruptedError``.
 
-        Returns:
-            Names of the files that were added; None while rank 0 has stored no such checkpoint.
+        Returns names of the files that were added; None while rank 0 has stored no such checkpoint.
 
-        Raises:
-            SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see the
-                run's directory.
+        Raises SourceError: ``source`` is no directory, or may not be read. FileNotFoundError: this node does not see
+        the run's directory.
         """
         origin, origin_path = _source_directory(source)
         self.check_reachable()
@@ -340,8 +333,7 @@ class RunStorage:
             heard: called with every one, so that who waits sees that it continues.
             verify: compare the files' checksums as well as their sizes, for which all of them are read.
 
-        Raises:
-            OSError: storage cannot be read, which says nothing about what is there.
+        Raises OSError: storage cannot be read, which says nothing about what is there.
         """
         selector = pyarrow.fs.FileSelector(self.path, allow_not_found=True)
         found = []
@@ -385,7 +377,6 @@ class RunStorage:
         """Return size and checksum of a checkpoint's files, by each of its notes; ranks may add one at the same time.
 
         Args:
-            path: of the checkpoint.
             note: rank 0's.
             names: of what is in it; of a note of added files that is not whole nothing counts.
         """
@@ -422,8 +413,7 @@ class RunStorage:
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
     """File system and path of a checkpoint that is to be copied.
 
-    Raises:
-        SourceError: it is no directory, or may not be read.
+    Raises SourceError: it is no directory, or may not be read.
     """
     from ray.train import Checkpoint
 
@@ -476,8 +466,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
     """The JSON beside a checkpoint; None where there is none or it is not ours.
 
-    Raises:
-        BadNoteError: there is something in its place. OSError: storage cannot be read.
+    Raises BadNoteError: there is something in its place. OSError: storage cannot be read.
     """
     name = posixpath.join(path, PROGRESS_FILE)
     try:

@@ -37,11 +37,7 @@ class TrackerFiles:
         self._told = False
 
     def folder(self) -> str:
-        """A directory of this node, made if it is not there yet.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """A directory of this node, made if it is not there yet. Raises OSError: it cannot be made."""
         with self._lock:
             if not self._local and self._storage.local:
                 make_directory(self._storage.filesystem, self._target, private=self._storage.private)

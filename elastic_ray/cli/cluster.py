@@ -50,8 +50,7 @@ class RefusedError(click.ClickException):
 def connect() -> None:
     """Join the running cluster as ``ray`` does: RAY_ADDRESS, else the one on this machine.
 
-    Raises:
-        ClickException: there is none, or it cannot be joined. RefusedError: for its token is missing or wrong.
+    Raises ClickException: there is none, or it cannot be joined. RefusedError: for its token is missing or wrong.
     """
     if ray.is_initialized():
         return
@@ -221,8 +220,7 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
 def find_job(name: str) -> JobClient:
     """The one job of this name, or of this submission.
 
-    Raises:
-        ClickException: there is none, or the submission has several; names what there is.
+    Raises ClickException: there is none, or the submission has several; names what there is.
     """
     jobs = find_jobs(name)
     if len(jobs) == 1:
@@ -319,8 +317,7 @@ def operator_settings(file: str) -> OperatorSettings:
 def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
     """Return the operator's settings in force, or as they would be with the wanted ones.
 
-    Raises:
-        ClickException: a quota is of a resource that no node has.
+    Raises ClickException: a quota is of a resource that no node has.
     """
     connect()
     return _settle("settings", *([] if wanted is None else [wanted]))
@@ -329,8 +326,7 @@ def settings_in_force(wanted: OperatorSettings | None = None) -> Mapping[str, An
 def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
     """Let these settings rule; returns those in force.
 
-    Raises:
-        ClickException: a quota is of a resource that no node has.
+    Raises ClickException: a quota is of a resource that no node has.
     """
     connect()
     return _settle("apply", wanted)
@@ -377,8 +373,7 @@ def _ask_allocator(method: str, *arguments: Any) -> Any | None:
 def forgive(name: str) -> str:
     """Have the allocator forget the failures of the node with this address or beginning of its id; returns its id.
 
-    Raises:
-        ClickException: no or several living nodes are meant, or nothing failed there.
+    Raises ClickException: no or several living nodes are meant, or nothing failed there.
     """
     node = living_node(name, "--forgive")
     if not _ask_allocator("forgive", node):
@@ -389,8 +384,7 @@ def forgive(name: str) -> str:
 def living_node(name: str, option: str) -> str:
     """The id of the node with this address or beginning of its id.
 
-    Raises:
-        ClickException: no or several living nodes are meant.
+    Raises ClickException: no or several living nodes are meant.
     """
     living = [node for node in ray_nodes() if node["Alive"]]
     meant = [n["NodeID"] for n in living if n["NodeID"].startswith(name) or n.get("NodeManagerAddress") == name]

@@ -41,10 +41,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
         cluster.connect()
     except click.ClickException as error:
         wrong = every_node or isinstance(error, cluster.RefusedError)
-        return [
-            check_storage(storage, 1),
-            Check(name="cluster", state="fail" if wrong else "warn", detail=error.message),
-        ]
+        return [check_storage(storage, 1), Check("cluster", "fail" if wrong else "warn", error.message)]
     nodes = [node for node in cluster.ray_nodes() if node["Alive"]]
     findings = [check_storage(storage, len(nodes)), check_cluster(len(nodes)), check_dashboard()]
     if every_node:
@@ -52,7 +49,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
             where = node_id[:SHORT_ID]
             if isinstance(answer, str):
                 detail = f"it cannot be looked at: {answer}; is elastic-ray installed there?"
-                findings.append(Check(name="node", state="fail", detail=detail, where=where))
+                findings.append(Check("node", "fail", detail, where=where))
             else:
                 findings += [dataclasses.replace(check, where=where) for check in answer]
     return findings
@@ -69,7 +66,7 @@ def check_cluster(nodes: int) -> Check:
         "an autoscaler may add some" if may_autoscale() else "no autoscaler",
         f"allocator with policy {seen.policy}" if seen is not None else "no allocator yet (the first job starts it)",
     ]
-    return Check(name="cluster", state="ok", detail="; ".join(parts))
+    return Check("cluster", "ok", "; ".join(parts))
 
 
 def check_dashboard() -> Check:
@@ -79,5 +76,5 @@ def check_dashboard() -> Check:
     try:
         submission.client()
     except click.ClickException as error:
-        return Check(name="dashboard", state="warn", detail=error.message)
-    return Check(name="dashboard", state="ok", detail="takes submissions")
+        return Check("dashboard", "warn", error.message)
+    return Check("dashboard", "ok", "takes submissions")

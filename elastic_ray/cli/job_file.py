@@ -23,7 +23,6 @@ class JobFile:
 
     Attributes:
         script: that makes an ``ElasticTrainer``.
-        arguments: of the script.
         workers: (min, max); None leaves it to the script.
         gpus: train on GPUs; False leaves it to the script.
         scheduling: fields of ``SchedulingConfig``, in place of the script's.
@@ -47,8 +46,7 @@ class JobFile:
 def read_job_file(path: Path) -> JobFile:
     """Read a job's file.
 
-    Raises:
-        InputError: it cannot be read, or says something that is not understood; names the field and what is right.
+    Raises InputError: it cannot be read, or says something that is not understood; names the field and what is right.
     """
     try:
         text = path.read_text(encoding="utf-8")

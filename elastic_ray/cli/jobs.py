@@ -95,11 +95,7 @@ def _script_of(job: str) -> Submission | None:
 
 
 def follow_script(submission: str) -> None:
-    """Show a script's output to its end.
-
-    Raises:
-        Exit: with 1 if it fails.
-    """
+    """Show a script's output to its end. Raises Exit: with 1 if it fails."""
     from elastic_ray.cli import submission as ray_jobs
 
     ray_jobs.follow(submission, lambda chunk: click.echo(chunk, nl=False))

@@ -52,7 +52,6 @@ class JobAnswers:
     Attributes:
         actor: the controller's name, ``job:`` included.
         status: None if it did not answer in time.
-        spec: likewise.
     """
 
     actor: str
@@ -74,13 +73,10 @@ class Submission:
     """A script that Ray runs for ``elastic-ray submit``.
 
     Attributes:
-        submission: id.
         name: of the script's first job, unless the script names it itself.
         status: ``PENDING``, ``RUNNING``, ``STOPPED``, ``SUCCEEDED`` or ``FAILED``.
         message: Ray's, of one line.
-        entrypoint: the command.
         started_s: [s since the epoch], None before.
-        ended_s: likewise.
     """
 
     submission: str
@@ -117,7 +113,6 @@ class JobRow(JobStatus):
         user: owner of the job; empty of a script.
         ended_s: when it ended [s since the epoch]; None while it has not.
         submission: Ray's submission that it came from; empty if it was started otherwise.
-        storage_path: of its specification.
     """
 
     phase: str  # type: ignore[assignment]  # also what a script is
@@ -267,13 +262,10 @@ class NodeRow:
     Attributes:
         node_id: Ray's hex id.
         address: its IP address.
-        total: its resources.
         free: what elastic jobs may use of them altogether; None while there is no allocator to say.
         draining: whether it is about to go.
-        gpu_type: of its label.
         market: ``spot`` or ``on-demand``, where a label says so.
         jobs: planned workers by job.
-        labels: all labels.
         failures: what is known of workers that failed there; None for nothing.
     """
 

@@ -31,8 +31,7 @@ _TAKEN = "already exists"
 def client() -> Any:
     """The client of the cluster's dashboard: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
 
-    Raises:
-        ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
+    Raises ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
     """
     address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
@@ -74,8 +73,7 @@ def next_id(name: str, taken: Sequence[str]) -> str:
 def submit(*, submission: str, name: str, entrypoint: str, working_dir: Path, runtime_env: Mapping[str, Any]) -> None:
     """Let Ray run a command on the cluster.
 
-    Raises:
-        TakenError: somebody else was faster. ClickException: Ray refuses it; in its words.
+    Raises TakenError: somebody else was faster. ClickException: Ray refuses it; in its words.
     """
     there = client()
     deadline = time.monotonic() + _AGENT_S

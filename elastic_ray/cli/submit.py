@@ -77,12 +77,7 @@ def submit(
         submission = ray_jobs.free_id(name, refused)
         use_gpu, user = True if gpus else None, login_name()
         said = Overrides(
-            workers=workers,
-            use_gpu=use_gpu,
-            scheduling=told.scheduling,
-            name=name,
-            submission=submission,
-            user=user,
+            workers=workers, use_gpu=use_gpu, scheduling=told.scheduling, name=name, submission=submission, user=user
         )
         entrypoint = command(script.resolve().relative_to(folder), arguments, said, python or told.python)
         try:

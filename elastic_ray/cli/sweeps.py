@@ -22,12 +22,10 @@ class SweepStatus:
     """A sweep at one moment, as far as trials run or have ended within the hour.
 
     Attributes:
-        sweep: its name.
         running: trials that have not ended; ``done`` were trained to their end, ``cut`` were stopped before.
         metric: what trials are compared by; empty where that is not known.
         best: the best value that a trial reported last; None where none has.
         best_trial: the job that did; empty where none has.
-        parameters: of that trial.
         eta_s: until the trials that run have ended [s]; None where unknown.
     """
 

@@ -28,8 +28,6 @@ class BootstrapCall:
     """Call of a member that forms a generation.
 
     Attributes:
-        generation: the generation.
-        worker: the member.
         mac: that it knows the job's secret (:func:`call_mac`).
         tells: what the others are to know, by key.
         wants: keys that it waits for.
@@ -102,8 +100,7 @@ class Bootstrap:
     async def meet(self, call: BootstrapCall) -> dict[str, bytes]:
         """Take what a member tells; answer once all is there that it wants, or its time is up, with all that is there.
 
-        Raises:
-            BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
+        Raises BootstrapRefusedError: it is no member, or the generation was given up meanwhile.
         """
         if not verify(call.mac, self._secret, "bootstrap", call.generation, call.worker):
             raise BootstrapRefusedError("a call that proves nothing")

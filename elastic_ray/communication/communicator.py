@@ -22,14 +22,7 @@ from elastic_ray.authentication import MAC_BYTES, sign, verify
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.connections import Connections
 from elastic_ray.communication.kept_groups import drop_ended_groups, keep_group
-from elastic_ray.communication.nccl import (
-    CUDA_POLL_S,
-    abort_nccl,
-    begin_nccl,
-    connect_nccl,
-    has_run,
-    identity_of,
-)
+from elastic_ray.communication.nccl import CUDA_POLL_S, abort_nccl, begin_nccl, connect_nccl, has_run, identity_of
 from elastic_ray.communication.socket_filter import refuse_connections
 from elastic_ray.monitoring.measures import OPERATIONS
 
@@ -53,7 +46,6 @@ class Communicator:
     which one reduces gradients while another votes, both wait, and no message meets a buffer that it was not meant for.
 
     Attributes:
-        gradients: its collectives.
         traffic: bytes that were handed to collectives of either group, by operation; what forms the group is left out.
             Of a broadcast only the root hands something over, of an all-gather each its own part.
         connections: of both gloo groups.
@@ -72,8 +64,7 @@ class Communicator:
             who can reach it. Empty where the ranks share none.
         called_off: True once the group is not wanted any more; asked while it forms.
 
-    Raises:
-        CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
+    Raises CommunicationFailedError: a peer did not come within ``form_timeout_s``, or is none of the group.
     """
 
     def __init__(
@@ -326,12 +317,10 @@ class Communicator:
         """Wait for a started operation; returns whether it has ended within ``patience_s`` (at least 0.1).
 
         Args:
-            work: the operation.
             patience_s: return after this time in any case.
             since_s: when the wait began, for one in pieces: the group's timeout counts from there [s, monotonic].
 
-        Raises:
-            CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
+        Raises CommunicationFailedError: the peer is gone, the time is up, or the generation was called off.
         """
         if self._nccl is None and self._waited_briefly(work) and not self._voided.is_set():
             return True
@@ -356,8 +345,7 @@ class Communicator:
             works: of sends and receives; None for those in a batch.
             batched: what the batch has started.
 
-        Raises:
-            CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
+        Raises CommunicationFailedError: as :meth:`wait`; the thread ends with the group's timeout at the latest.
         """
         works = [*(work for work in works if work is not None), *batched]
         failure: list[str] = []
@@ -479,8 +467,7 @@ class StagedTransfer:
     def wait(self) -> None:
         """Wait until what is sent has gone, or what comes is in its place.
 
-        Raises:
-            RuntimeError: the peer is gone, or the time is up.
+        Raises RuntimeError: the peer is gone, or the time is up.
         """
         self._work.wait()
         if self._into is not None:
@@ -505,8 +492,6 @@ class GradientGroup:
     The works are for ``Communicator.wait``.
 
     Args:
-        rank: of this process.
-        world_size: number of ranks.
         gloo: backend for CPU tensors.
         nccl: backend for CUDA tensors; None where gloo carries them, too.
         guard: carries an operation out unless the generation was called off, and turns errors into

@@ -52,12 +52,10 @@ def connect_nccl(backend: Any, device: torch.device, until_s: float, called_off:
 
     Args:
         backend: NCCL's.
-        device: of this process.
         until_s: deadline [s, monotonic].
         called_off: True once the group is not wanted any more.
 
-    Raises:
-        RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
+    Raises RuntimeError: a peer is gone, the time is up, or the group is not wanted any more.
     """
     failure: list[str] = []
     stopped = threading.Event()

@@ -26,8 +26,7 @@ def refuse_connections(told: Iterable[bytes]) -> int:
     Args:
         told: what peers were told, in which gloo writes a socket's address as the kernel has it.
 
-    Returns:
-        How many sockets were found.
+    Returns how many sockets were found.
     """
     if not sys.platform.startswith("linux"):
         return 0

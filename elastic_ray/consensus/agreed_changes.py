@@ -158,8 +158,7 @@ class AgreedChanges:
             added: what this rank has added, by accumulator and name.
             agree: announces the vote; adds up numbers that ride along.
 
-        Returns:
-            Accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the collective failed.
@@ -189,8 +188,7 @@ class AgreedChanges:
 def with_names_of_first_rank(communicator: Communicator, added: Sums) -> Sums:
     """Return this rank's sums, with 0 for names that only rank 0 has: a rank without a batch cannot know them.
 
-    Raises:
-        CommunicationFailedError: the collective failed.
+    Raises CommunicationFailedError: the collective failed.
     """
     if communicator.world_size == 1:
         return added

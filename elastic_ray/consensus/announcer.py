@@ -79,8 +79,7 @@ class Announcer:
     def start_quietly(self, what: Announced, loader_steps: int) -> None:
         """Note what comes next on this rank: reductions for which it is to wait with :meth:`wait` only.
 
-        Raises:
-            RanksDisagreeError: this rank has not done what it announced before.
+        Raises RanksDisagreeError: this rank has not done what it announced before.
         """
         self._begin(what, loader_steps, 0, ())
 
@@ -264,8 +263,7 @@ class Announcer:
     def _all_in_phase(self) -> bool:
         """True if all ranks have announced the same phase.
 
-        Raises:
-            RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
+        Raises RanksDisagreeError: they have, but not the same in it, nor what ranks without samples take part in.
         """
         values, world = self._values, self._world
         codes, loader_steps, phases = values[:world], values[world : 2 * world], values[3 * world : 4 * world]

@@ -54,9 +54,7 @@ class RankConsensus:
     """Consensus of one rank with the ranks of its group.
 
     Args:
-        group: the present group.
         changes: what is agreed on and not carried out.
-        replicas: compares parameters.
         position: how far this rank is.
         parts: what else rides on the control sums.
         warn: tells the job's user.
@@ -109,7 +107,6 @@ class RankConsensus:
         """Tell the other ranks what comes next here; :meth:`agreed` must come before the collectives themselves.
 
         Args:
-            what: it.
             payload: rides along, and is added up.
             plan: compared with that of the other ranks, in place of the parameters.
 
@@ -129,11 +126,9 @@ class RankConsensus:
         """Tell the other ranks that gradients are reduced next here, where that has to be said.
 
         Args:
-            what: the reductions.
             known: all ranks have made these before, and can make no others.
 
-        Returns:
-            Whether :meth:`agreed` must be asked before their results are used.
+        Returns whether :meth:`agreed` must be asked before their results are used.
 
         Raises:
             CommunicationFailedError: the group broke.
@@ -188,12 +183,10 @@ class RankConsensus:
         """Announce that this rank needs no other any more; see :meth:`Announcer.announce_finished`.
 
         Args:
-            what: it.
             wait_s: longest wait for the others.
             fingerprint: of this rank's parameters after the last epoch; 0 for unknown.
 
-        Returns:
-            The fingerprints of all ranks; none where they have not all come within this time.
+        Returns the fingerprints of all ranks; none where they have not all come within this time.
         """
         if self.announcer.announce_finished(what, self._position.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
@@ -285,8 +278,7 @@ class RankConsensus:
             join: of a rank without samples: takes part in what the others have announced.
             plan: is compared as well.
 
-        Returns:
-            Accumulator, name and sum over the ranks, in the same order everywhere.
+        Returns accumulator, name and sum over the ranks, in the same order everywhere.
 
         Raises:
             CommunicationFailedError: the group broke.

@@ -49,7 +49,6 @@ class Announced:
     """Announcement of a rank: its intent with details, and their code.
 
     Attributes:
-        intent: its kind.
         index: number of the model, or depth of the loader pass, by kind.
         detail: digest of what must be equal on all ranks besides (layouts, shapes), see :func:`digest`.
         strategy: what a user calls that, of gradients and of his own collectives; no part of :attr:`code`.
@@ -235,8 +234,7 @@ def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, wor
     Each rank contributes d, how many generations ahead of the present one its prepared group is (0 for none), and
     d squared. All d are equal exactly when ``world_size`` x sum(d^2) = sum(d)^2 (Cauchy-Schwarz).
 
-    Returns:
-        The common d, 0 where the ranks do not agree (yet).
+    Returns the common d, 0 where the ranks do not agree (yet).
     """
     total, squares = round(sum_of_distances), round(sum_of_squares)
     return total // world_size if total > 0 and world_size * squares == total * total else 0

@@ -6,7 +6,10 @@ import dataclasses
 import enum
 import secrets
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_ray.checkpoints.sharded.saver import PartSaver
 
 # Values of a rank that ride on the control sums; the token's halves are exact in float32.
 _RIDING = 4
@@ -27,25 +30,6 @@ class Saving(enum.Enum):
     TOGETHER = enum.auto()
     ALONE = enum.auto()
     LATER = enum.auto()
-
-
-class PartWriter(Protocol):
-    """Writes this rank's part."""
-
-    def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
-        """Return whether this rank can write its part.
-
-        Args:
-            rank: of this worker.
-            world_size: ranks of the group.
-            now: no step follows, so that there is time for all but what never comes.
-        """
-
-    def standing(self) -> Readiness:
-        """Return the readiness known since the last :meth:`readiness` call; costs nothing and starts nothing."""
-
-    def begin(self) -> None:
-        """Enter a group, in which this rank writes another part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +59,13 @@ class SaveAgreement:
     """
 
     def __init__(self) -> None:
-        self._writer: PartWriter | None = None
+        self._writer: PartSaver | None = None
         self._order: SaveOrder | None = None
         self._given_up = False
         self._heard: tuple[float, ...] | None = None
         self.refusals = 0
 
-    def serve(self, writer: PartWriter) -> None:
+    def serve(self, writer: PartSaver) -> None:
         """Set the writer of this rank's part."""
         self._writer = writer
 
@@ -107,7 +91,7 @@ class SaveAgreement:
             rank: of this worker.
             world_size: ranks of the group.
             divided: whether state lies with several ranks; equal on all.
-            now: as for ``PartWriter.readiness``.
+            now: as for ``PartSaver.readiness``.
         """
         self._order = None
         if not divided or world_size == 1:

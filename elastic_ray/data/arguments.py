@@ -35,8 +35,7 @@ class LoaderArguments:
         shuffle: None where the user has not said.
         options: further arguments of ``torch.utils.data.DataLoader``.
 
-    Raises:
-        TypeError, ValueError: arguments that exclude each other.
+    Raises TypeError, ValueError: arguments that exclude each other.
     """
 
     dataset: Any
@@ -105,8 +104,7 @@ class LoaderArguments:
     def shown(self, name: str) -> Any:
         """Return the value that a DataLoader with these arguments shows under `name`.
 
-        Raises:
-            AttributeError: it has no such attribute.
+        Raises AttributeError: it has no such attribute.
         """
         if name == "sampler" and self.sampler is None:
             if isinstance(self.dataset, IterableDataset):
@@ -156,9 +154,8 @@ def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderA
         given: what an ``AdaptiveDataLoader`` was given.
         batch_size: the global batch size in place of the DataLoader's own.
 
-    Raises:
-        ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
-            into it.
+    Raises ValueError: it cuts batches in a way that cannot be shared out, or something was given beside it that belongs
+    into it.
     """
     loader: DataLoader[Any] = given.dataset
     own = {"dataset", "whole_batches", "on_epoch"}

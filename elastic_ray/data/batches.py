@@ -32,8 +32,6 @@ class StepSplit:
     Args:
         batch_size: samples of a step.
         micro_steps: micro-batches of each rank.
-        world_size: ranks.
-        rank: this one.
         drop_last: leave out a last step smaller than the batch.
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.

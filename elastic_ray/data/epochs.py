@@ -46,7 +46,6 @@ class EpochBatch(list[int]):
     Args:
         epoch: that they belong to.
         first: position of the first of them in the epoch's order.
-        indices: them.
     """
 
     __slots__ = ("epoch", "first")

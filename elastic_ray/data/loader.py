@@ -38,12 +38,10 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
     """Batches of a loader.
 
     Args:
-        given: its arguments.
         seed: of its order.
         drop_last: whether a tail shorter than a batch is left out.
 
-    Raises:
-        ValueError: nothing would be left of an epoch.
+    Raises ValueError: nothing would be left of an epoch.
     """
     if isinstance(given.dataset, BringsBatches):
         return given.dataset.batch_source(given.options.get("collate_fn"))

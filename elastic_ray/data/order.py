@@ -278,8 +278,7 @@ class StreamSharder(Generic[Item]):
 
         `micro_steps` may be a function of the step's samples.
 
-        Raises:
-            ValueError: bad input, or an empty stream.
+        Raises ValueError: bad input, or an empty stream.
         """
         self._read_ahead(batch_size + 2 * world_size)
         known = self._position + len(self._ahead)

@@ -42,7 +42,6 @@ class Permutation:
     """Indices 0..samples-1 in an order that depends on ``key`` alone; computed as they are asked for.
 
     Attributes:
-        samples: number of indices.
         key: any text; equal texts give equal orders. Empty: they ascend.
 
     >>> Permutation(samples=10**12, key="0 0")[7:10].tolist()

@@ -80,8 +80,7 @@ class ResumableLoader:
 def resume_at(run: Session, state: Mapping[str, Any]) -> None:
     """Have a run begin where ``state_dict`` of one of its loaders was called; they all have the same places.
 
-    Raises:
-        ValueError, RuntimeError: as :meth:`ResumableLoader.load_state_dict`.
+    Raises ValueError, RuntimeError: as :meth:`ResumableLoader.load_state_dict`.
     """
     point = ResumePoint.from_json(state)
     if point is None:

@@ -63,12 +63,10 @@ def step_size(
         least: fewest samples of a rank's share, 1 or 2. With 2 one worker alone leaves itself as many for the last
             step, and a leftover that would leave some rank one is taken along, at most two samples more per rank.
 
-    Returns:
-        0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
-        `world_size`.
+    Returns 0, or a size in world_size..batch_size + least * world_size - 1, or what is left where that is less than
+    `world_size`.
 
-    Raises:
-        ValueError: bad input.
+    Raises ValueError: bad input.
 
     >>> [step_size(position=p, total=21, batch_size=8, world_size=4) for p in (0, 8, 16, 21)]
     [8, 8, 5, 0]
@@ -125,11 +123,9 @@ def can_switch(*, position: int, total: int, world_size: int) -> bool:
 def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int = 1) -> int:
     """Return the number of micro-steps for `count` samples: `micro_steps`, or fewer if some would be below `least`.
 
-    Returns:
-        min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
+    Returns min(micro_steps, floor(count / world_size / least)), and at least 1; the same on every rank.
 
-    Raises:
-        ValueError: bad input.
+    Raises ValueError: bad input.
     """
     _check_count("world_size", world_size, at_least=1)
     _check_count("micro_steps", micro_steps, at_least=1)
@@ -142,15 +138,13 @@ def split(
 ) -> Indices:
     """Sizes of the pieces into which a step of `count` samples is cut.
 
-    Returns:
-        Array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
-        `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two
-        ranks' sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less
-        than `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least`
-        where `count` has as many for each rank.
+    Returns array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
+    `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two ranks'
+    sums, and earlier ranks take the larger shares; with them see `shares.by_weight`. Where `count` is less than
+    `world_size` the first ranks take 1 each, and the others 0, whatever the shares. No entry is below `least` where
+    `count` has as many for each rank.
 
-    Raises:
-        ValueError: bad input, or shares of another number of ranks.
+    Raises ValueError: bad input, or shares of another number of ranks.
 
     >>> split(11, world_size=2, micro_steps=2).tolist()
     [[3, 3], [3, 2]]
@@ -176,8 +170,7 @@ def rank_slices(
 
     A rank's slices are contiguous, so that an order which follows a file gives each rank one stretch of it.
 
-    Raises:
-        ValueError: bad input, or rank outside 0..world_size-1.
+    Raises ValueError: bad input, or rank outside 0..world_size-1.
     """
     sizes = split(count, world_size=world_size, micro_steps=micro_steps, shares=shares, least=least)
     _check_count("rank", rank, at_least=0)
@@ -225,8 +218,7 @@ def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[t
     """First and last + 1 sample of each rank's batch in the step at ``position``; shorter than ``world_size`` for
     ranks without one, empty at the end of the pass.
 
-    Raises:
-        ValueError: ``position`` is not where a batch begins.
+    Raises ValueError: ``position`` is not where a batch begins.
 
     >>> whole_step([3, 6, 7], position=3, world_size=4)
     [(3, 6), (6, 7)]

@@ -31,7 +31,6 @@ class EndedJob:
     """Remains of a job that has ended.
 
     Attributes:
-        status: its last status.
         events: everything that happened to it.
         outcome: how it ended; None if its controller was lost before it could say.
         before: the last status that a lost controller gave; None if it was not lost.

@@ -49,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8).
-
-    Raises:
-        ValueError: it is neither, or not 1 <= min <= max.
-    """
+    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8). Raises ValueError: it is neither, or not 1 <= min <= max."""
     match = _RANGE.fullmatch(text.strip())
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -98,8 +94,7 @@ class Overrides:
     def scheduled(self, given: SchedulingConfig) -> SchedulingConfig:
         """Return the script's configuration with what is overridden replaced.
 
-        Raises:
-            ValueError: it has no such field, or the field no such value.
+        Raises ValueError: it has no such field, or the field no such value.
         """
         try:
             return dataclasses.replace(given, **{name: as_field(value) for name, value in self.scheduling.items()})
@@ -111,7 +106,6 @@ class Overrides:
 
         Args:
             given: the script's.
-            default: its class.
         """
         config = default() if given is None else given
         if not isinstance(config, default):

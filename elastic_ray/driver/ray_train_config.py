@@ -310,11 +310,9 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str]) -> None:
     """Raise TypeError with the alternative for arguments that an elastic job lacks; None counts as not given.
 
     Args:
-        given: by name.
         known: names of those that there are.
 
-    Raises:
-        TypeError: there is one; names the way out.
+    Raises TypeError: there is one; names the way out.
     """
     for name, value in given.items():
         if name in _ELSEWHERE:

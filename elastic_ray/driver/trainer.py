@@ -27,12 +27,7 @@ from elastic_ray.driver.overrides import fresh_name, login_name, read_overrides,
 from elastic_ray.driver.ray_train_config import Scaling, job_name, read_run, read_scaling, refuse_arguments
 from elastic_ray.driver.raylet_output import without_raylet_dumps
 from elastic_ray.errors import ImpossibleResourcesError, JobNameTakenError
-from elastic_ray.integrations.ray_data.packing import (
-    check_datasets,
-    name_coordinator,
-    pack_datasets,
-    with_datasets,
-)
+from elastic_ray.integrations.ray_data.packing import check_datasets, name_coordinator, pack_datasets, with_datasets
 from elastic_ray.integrations.ray_data.run import DatasetsOfJob
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.observe.trackers.packed_callbacks import pack_callbacks
@@ -59,8 +54,7 @@ def impossible(
         nodes: all living nodes; only ``total`` and ``labels`` count.
         sizes: numbers of workers that the job may have.
 
-    Returns:
-        A sentence that names the resource (or label) and what to change; None if the job could run.
+    Returns A sentence that names the resource (or label) and what to change; None if the job could run.
     """
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
@@ -319,8 +313,7 @@ def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling
 def check_resources(spec: JobSpec) -> None:
     """Refuse a job that the cluster could never run.
 
-    Raises:
-        ImpossibleResourcesError: and no autoscaler may bring what is missing.
+    Raises ImpossibleResourcesError: and no autoscaler may bring what is missing.
     """
     reason = impossible(
         spec.bundle, spec.min_workers, spec.label_selector, living_nodes(), spec.scheduling.allowed_sizes

@@ -20,10 +20,8 @@ def check_overridden(library: str, extra: str, names: Mapping[type, Iterable[str
     Args:
         library: its distribution's name.
         extra: of elastic-ray, which installs a version that has them.
-        names: by class.
 
-    Raises:
-        ImportError: one is missing; the message names all that are.
+    Raises ImportError: one is missing; the message names all that are.
     """
     gone = [f"{owner.__name__}.{name}" for owner, each in names.items() for name in each if not hasattr(owner, name)]
     if gone:

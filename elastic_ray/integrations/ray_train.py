@@ -175,11 +175,9 @@ class RayTrainModel(LateWrapped):
     """A model whose optimizer does not exist yet: they are wrapped together when the first epoch begins.
 
     Args:
-        module: the model.
         options: of ``DistributedDataParallel``, as the user has passed them.
 
-    Raises:
-        RuntimeError: training has begun.
+    Raises RuntimeError: training has begun.
     """
 
     def __init__(self, module: torch.nn.Module, options: dict[str, Any]) -> None:
@@ -210,8 +208,7 @@ class RayTrainLoader(LoaderOnDevice):
         data_loader: with the batch size of one worker.
         device: the worker's.
 
-    Raises:
-        RuntimeError: its batches are cut by a sampler of batches.
+    Raises RuntimeError: its batches are cut by a sampler of batches.
     """
 
     def __init__(self, data_loader: DataLoader[Any], device: torch.device) -> None:

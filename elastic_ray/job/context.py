@@ -25,10 +25,6 @@ class JobContext:
         spec: as it was submitted.
         record: what is known of it.
         events: what happens to it.
-        writer: its storage.
-        planner: chooses its batches.
-        reports: its reports.
-        group: its workers.
         background: what runs beside the controller's loop, and may outlast the job.
         trackers: that its user looks at.
         metrics: that operators look at.

@@ -64,11 +64,7 @@ _DRIVER = "driver"
 
 
 def start(spec: JobSpec) -> Any:
-    """Return the job's controller, a warm one or a new one.
-
-    Raises:
-        ValueError: a controller of that name is alive.
-    """
+    """Return the job's controller, a warm one or a new one. Raises ValueError: a controller of that name is alive."""
     if len(spec.train_loop) + len(spec.callbacks) <= _MOST_INLINE_BYTES:
         return _warm(spec) or _create(spec)
     key = store_train_loop(spec.train_loop, spec.callbacks)
@@ -150,7 +146,6 @@ class JobController:
         """Run this job, as a controller that was made for it; False of one that has a job.
 
         Args:
-            spec: the job.
             own: name of this controller's actor, beside which it gets that of the job.
             owner: the job's driver, whose modules and output are its from now on.
             theirs: what the driver speaks.
@@ -267,8 +262,7 @@ class JobController:
     async def resize(self, workers: int) -> None:
         """Hold the job at this many workers.
 
-        Raises:
-            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         await self._recovered.wait()
         self._job.hold(workers)
@@ -283,19 +277,14 @@ class JobController:
     async def pause(self, reason: str = "paused by JobHandle.pause()") -> None:
         """Save the job after the step in progress, and give its slots back until :meth:`resume`.
 
-        Raises:
-            ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: it cannot be paused, or is paused already.
         """
         await self._recovered.wait()
         self._job.pause(reason)
         await self._persist_state()
 
     async def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it.
-
-        Raises:
-            ValueError: it is not paused.
-        """
+        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
         await self._recovered.wait()
         self._job.resume()
         await self._persist_state()
@@ -342,8 +331,7 @@ class JobController:
     async def renew(self, spec: JobSpec) -> str:
         """Run another trial after the one that was closed.
 
-        Returns:
-            Name of this controller; empty if it waits for no other trial.
+        Returns name of this controller; empty if it waits for no other trial.
 
         Everything but the train function, its config, and the places of results and checkpoints is to be the same.
         """
@@ -401,8 +389,7 @@ class JobController:
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
         """Members of a generation that is being formed tell each other where they listen.
 
-        Raises:
-            BootstrapRefusedError: the caller is no member.
+        Raises BootstrapRefusedError: the caller is no member.
         """
         return await self._bootstrap.meet(call)
 

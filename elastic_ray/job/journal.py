@@ -45,8 +45,7 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
     """The train function and the callbacks that :func:`store_train_loop` has kept.
 
-    Raises:
-        LookupError: it is not there (any more).
+    Raises LookupError: it is not there (any more).
     """
     packed: bytes | None = internal_kv._internal_kv_get(key.encode(), namespace=NAMESPACE)
     if packed is None:
@@ -114,8 +113,7 @@ class Journal:
     def begin_again(self, spec: JobSpec) -> None:
         """Begin again with another job or trial; nothing noted before counts. Blocks.
 
-        Raises:
-            Exception: the control store does not take it.
+        Raises Exception: the control store does not take it.
         """
         if not self.flush(_RENEW_S):  # else what is under way to the store would be written after this
             raise TimeoutError(f"Ray's control store has not taken a note within {_RENEW_S:g} s")

@@ -25,7 +25,6 @@ class Notifier:
     secret: nothing shows it. A trial's end is its sweep's affair.
 
     Args:
-        spec: the job.
         warn: takes why a call has failed.
     """
 

@@ -47,7 +47,6 @@ class Preemption:
         """Return why no rank will save the job; empty while one may.
 
         Args:
-            now_s: the time.
             training: members that have not stopped yet; rank 0 has not before it has saved.
         """
         if not self.active:

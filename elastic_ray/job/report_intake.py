@@ -18,20 +18,13 @@ class ReportIntake:
     """Takes a job's reports; a trial's are answered when training may continue.
 
     Args:
-        spec: the job.
         record: what is known of the job.
-        writer: its storage.
         tell: takes what the job's user is to know of its storage, a sentence.
         trackers: hear of every report, of some more than once.
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        record: JobRecord,
-        writer: RecordWriter,
-        tell: Callable[[str], None],
-        trackers: RunTrackers,
+        self, spec: JobSpec, record: JobRecord, writer: RecordWriter, tell: Callable[[str], None], trackers: RunTrackers
     ) -> None:
         self._trial = spec.trial
         self._record, self._writer, self._tell, self._trackers = record, writer, tell, trackers
@@ -75,8 +68,7 @@ class ReportIntake:
     async def catch_up(self, first_report: int) -> None:
         """Continue with the files of the controller before this one, which knew of this first report; 0 for none.
 
-        Raises:
-            OSError: the files could not be read.
+        Raises OSError: the files could not be read.
         """
         for report in await self._writer.catch_up(first_report):
             self._take(report)

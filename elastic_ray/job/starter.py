@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ray.events import EventKind, JobPhase
 from elastic_ray.job.context import JobContext
 from elastic_ray.membership.signals import Allocated
 from elastic_ray.record.writer import unreadable
 
+if TYPE_CHECKING:
+    from elastic_ray.job.supervisor import JobSupervisor
+
 logger = logging.getLogger("elastic_ray.job")
 
 _LOOK_AGAIN_S = 10.0
-
-
-class StartingJob(Protocol):
-    """The job, as far as its start concerns it."""
-
-    def begin_again(self) -> None:
-        """Give all workers back, and begin with others."""
-
-    def allocate(self, nodes: Mapping[str, int], reason: str, draining: tuple[str, ...] = ()) -> None:
-        """Take the allocator's decision for the job."""
-
-    def finish(self, phase: JobPhase, *, error: BaseException | None = None) -> None:
-        """Finish the job."""
-
-    def end_again(self) -> None:
-        """End a job again that had ended before, now that everything its end needs is known."""
 
 
 class JobStarter:
@@ -38,13 +24,12 @@ class JobStarter:
 
     Args:
         job: the job, which acts on what was found.
-        parts: of it.
 
     Attributes:
         looking: whether all workers were lost, and storage is being looked at.
     """
 
-    def __init__(self, job: StartingJob, parts: JobContext) -> None:
+    def __init__(self, job: JobSupervisor, parts: JobContext) -> None:
         self._job, self._spec, self._record, self._writer = job, parts.spec, parts.record, parts.writer
         self._events, self._reports, self._group = parts.events, parts.reports, parts.group
         self._planner = parts.planner
@@ -134,11 +119,7 @@ class JobStarter:
             self._job.allocate(later.nodes, later.reason, later.draining)
 
     async def _look(self, timeout_s: float) -> None:
-        """Look what storage has of the run.
-
-        Raises:
-            OSError: it could not be read within ``timeout_s``.
-        """
+        """Look what storage has of the run. Raises OSError: it could not be read within ``timeout_s``."""
         stored = await self._writer.look(timeout_s)
         self._writer.delete(self._record.found(stored))
         last = stored.checkpoints[-1] if stored.checkpoints else None

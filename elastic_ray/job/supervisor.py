@@ -61,7 +61,6 @@ class JobSupervisor:
     All of it runs in the controller's event loop, so nothing here needs a lock.
 
     Args:
-        spec: the job.
         controller: handle of its controller, for workers and the allocator.
         background: what runs beside the loop, and may outlast the job.
         journal: for the controller that Ray starts in this one's place when its process dies.
@@ -131,8 +130,7 @@ class JobSupervisor:
     def hold(self, workers: int | None) -> None:
         """Hold the job at this many workers; None leaves its size to the allocator.
 
-        Raises:
-            ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+        Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
         """
         if workers is not None:
             views.check_size(workers, self._spec, self._planner)
@@ -150,8 +148,7 @@ class JobSupervisor:
         Args:
             reason: why, for its message and its events.
 
-        Raises:
-            ValueError: it cannot be paused, or is paused already.
+        Raises ValueError: it cannot be paused, or is paused already.
         """
         if why_not := self._why_not_paused():
             raise ValueError(f"job {self._spec.job!r} cannot be paused: {why_not}")
@@ -181,11 +178,7 @@ class JobSupervisor:
         return ""
 
     def resume(self) -> None:
-        """Let a paused job continue as soon as the allocator has slots for it.
-
-        Raises:
-            ValueError: it is not paused.
-        """
+        """Let a paused job continue as soon as the allocator has slots for it. Raises ValueError: it is not paused."""
         if not self._paused or self.record.phase.ended:
             raise ValueError(
                 f"job {self._spec.job!r} cannot be resumed: it is not paused, it is {self.record.phase.value}"
@@ -456,8 +449,7 @@ class JobSupervisor:
     async def open(self) -> None:
         """Find the state of an earlier run of this name and prepare for workers; called before the first tick.
 
-        Raises:
-            ValueError: a setting of the controller's node is not understood.
+        Raises ValueError: a setting of the controller's node is not understood.
         """
         read_config(os.environ)
         await self._starter.open()

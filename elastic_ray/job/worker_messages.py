@@ -6,7 +6,7 @@ import collections
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.batch.reports import StepReport
 from elastic_ray.batch.tuner import BatchDoesNotFitError
@@ -17,7 +17,7 @@ from elastic_ray.membership.roster import WorkerPhase
 from elastic_ray.membership.signals import Finished, Left, Lost, PrepareFailed, StepFailed, Switched
 from elastic_ray.record.outlook import steps_to_reach
 from elastic_ray.record.worker_errors import WorkerError, WorkerErrors
-from elastic_ray.sealed import Raised, Sealed
+from elastic_ray.sealed import Raised
 from elastic_ray.worker.messages import (
     GroupLost,
     RunFailed,
@@ -37,6 +37,9 @@ from elastic_ray.worker.messages import (
 )
 from placement.text import printable, printable_lines
 
+if TYPE_CHECKING:
+    from elastic_ray.job.supervisor import JobSupervisor
+
 logger = logging.getLogger("elastic_ray.job")
 
 _CAUSE = 300  # characters
@@ -44,28 +47,10 @@ _TRACEBACK = 8_000  # characters, from the end
 _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
-class HearingJob(Protocol):
-    """The job, as far as its workers may end or suspend it."""
-
-    def returned(self, worker: str, value: Sealed | None) -> None:
-        """Take the return value of a worker's train function."""
-
-    def suspend(self, why_not_saved: str) -> None:
-        """Suspend the job, whose ranks have stopped at the same step; rank 0 has saved it, or could not."""
-
-    def pause(self, reason: str) -> None:
-        """Save the job and give its slots back."""
-
-    def finish(self, phase: JobPhase, *, error: BaseException | Raised | None = None) -> None:
-        """Finish the job."""
-
-
 class WorkerMessages:
     """The one place where workers' messages are told apart.
 
     Args:
-        job: the job.
-        parts: of it.
         errors: judges the exceptions of its workers.
 
     Attributes:
@@ -73,7 +58,7 @@ class WorkerMessages:
         torn: whether a worker is starting over that was inside an optimizer step, so that its state is of no step.
     """
 
-    def __init__(self, job: HearingJob, parts: JobContext, errors: WorkerErrors) -> None:
+    def __init__(self, job: JobSupervisor, parts: JobContext, errors: WorkerErrors) -> None:
         self._job, self._errors = job, errors
         self._record, self._events, self._planner = parts.record, parts.events, parts.planner
         self._reports, self._group, self._spec = parts.reports, parts.group, parts.spec
@@ -227,11 +212,7 @@ class WorkerMessages:
             self._group.take(Left(worker=worker))
             return
         error = WorkerError(
-            worker=worker,
-            node=record.node,
-            steps=result.steps,
-            origin=result.origin,
-            raised=result.error,
+            worker=worker, node=record.node, steps=result.steps, origin=result.origin, raised=result.error
         )
         newcomer = not result.trained and machine.is_newcomer(worker)
         if newcomer:
@@ -268,8 +249,6 @@ class WorkerMessages:
         """Continue without a worker that has raised.
 
         Args:
-            worker: the worker.
-            error: what it raised.
             newcomer: it had come to others: the next one waits, the longer the more of them failed.
             trained: it had trained a step.
             reused: its process had run the train function before, which its node is not to blame for.

@@ -27,8 +27,7 @@ def current_session() -> Session:
     Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
     the environment describes.
 
-    Raises:
-        RuntimeError: this is another thread of a job's worker than the train function's.
+    Raises RuntimeError: this is another thread of a job's worker than the train function's.
     """
     session = session_of_thread()
     if session is None:

@@ -103,8 +103,7 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
 def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
     """The type in which ranks add up tensors of this one: gloo and NCCL know few, and take an error for a lost rank.
 
-    Raises:
-        TypeError: there is none.
+    Raises TypeError: there is none.
     """
     wide = _WIDER.get(dtype, dtype)
     if wide in _AS_THEY_ARE or (wide in _COMPLEX and op in ("sum", "mean")):

@@ -12,8 +12,6 @@ class Member:
     """Worker of a generation; its rank is its index in :attr:`GenerationSpec.members`.
 
     Attributes:
-        worker: its id.
-        node: the node that it is on.
         gpu_type: of the node's GPUs, in a job whose shares follow the types' speeds; else empty.
         speed: of one worker on this type, as the job's model has it [samples/s]; 0 where that is not known.
     """
@@ -29,7 +27,6 @@ class RankInfo:
     """Position of a worker in its group; the defaults are those of a worker alone.
 
     Attributes:
-        rank: its rank.
         world_size: workers of the group.
         local_rank: its rank among those on its node.
         local_world_size: workers on its node.
@@ -48,7 +45,6 @@ class Returned:
     """A worker whose train function has returned.
 
     Attributes:
-        rank: its last one.
         steps: committed steps of all loaders.
     """
 

@@ -21,8 +21,6 @@ class SurvivingWorker:
     """A living worker.
 
     Attributes:
-        worker: its id.
-        node: its node.
         spec: the generation that it has taken up, or left as no member of it; None before its first.
         switched: the latest generation in which it has exchanged state; 0 before its first.
         ready: whether it has built its model.

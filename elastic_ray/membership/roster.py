@@ -116,7 +116,6 @@ class InFlight:
     """An announced generation that not all members have entered yet.
 
     Attributes:
-        spec: the generation.
         forced: it replaces a broken one: a worker that hears of it goes there at once.
         since_s: when it was announced.
         from_workers: workers of the generation before.

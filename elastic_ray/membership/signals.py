@@ -29,7 +29,6 @@ class Finished(Signal):
     """Signal: the worker's train function has returned, so training is complete for this rank.
 
     Attributes:
-        rank: its last one.
         steps: committed steps of all loaders.
     """
 

@@ -189,8 +189,7 @@ class WorkerMembership:
         """Wait for a group to continue with and make it the present one: any for a newcomer, and for a member whose
         group is broken only one that replaces it (a planned change still needs everybody's agreement).
 
-        Raises:
-            LostGroupError: none was formed within ``timeout_s``, or none will be.
+        Raises LostGroupError: none was formed within ``timeout_s``, or none will be.
         """
         deadline = time.monotonic() + timeout_s
         while True:

@@ -27,8 +27,7 @@ class BufferSync:
     def __call__(self, communicator: Communicator) -> None:
         """Synchronise; a collective, called by all ranks at the same point.
 
-        Raises:
-            CommunicationFailedError: the group broke; buffers are as they were.
+        Raises CommunicationFailedError: the group broke; buffers are as they were.
         """
         if communicator.world_size == 1:
             return

@@ -24,9 +24,6 @@ class FiniteWatch:
     leaves it out in its own kernels.
 
     Args:
-        context: the run.
-        module: the model.
-        model: its number.
         nonfinite: what to do, one of ``NONFINITE``.
 
     Attributes:
@@ -49,12 +46,10 @@ class FiniteWatch:
         """True if the gradients to be applied are finite; reports a streak of steps where they are not.
 
         Args:
-            params: the parameters.
             suspects: ranks with gradients that were not finite when they were reduced, None where all were.
             scaled: AMP's scaler has asked the optimizer to leave out by itself what is not finite.
 
-        Raises:
-            NonFiniteGradientsError: it is not, and that is to end the training.
+        Raises NonFiniteGradientsError: it is not, and that is to end the training.
         """
         if not self.looks:
             return True

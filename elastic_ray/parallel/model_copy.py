@@ -44,8 +44,7 @@ class ModelCopy(torch.nn.Module):
 def copied(module: torch.nn.Module, training: bool) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
     """Return how to make a copy, as ``__reduce_ex__`` does.
 
-    Raises:
-        TypeError: parts of the model lie with other workers.
+    Raises TypeError: parts of the model lie with other workers.
     """
     tables = [name for name, each in module.named_modules() if isinstance(each, ShardedEmbedding)]
     if tables or is_sharded_model(module):
@@ -67,7 +66,6 @@ def describe_model(
     """A wrapped model.
 
     Args:
-        module: the model.
         optimizer: steps it.
         amp: its loss is scaled.
         strategy: builder of its synchronisation's strategy; None is plain all-reduce.

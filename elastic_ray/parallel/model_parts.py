@@ -32,7 +32,6 @@ class KeptModel:
     """A model that is kept on all ranks.
 
     Attributes:
-        sync: its gradients.
         optimizers: by optimizer, what votes on updates and makes them.
         measured: by optimizer, carries out an update, and tells the statistics how far it moves the parameters.
         model_state, optimizer_states: what travels and is saved.
@@ -50,12 +49,8 @@ class ModelParts:
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: steps them; a ``JointOptimizer`` of several.
-        statistics: of the gradients.
         number: of the model, in the order in which the loop wraps them.
-        tables: its sharded tables.
     """
 
     def __init__(
@@ -72,18 +67,11 @@ class ModelParts:
         self._statistics, self._number, self._tables = statistics, number, tables
 
     def replicated(
-        self,
-        builder: Any,
-        tracker: NoiseTracker,
-        grad_scale: Callable[[], float],
-        *,
-        check_finite: bool,
-        scaler: Any,
+        self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
         """Whole on each rank.
 
         Args:
-            builder: of the strategy.
             tracker: of the noise scale.
             grad_scale: AMP's present loss scale, 1 without AMP.
             check_finite: whether to find out on which ranks gradients are NaN or infinite.
@@ -144,11 +132,7 @@ class ModelParts:
         from elastic_ray.sync.sharded_parameters.model_checks import shard_size_of
         from elastic_ray.sync.sharded_parameters.model_state import ShardedModelState, StateDicts
         from elastic_ray.sync.sharded_parameters.shard_collectives import ShardCollectives
-        from elastic_ray.sync.sharded_parameters.shard_statistics import (
-            MovedRows,
-            RowDenominators,
-            ShardStatistics,
-        )
+        from elastic_ray.sync.sharded_parameters.shard_statistics import MovedRows, RowDenominators, ShardStatistics
         from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
         from elastic_ray.sync.sharded_parameters.sharded_optimizer import ShardedOptimizer
 

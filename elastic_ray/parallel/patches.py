@@ -177,8 +177,7 @@ def _override(target: Any, **methods: Any) -> None:
 def complete(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that leaves ``Optimizer.__init__`` out, as some Lookaheads do, the hooks of torch.
 
-    Raises:
-        TypeError: it lacks what every optimizer has; the message names it.
+    Raises TypeError: it lacks what every optimizer has; the message names it.
     """
     missing = [name for name in ("param_groups", "state", "defaults") if not hasattr(optimizer, name)]
     if missing:
@@ -229,8 +228,7 @@ def evaluated(
 
     The gradients are then those of the whole group when it is decided whether they are applied, and at what rate.
 
-    Raises:
-        ValueError: the optimizer calls it several times, or after it has moved parameters; from its step.
+    Raises ValueError: the optimizer calls it several times, or after it has moved parameters; from its step.
     """
     with torch.enable_grad():
         value = closure()
@@ -269,8 +267,7 @@ _NOT_GIVEN = (
 def check_scaler(run: Run) -> None:
     """Look whether an enabled scaler that no state of the run holds has called the optimizer's step.
 
-    Raises:
-        RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
+    Raises RuntimeError: one has, in a group that may change; elsewhere the job's user is told.
     """
     frame = sys._getframe(1)
     for _ in range(_NEAR):

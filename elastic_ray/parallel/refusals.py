@@ -56,8 +56,7 @@ def refuse_options(options: Mapping[str, Any]) -> None:
 def check_stragglers(response: Any) -> StragglerConfig:
     """Check the response to slow workers that a run without a trainer asks for.
 
-    Raises:
-        ValueError: there is no such response, or only a trainer can give it.
+    Raises ValueError: there is no such response, or only a trainer can give it.
     """
     if response == "replace":
         raise ValueError(

@@ -159,8 +159,7 @@ def _as_given(info: Any) -> Any:
 def _shared(state: Any, info: Any) -> Any:
     """Share rank 0's state: with ``full_state_dict`` and ``cpu_offload`` rank 0 keeps it, otherwise all ranks get it.
 
-    Raises:
-        CommunicationFailedError: rank 0 is lost, and with it the whole.
+    Raises CommunicationFailedError: rank 0 is lost, and with it the whole.
     """
     first = current_session().rank == 0
     if info.full_state_dict and info.cpu_offload:

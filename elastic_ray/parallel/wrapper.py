@@ -88,9 +88,7 @@ class OptimizerSteps:
     """Optimizer of a model, with the helpers of its steps.
 
     Attributes:
-        optimizer: it.
         groups: places of its parameter groups among those of all.
-        rates: its learning rates.
         finite: sees gradients that are not finite.
         tiles: votes on updates and makes them.
         measured: carries out an update, and tells the statistics how far it moves the parameters.

@@ -102,11 +102,7 @@ class ControllerState:
 
     @classmethod
     def from_json(cls, text: str) -> ControllerState:
-        """The inverse of ``json.dumps(dataclasses.asdict(state))``.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """The inverse of ``json.dumps(dataclasses.asdict(state))``. Raises ValueError: it is something else."""
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError(f"a note must be a JSON object, but got {text[:100]!r}")

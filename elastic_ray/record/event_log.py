@@ -19,8 +19,6 @@ class EventLog:
     """Takes what happens to a job.
 
     Args:
-        spec: the job.
-        record: gets every event.
         machine: who is a member.
         keep: takes every event as well, for the controller after this one.
     """
@@ -34,9 +32,7 @@ class EventLog:
         """Add an event.
 
         Args:
-            kind: what.
             before: size of the job before it.
-            after: its size afterwards.
             reason: a sentence.
             **facts: further fields of ``JobEvent``.
         """

@@ -30,7 +30,6 @@ class TimeSpent:
         starting_s: from the start of its processes until a group trained.
         pausing_s: of groups that trained, the pauses of their changes.
         catching_up_s: training after a restart, until the job was as far as before it.
-        training_s: the rest.
     """
 
     waiting_s: float = 0.0
@@ -251,9 +250,7 @@ def waits_for(
     """Return what a job waits for: storage, else slots or a node, a placement group, processes; empty if it trains.
 
     Args:
-        spec: the job.
         phase: where it is in its life.
-        workers: phase of each of its workers.
         target_workers: what the allocator has given it.
         storage: what it waits for storage for; empty where storage answers.
         needs_node: whether no node that there is could ever hold one of its workers.

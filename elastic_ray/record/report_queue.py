@@ -67,8 +67,7 @@ class ReportQueue:
             after: the last report that was dealt with; None for none of this run's.
             wait_s: longest wait [s].
 
-        Returns:
-            None if there is none (yet), or the queue was closed.
+        Returns None if there is none (yet), or the queue was closed.
         """
         after = self._taken if after is None else after
         if after > self._taken:

@@ -22,7 +22,6 @@ class UsageRow:
 
     Attributes:
         user: owner of the jobs; None where the row stands for several, as in the next three.
-        tenant: of the jobs.
         job: name of its directory.
         week: ISO week of UTC, such as ``2026-W48``.
         gpu_hours: GPUs times hours that workers trained or stood ready.
@@ -68,7 +67,6 @@ def usage(job: str, events: Sequence[JobEvent], seen_s: float) -> list[UsageRow]
     """Return what one job has used, a row for each user, tenant and week.
 
     Args:
-        job: its name.
         events: of all its runs, oldest first.
         seen_s: when its last run was known to continue, if it has not ended [s since the epoch].
     """

@@ -64,8 +64,7 @@ def verify_events(lines: Iterable[str]) -> tuple[Finding, ...]:
     Args:
         lines: as they are in the file.
 
-    Returns:
-        What was found, in the order of the lines.
+    Returns what was found, in the order of the lines.
     """
     found: list[Finding] = []
     proofs = _read(lines, found)

@@ -46,8 +46,7 @@ def max_workers(spec: JobSpec, planner: BatchPlanner) -> int:
 def check_size(workers: int, spec: JobSpec, planner: BatchPlanner) -> None:
     """Refuse a size that the job cannot be held at.
 
-    Raises:
-        ValueError: the loader's limits have no use for so many, or it is outside the job's range.
+    Raises ValueError: the loader's limits have no use for so many, or it is outside the job's range.
     """
     most = max_workers(spec, planner)
     allowed = spec.scheduling.allowed_sizes
@@ -171,9 +170,7 @@ def job_status(
     """The job as its driver sees it.
 
     Args:
-        spec: the job.
         planner: its speed and its batch.
-        record: its history.
         machine: its workers.
         submitted_s: when it was submitted [s since the epoch].
         now_s: the present [s since the epoch].
@@ -254,13 +251,7 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     samples = samples_to_end(progress, size, first, planner.efficiency)
     steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
     return dataclasses.replace(
-        status,
-        progress=ratio,
-        samples_left=samples,
-        steps_left=steps,
-        eta_s=eta_s,
-        eta_low_s=low_s,
-        eta_high_s=high_s,
+        status, progress=ratio, samples_left=samples, steps_left=steps, eta_s=eta_s, eta_low_s=low_s, eta_high_s=high_s
     )
 
 
@@ -295,8 +286,6 @@ def members(
     """Members of the present generation by rank, as far as their processes are known.
 
     Args:
-        machine: the group.
-        record: of the job.
         processes: by worker.
         silence_s: by worker, for how long it has been silent [s].
         ratios: by worker, its time for equal work over the group's median.

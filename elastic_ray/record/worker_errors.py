@@ -38,11 +38,8 @@ class WorkerError:
     """Exception of one worker.
 
     Attributes:
-        worker: its id.
-        node: its node.
         steps: steps of all loaders that were committed by then.
         origin: type and place; None where elastic_ray failed beside the train function.
-        raised: the exception.
     """
 
     worker: str
@@ -93,7 +90,6 @@ class WorkerErrors:
         """Judge the exception of a worker that trained.
 
         Args:
-            error: the exception.
             others_train: other workers hold the state and have not returned from the train function.
             now_s: the time [s, monotonic].
         """
@@ -143,7 +139,6 @@ class WorkerErrors:
         """Judge the exception of a worker of a job that does not train yet.
 
         Args:
-            error: the exception.
             beside: workers that the job has, all started before this exception.
             nodes: how many nodes there are that could run a worker of the job.
             wanted: workers that the job is to have.
@@ -178,9 +173,6 @@ class WorkerErrors:
         """Note a worker that failed for the allocator.
 
         Args:
-            node: its node.
-            worker: its id.
-            cause: what it raised.
             starting: it had trained nothing.
             now_s: the time [s, monotonic].
             of_device: the error names a disk or a GPU of the node.

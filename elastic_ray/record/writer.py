@@ -74,7 +74,6 @@ class RecordWriter:
     """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
 
     Args:
-        spec: the job.
         record: what is known of the job.
         background: what runs beside the controller's loop.
         tell: takes what the job's user is to know of its storage, a sentence, once.
@@ -151,8 +150,7 @@ class RecordWriter:
     async def look(self, timeout_s: float) -> StoredProgress:
         """Read what storage has of the run. Failures are tried again. Failures are tried again.
 
-        Raises:
-            OSError: storage was silent, or failed, for ``timeout_s``.
+        Raises OSError: storage was silent, or failed, for ``timeout_s``.
         """
         until_s, pause_s = time.monotonic() + timeout_s, 0.2
         trial = self._spec.trial
@@ -207,11 +205,9 @@ class RecordWriter:
         Args:
             first_report: number of the first report of this run, as the one before knew it; 0 for none.
 
-        Returns:
-            The last reports, which the record has taken as well.
+        Returns the last reports, which the record has taken as well.
 
-        Raises:
-            OSError: the files could not be read.
+        Raises OSError: the files could not be read.
         """
 
         def read() -> tuple[set[str], tuple[Report, ...]]:

@@ -52,8 +52,7 @@ def env_store(rank: int, timeout_s: float) -> Any:
         rank: rank of this process.
         timeout_s: how long to wait for it, and for whatever is asked of it [s].
 
-    Raises:
-        RuntimeError: it cannot be reached or held; the message says where.
+    Raises RuntimeError: it cannot be reached or held; the message says where.
     """
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=timeout_s)
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -116,7 +115,6 @@ class StandaloneController:
     """Takes the controller's place: reports go to the log, and rank 0's own planner adapts the batch.
 
     Args:
-        replicas: world size.
         post: delivers a message to this process's membership.
     """
 
@@ -307,8 +305,7 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
 def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
     """The group's communicator; ``gpu`` is the one that this process trains on.
 
-    Raises:
-        CommunicationFailedError: its store is not to be found, or a rank did not come.
+    Raises CommunicationFailedError: its store is not to be found, or a rank did not come.
     """
     try:
         store = env_store(rank, _FORM_TIMEOUT_S) if spec.world_size > 1 else None
@@ -340,8 +337,6 @@ class Departures:
 
     Args:
         prefix: name of the group in the store.
-        rank: of this process.
-        world_size: number of ranks.
     """
 
     def __init__(self, prefix: str, rank: int, world_size: int) -> None:

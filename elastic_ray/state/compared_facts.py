@@ -45,11 +45,9 @@ class Facts:
         """Return how the ranks differ as the text of an error; empty if they agree. All ranks call it.
 
         Args:
-            communicator: the group.
             fingerprints: of all ranks; 0 where one has told none.
 
-        Raises:
-            CommunicationFailedError: the group broke meanwhile.
+        Raises CommunicationFailedError: the group broke meanwhile.
         """
         known = [value for value in fingerprints if value]
         if len(set(known)) <= 1:

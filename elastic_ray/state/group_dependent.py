@@ -81,7 +81,6 @@ class GroupDependent(Protocol):
         """Make diverged replicas identical in a new group, before its ranks exchange state.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it has that marker, and adds to the one model.
@@ -93,8 +92,7 @@ class GroupDependent(Protocol):
         Args:
             stays: whether each rank is in the next group as well; what only others hold is handed over.
 
-        Raises:
-            CommunicationFailedError: the present group broke meanwhile.
+        Raises CommunicationFailedError: the present group broke meanwhile.
         """
 
     @property

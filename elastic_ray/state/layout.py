@@ -61,8 +61,7 @@ def check_samples(samples: Sequence[int], joins: Sequence[bool] = ()) -> None:
         samples: of an epoch, by rank; below 0 where a rank does not know them.
         joins: True for ranks that join others.
 
-    Raises:
-        ReplicasDifferError: two ranks know different ones.
+    Raises ReplicasDifferError: two ranks know different ones.
     """
     known = {rank: count for rank, count in enumerate(samples) if count >= 0}
     one = next(iter(known), 0)
@@ -101,8 +100,7 @@ def check_ends(fingerprints: Sequence[int]) -> None:
     Args:
         fingerprints: of their parameters, by rank; 0 where one has told none.
 
-    Raises:
-        ReplicasDifferError: they differ.
+    Raises ReplicasDifferError: they differ.
     """
     known = {rank: value for rank, value in enumerate(fingerprints) if value}
     if len(set(known.values())) > 1:

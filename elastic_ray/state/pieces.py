@@ -23,12 +23,10 @@ class Pieces:
 
     Attributes:
         shape: of the whole tensor.
-        dtype: of it.
         held: pieces of consecutive elements: the place of the first one in the flattened tensor, and the elements, in
             any shape. They do not overlap, also not with those of other ranks.
 
-    Raises:
-        ValueError: a piece has another type, or lies beyond the tensor's end.
+    Raises ValueError: a piece has another type, or lies beyond the tensor's end.
     """
 
     shape: tuple[int, ...]
@@ -70,11 +68,8 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
     Args:
         tree: dicts, lists and tuples of tensors and plain values.
-        rank: that writes.
-        world_size: ranks that do.
 
-    Returns:
-        The tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
+    Returns the tree with `Pieces` in the place of tensors. On ranks but the first it has nothing else.
     """
     count = 0
 
@@ -122,8 +117,7 @@ class NamedPieces:
 def take_apart(tree: Any) -> tuple[Any, list[NamedPieces]]:
     """Split a tree into its skeleton, in which indices stand for tensors, and its tensors.
 
-    Raises:
-        NotPlainError: it is nested too deeply, or holds itself.
+    Raises NotPlainError: it is nested too deeply, or holds itself.
     """
     found: list[NamedPieces] = []
 

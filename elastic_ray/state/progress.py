@@ -287,11 +287,7 @@ class RunProgress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
-        """The inverse of :meth:`to_state`.
-
-        Raises:
-            TypeError: it holds something else.
-        """
+        """The inverse of :meth:`to_state`. Raises TypeError: it holds something else."""
         names = {_STORED_AS.get(field.name, field.name): field.name for field in dataclasses.fields(cls)}
         values = {names.get(name, name): value for name, value in state.items()}
         return cls(**{**values, "passes": [PassProgress(**each) for each in values["passes"]]})

@@ -98,7 +98,6 @@ class ModuleExtras:
     takes all ranks.
 
     Args:
-        module: the module.
         sums: whether sums of metrics belong to it as well: the user has said that all ranks share them.
         warn: tells the job's user of a state that cannot travel.
     """
@@ -126,8 +125,7 @@ class ModuleExtras:
     def restore(self, tree: Any) -> None:
         """Take over a captured state. Parts that are on one side alone keep their mode.
 
-        Raises:
-            RuntimeError: the module lacks a part that has a state, or one does not take its state.
+        Raises RuntimeError: the module lacks a part that has a state, or one does not take its state.
         """
         parts = dict(self._module.named_modules())
         if unknown := {*tree["states"], *tree["sums"]} - parts.keys():

@@ -59,8 +59,7 @@ class ResumePoint:
     def from_json(cls, point: Any) -> ResumePoint | None:
         """The inverse of :meth:`to_json`; None for an empty object, which says nothing.
 
-        Raises:
-            ValueError: a field is missing or wrong; the message names it.
+        Raises ValueError: a field is missing or wrong; the message names it.
         """
         if not isinstance(point, Mapping):
             raise ValueError(f"where it stands must be an object, but is {point!r}")

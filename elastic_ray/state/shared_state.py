@@ -28,7 +28,7 @@ from elastic_ray.state.tree import (
     receive_state,
     send_state,
 )
-from elastic_ray.state.unread import TakesUnread, read_all
+from elastic_ray.state.unread import read_all
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +58,7 @@ class Exchanged:
 def _named(name: str, what: str) -> Iterator[None]:
     """Errors of a state's own code name the state, which may be one of many that user code has registered.
 
-    Raises:
-        RuntimeError: such an error.
+    Raises RuntimeError: such an error.
     """
     try:
         yield
@@ -109,11 +108,7 @@ class SharedState:
         self._snapshots: list[Any] = []
 
     def register(self, key: str, state: Stateful) -> None:
-        """Make ``state`` part of what joiners receive.
-
-        Raises:
-            ValueError: the key is taken.
-        """
+        """Make ``state`` part of what joiners receive. Raises ValueError: the key is taken."""
         if key in self._states:
             raise ValueError(f"state names must be unique in a train loop, but {key!r} is registered already")
         self._states[key] = state
@@ -127,7 +122,6 @@ class SharedState:
 
         Args:
             capture: gives what it is now.
-            restore: takes that back.
             name: what errors call it.
         """
         self._rollbacks.append(_Rollback(name or restore.__qualname__, capture, restore))
@@ -135,16 +129,14 @@ class SharedState:
     def check_plain(self) -> None:
         """Check that all of it can be sent to another rank.
 
-        Raises:
-            UnsafeStateError: a state holds more than tensors and plain values; the message names it.
+        Raises UnsafeStateError: a state holds more than tensors and plain values; the message names it.
         """
         check_plain(self.capture())
 
     def snapshot(self) -> None:
         """Remember the small state at the beginning of a step.
 
-        Raises:
-            RuntimeError: one of them cannot be told; the message names it.
+        Raises RuntimeError: one of them cannot be told; the message names it.
         """
         self._snapshots = [each.snapshot() for each in self._rollbacks]
 
@@ -155,8 +147,7 @@ class SharedState:
     def roll_back(self) -> None:
         """Return the small state to the beginning of the step.
 
-        Raises:
-            RuntimeError: one of them does not take what it was; the message names it.
+        Raises RuntimeError: one of them does not take what it was; the message names it.
         """
         for each, snapshot in zip(self._rollbacks, self._snapshots, strict=False):
             each.take_back(snapshot)
@@ -228,7 +219,7 @@ class SharedState:
         self.shape = None if trees["shape"] is None else BatchChoice(**trees["shape"])
         for key, state in self._states.items():
             if key not in skip:
-                late = isinstance(state, TakesUnread) and state.takes_unread
+                late = getattr(state, "takes_unread", False)
                 tree = trees[key] if late else read_all(trees[key])
                 with _named(key, "take over what another worker, or a checkpoint, has sent of it"):
                     state.restore(tree)
@@ -236,8 +227,7 @@ class SharedState:
     def resume(self, trees: dict[str, Any], *, loaded: bool) -> None:
         """Continue from captured states: kept through a rerun, or ``loaded`` from an automatic checkpoint.
 
-        Raises:
-            RuntimeError: as :meth:`install`.
+        Raises RuntimeError: as :meth:`install`.
         """
         self.install(trees)
         self.complete, self.loaded = True, loaded
@@ -267,7 +257,6 @@ class SharedState:
         """Bring every rank of a new group to the furthest rank's state, bit by bit.
 
         Args:
-            communicator: the group.
             replicas: what differs among ranks that are equally far. Before anything is sent, those that hold a state
                 take the mean of it over those of them that were through with the last average, which holds the rest.
             samples: of an epoch of this rank's training data, None where they are not known.

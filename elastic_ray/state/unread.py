@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ class UnreadTensor:
     """Stands in a captured tree for a tensor of a checkpoint.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of it.
         elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
             their own on the CPU.
         device: where :meth:`rows`, :meth:`part` and :meth:`whole` put them.
@@ -54,23 +52,13 @@ class UnreadTensor:
     def read(self) -> Tensor:
         """Read the whole tensor on the CPU.
 
-        Raises:
-            CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
+        Raises CorruptStateError: it is not what it was when the checkpoint was opened, or cannot be read.
         """
         return self.elements(0, math.prod(self.shape)).view(self.shape)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> UnreadTensor:
         """Return the same object, because stored data does not change."""
         return self
-
-
-@runtime_checkable
-class TakesUnread(Protocol):
-    """A state to be restored."""
-
-    @property
-    def takes_unread(self) -> bool:
-        """True if ``restore`` accepts trees with `UnreadTensor` in them."""
 
 
 def read_all(tree: Any) -> Any:

@@ -29,7 +29,6 @@ class SendTrace:
         seconds: of the look in progress [s].
         sending_s: in which each rank was sending, in the look in progress [s].
         mib: that each rank has handed to collectives, in the look in progress [MiB].
-        looks: that are over.
         recent: for each rank, which of the last ten looks were slow, one bit a look.
         ratios: how many times as long as the others each took for as many bytes, in the last look.
         slow: the present verdict, ranks in order.
@@ -52,10 +51,7 @@ class SendTrace:
             seconds: time of the step [s].
         """
         sums = dataclasses.replace(
-            self,
-            seconds=self.seconds + seconds,
-            sending_s=_plus(self.sending_s, sending_s),
-            mib=_plus(self.mib, mib),
+            self, seconds=self.seconds + seconds, sending_s=_plus(self.sending_s, sending_s), mib=_plus(self.mib, mib)
         )
         return sums._looked() if sums.seconds >= _LOOK_S else sums
 

@@ -42,8 +42,7 @@ class StragglerConfig:
         response: see :data:`Response`.
         patience_s: how long a worker must have been slow before it is replaced [s].
 
-    Raises:
-        ValueError: no such response, or a time that is not above 0.
+    Raises ValueError: no such response, or a time that is not above 0.
     """
 
     response: Response = "ignore"
@@ -80,8 +79,6 @@ class SlowWorker:
     """A worker that holds up its group.
 
     Attributes:
-        worker: its id.
-        node: the node that it is on.
         ratio: how many times as long as the others it takes for the same work, above 1; of a slow network, to send as
             many bytes.
         cause: why, as far as that can be told.

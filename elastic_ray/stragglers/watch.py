@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from elastic_ray.stragglers.detection import MIN_STEPS, RECOVERED, SpeedTrace, lower_median
 from elastic_ray.stragglers.network import SendTrace
@@ -59,7 +59,7 @@ class StragglerWatch:
         members: Callable[[], Sequence[Member]],
         equal: Callable[[], bool] = bool,
         measured: Callable[[], Sequence[WorkerMeasures]],
-        tell: Tell,
+        tell: Callable[[str, Mapping[str, Any]], None],
         measure: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = StragglerConfig()
@@ -221,10 +221,7 @@ class StragglerWatch:
             member = members[rank]
             if member.worker not in slow:
                 found[member.worker] = known.get(member.worker) or SlowWorker(
-                    worker=member.worker,
-                    node=member.node,
-                    ratio=self._sends.ratios[rank],
-                    cause=StragglerCause.NETWORK,
+                    worker=member.worker, node=member.node, ratio=self._sends.ratios[rank], cause=StragglerCause.NETWORK
                 )
         self.senders = tuple(found.values())
         for worker in sorted(found.keys() ^ known.keys()):
@@ -335,12 +332,6 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
         fixed = max(0.0, min(1.0, (times / slow.ratio - slow.weight) / (1.0 - slow.weight)))
     part = fixed or 0.0
     return dataclasses.replace(slow, fixed=fixed, ratio=times / (part + (1.0 - part) * slow.weight))
-
-
-class Tell(Protocol):
-    """Tells the job's user something."""
-
-    def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

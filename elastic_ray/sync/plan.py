@@ -23,7 +23,6 @@ class BucketPlan:
 
     Attributes:
         params: positions in ``ModelProfile.params``, in the bucket's order.
-        group: their parameter group.
         sync: what is done with it.
         owner: the rank that collects it, of an ``Owner``; else 0.
         nodes: the node of each rank, as a number, where the way through the group depends on it; else empty.
@@ -61,7 +60,6 @@ class SyncPlan:
 
     Attributes:
         buckets: of at least one parameter each.
-        strategy: what was planned.
         tiles: of the optimizer state; None where every rank holds all of it under any group.
     """
 
@@ -80,9 +78,8 @@ class SyncPlan:
 def lower(strategy: Strategy, profile: ModelProfile, topology: Topology) -> SyncPlan:
     """Work out a strategy.
 
-    Raises:
-        StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot step
-            what a rule would give it.
+    Raises StrategyError: a rule matches no parameter, tied parameters have different rules, or the optimizer cannot
+    step what a rule would give it.
     """
     assigned = _assign(strategy, profile)
     for param, sync in zip(profile.params, assigned, strict=True):

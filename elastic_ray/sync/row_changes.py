@@ -168,8 +168,7 @@ class HandChanges:
     def end(self) -> None:
         """End the watch, because the group changes or rows are replaced; raises if a change was found.
 
-        Raises:
-            ReplicasDifferError: there were changes, of which others know nothing.
+        Raises ReplicasDifferError: there were changes, of which others know nothing.
         """
         found = self.found
         self.watch(())

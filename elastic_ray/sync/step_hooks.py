@@ -35,8 +35,7 @@ class StepHooks:
     def before(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Call those that come before a step; returns what it is to be called with.
 
-        Raises:
-            RuntimeError: a hook has returned something else than None or new arguments.
+        Raises RuntimeError: a hook has returned something else than None or new arguments.
         """
         args: tuple[Any, ...] = (self._optimizer,)
         given = dict(kwargs)

@@ -67,8 +67,7 @@ def get_or_create_pool() -> Any:
 def close_pool(timeout_s: float = _CLOSE_S) -> None:
     """End the cluster's pool and all processes that no job has; running jobs keep theirs, and may make a new pool.
 
-    Raises:
-        TimeoutError: it has not ended in time.
+    Raises TimeoutError: it has not ended in time.
     """
     deadline_s = time.monotonic() + timeout_s
     for _, controller in actors_named(CONTROLLERS):
@@ -151,15 +150,13 @@ class WarmPool:
         """A job that trains says how many processes it would use, by node.
 
         Args:
-            job: whose controller asks.
             environment: key of its runtime environment.
             nodes: how many processes it has and may want again, by node.
             first: it has just begun to train.
             over: it has ended, and asks for the last time.
 
-        Returns:
-            Names and nodes of processes that the caller is to start now; and, by node, a process that can look at
-            others.
+        Returns names and nodes of processes that the caller is to start now; and, by node, a process that can look at
+        others.
         """
         await self._found
         now_s = time.monotonic()

@@ -124,7 +124,6 @@ class Processes:
     A trial's belong to its sweep: one trial gives them back and another one continues in them, within milliseconds.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         token: of the controller's workers.
     """

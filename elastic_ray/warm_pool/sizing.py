@@ -60,8 +60,7 @@ def read_config(environment: Mapping[str, str]) -> PoolConfig:
     ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
     fields of :class:`PoolConfig`. Without the variable all of them have their defaults.
 
-    Raises:
-        ValueError: the variable names no field, or gives one a value that it cannot have.
+    Raises ValueError: the variable names no field, or gives one a value that it cannot have.
     """
     text = environment.get(VARIABLE, "").strip()
     if text.lower() in _OFF:
@@ -115,7 +114,6 @@ class ProcessRequest:
     """Request of one job for processes.
 
     Attributes:
-        job: whose it is.
         environment: key of the runtime environment of its processes.
         nodes: how many processes it would use, by node.
         since_s: when it asked first [s].
@@ -183,7 +181,6 @@ def plan(
 
     Args:
         config: the bounds.
-        nodes: living nodes.
         processes: those that no job has, also those that are only starting.
         demands: what jobs would use.
         busy: until when jobs in their first epochs need a node's processors [s].

@@ -154,8 +154,7 @@ class ActorControllerClient:
     def repeat(self) -> bool:
         """Send again what a controller's end has swallowed; whether everything has arrived. From any thread.
 
-        Raises:
-            RayError: the controller is gone for good.
+        Raises RayError: the controller is gone for good.
         """
         with self._lock:
             if not self._unheard:
@@ -179,8 +178,7 @@ class ActorControllerClient:
     def flush(self) -> None:
         """Wait until every report has arrived: the end of the run must not overtake them.
 
-        Raises:
-            RayError: the controller is gone for good. TimeoutError: it has not come back in time.
+        Raises RayError: the controller is gone for good. TimeoutError: it has not come back in time.
         """
         deadline_s = time.monotonic() + self._patience_s
         while not self.gone and not self.repeat():

@@ -27,7 +27,6 @@ class StateSaved:
     """An automatic checkpoint is there.
 
     Attributes:
-        state: what was written.
         pause_s: for how long training stood still [s].
         cost_s: that, and the processor's time that writing took [s].
         write_s: how long writing took [s].
@@ -126,14 +125,11 @@ class WorkerReregistration:
     """Registration of a worker with a restarted controller: all that the controller had known of it.
 
     Attributes:
-        worker: its id.
         token: what messages to its run carry.
         node: node id it runs on.
         group: hex id of its placement group.
         actor: handle of its process.
-        process: name of that.
         lent: whether a sweep has lent it.
-        process_info: of its process.
         spec: the generation that it has taken up, None before its first; it leaves where it is no member of it.
         switched: the latest generation in which it has exchanged state, 0 before its first.
         pause: that of its last change.
@@ -217,7 +213,6 @@ class RunFailed(RunEnd):
     """The train function has raised ``error``, or something went wrong beside it.
 
     Attributes:
-        error: what was raised.
         origin: where that comes from; None of what went wrong beside the train function.
         trained: whether this worker has committed a step by then.
         steps: committed steps of all loaders by then.

@@ -57,7 +57,6 @@ class Assignment:
 
     Attributes:
         worker: id of the worker for this run.
-        job: name of the job.
         train_loop: the pickled train function and its config.
         storage_path: directory of the job's results.
         node: node id it runs on.

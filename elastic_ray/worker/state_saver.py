@@ -38,7 +38,6 @@ class StateSaver:
     all save together, each its part, at the edge of a step that they have agreed on.
 
     Args:
-        session: the run.
         storage: where the run's files are.
         told: is called with what was saved; returns the job's mean time between losses [s].
         keep: how many checkpoints to keep.
@@ -78,12 +77,7 @@ class StateSaver:
         self._asked = False
         self._saving = saving or SaveAgreement()
         self._parts = PartSaver(
-            session.states,
-            storage,
-            self._calls,
-            workers=workers,
-            busy=self._busy,
-            timeout_s=timeout_s,
+            session.states, storage, self._calls, workers=workers, busy=self._busy, timeout_s=timeout_s
         )
         if saving is not None:
             saving.serve(self._parts)
@@ -160,8 +154,7 @@ class StateSaver:
         Args:
             until: asked meanwhile; once it says yes, it is given up.
 
-        Returns:
-            Why it could not be saved; empty if it was.
+        Returns why it could not be saved; empty if it was.
         """
         begin_s = time.monotonic()
         order = self._saving.take_order()
@@ -205,10 +198,7 @@ class StateSaver:
         return self._writing is not None and not self._writing.answer.done()
 
     def _write(
-        self,
-        write: Callable[[Callable[[], bool]], StateFile | None],
-        pause_s: float,
-        go_on: Callable[[], bool],
+        self, write: Callable[[Callable[[], bool]], StateFile | None], pause_s: float, go_on: Callable[[], bool]
     ) -> None:
         """Write a copy, report it, and set when the next one is due."""
         begin_s, cpu_s = time.monotonic(), time.thread_time()

@@ -31,13 +31,11 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
     """Pickle ``(train_loop, config)`` by value, with a config of None for a function without parameters.
 
     Args:
-        train_loop: the function.
         config: what it is called with.
         policies: what the run asks between steps, before those of its models.
 
-    Raises:
-        TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message
-            names what it captures. ValueError: if there is a config that the function cannot take.
+    Raises TypeError: if the function is not callable with no argument or one, or cannot be pickled; the message names
+    what it captures. ValueError: if there is a config that the function cannot take.
     """
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(f"train_loop_config must be a dict or None, but got {config!r}")
@@ -102,8 +100,7 @@ class PickledTrainLoop:
 def with_config(packed: bytes, config: Mapping[str, Any]) -> bytes:
     """Return a packed loop that is called with `config` in its config, over values of the same name.
 
-    Raises:
-        TypeError: a value cannot be pickled; the message names it.
+    Raises TypeError: a value cannot be pickled; the message names it.
     """
     try:
         return bytes(ray.cloudpickle.dumps((PickledTrainLoop(packed), dict(config))))  # type: ignore[no-untyped-call]

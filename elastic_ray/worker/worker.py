@@ -336,11 +336,7 @@ class Worker:
 
             return Communicator(
                 BootstrapStore(
-                    caller,
-                    elastic.switch_timeout_s,
-                    rank=rank,
-                    world_size=spec.world_size,
-                    called_off=called_off,
+                    caller, elastic.switch_timeout_s, rank=rank, world_size=spec.world_size, called_off=called_off
                 ),
                 f"generation/{spec.generation}",
                 rank=rank,

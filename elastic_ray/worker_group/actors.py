@@ -40,7 +40,6 @@ class WorkerActors:
     them.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         tell: takes what happened to a worker.
         on_result: takes how a run ended.

@@ -86,7 +86,6 @@ class ExpectedRanks:
         """The expected place of a worker that starts now.
 
         Args:
-            worker: its id.
             nodes: of every living worker, this one included, by id; oldest first.
             spec: the present generation, None before the first.
             target: size that the job is heading for.

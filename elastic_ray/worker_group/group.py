@@ -72,12 +72,9 @@ class WorkerGroup:
     """Members of the present generation, and those that are to be.
 
     Args:
-        spec: the job.
         controller: handle of its controller.
         record: what is known of the job.
-        planner: chooses batch sizes.
         background: what runs beside the controller's loop.
-        observer: the job.
         named: workers of the trial that the controller ran before; their messages come too late.
 
     Attributes:

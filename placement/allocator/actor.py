@@ -229,8 +229,7 @@ class Allocator:
     async def settings(self, wanted: OperatorSettings | None = None) -> Mapping[str, Any]:
         """Return the operator's settings in force, or as they would be with the wanted ones.
 
-        Raises:
-            InputError: a quota of a resource that no node has.
+        Raises InputError: a quota of a resource that no node has.
         """
         core, ruling = await self._start(), self._ruling
         if wanted is not None:
@@ -245,8 +244,7 @@ class Allocator:
     async def apply(self, wanted: OperatorSettings) -> Mapping[str, Any]:
         """Let an operator's settings rule from now on, also after this process's end; returns those in force.
 
-        Raises:
-            InputError: a quota of a resource that no node has.
+        Raises InputError: a quota of a resource that no node has.
         """
         async with self._applying:  # of two operators one comes after the other
             await self.settings(wanted)
@@ -280,8 +278,6 @@ class Allocator:
         """A job's controller says how the job stands: every second, and at once when something changed.
 
         Args:
-            view: the job.
-            controller: its controller.
             root: where its results are, until the allocator has answered that it knows.
         """
         core = await self._start()
@@ -350,8 +346,7 @@ class Allocator:
     async def explain(self, job: str) -> Explanation:
         """Explain a job's workers, and what it would do with one more.
 
-        Raises:
-            KeyError: no such job; names those that there are.
+        Raises KeyError: no such job; names those that there are.
         """
         return (await self._start()).explain(job)
 

@@ -179,8 +179,7 @@ class AllocatorCore:
     def explain(self, job: str) -> Explanation:
         """Explain a job's workers, and what it would do with one more; decides nothing.
 
-        Raises:
-            KeyError: no such job; names those that there are.
+        Raises KeyError: no such job; names those that there are.
         """
         if job not in self._jobs:
             raise KeyError(f"job must be one of {sorted(self._jobs)}, but got {job!r}")
@@ -195,7 +194,6 @@ class AllocatorCore:
         """Take in one event and answer with what is to be done, shrinking jobs first.
 
         Args:
-            event: what happened.
             now_s: the time of day [s since the epoch], for what is shown, stored and told to the policy.
             steady_s: time for intervals [s], never decreasing; None where ``now_s`` never does either.
         """

@@ -22,7 +22,6 @@ class Explanation:
     """An answer for people; ``str`` of it is a short text.
 
     Attributes:
-        job: name.
         nodes: workers per node id that it is to have.
         reason: of the last decision, a sentence.
         speed: on so many workers, relative to its smallest size; 0 while it waits.

@@ -15,7 +15,6 @@ class Allocate:
     """Tell the job's controller to have these workers on these nodes; idempotent.
 
     Attributes:
-        job: whom to tell.
         nodes: workers per node id; empty lets the job wait.
         reason: the decision's reason, a sentence.
         draining: nodes of its own that are about to go.

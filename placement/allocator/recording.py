@@ -55,12 +55,10 @@ class Life:
     """Recording of one life of an allocator: its policy, configuration, events and decisions.
 
     Attributes:
-        policy: name of its policy.
         settings: of the policy, by name.
         config: of the core; what only the shell reads has its defaults.
         settling: whether jobs ran before it was made.
         events: what it was told, with the time of each [s since the epoch].
-        decided: its decision log.
         steady_s: time of each event by the clock for intervals [s]; empty where that is the time of day.
     """
 
@@ -192,8 +190,7 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
     A last line that is cut off is left out: its allocator died while writing it.
 
-    Raises:
-        InputError: a line is not what a recording holds; names the line.
+    Raises InputError: a line is not what a recording holds; names the line.
     """
     lives: list[tuple[dict[str, Any], list[tuple[float, float, Event]], list[DecisionRecord]]] = []
     for number, line in enumerate(lines, start=1):
@@ -319,12 +316,10 @@ def replay(
     """The decision log of a new core that is told the same: ``life.decided``, to the letter.
 
     Args:
-        life: what was recorded.
         policy: the one that ruled, where it does not come with the package; by default the recorded one.
         watch: looks at the core after each event.
 
-    Raises:
-        InputError: the recording names a policy that does not come with the package.
+    Raises InputError: the recording names a policy that does not come with the package.
     """
     config = dataclasses.replace(life.config, log_length=_ENDLESS)  # decisions do not depend on how many are kept
     core = AllocatorCore(policy or life.make_policy(), config, settling=life.settling, knowledge=Knowledge())

@@ -105,7 +105,6 @@ class AllocatorLook:
         core: its ``log`` holds the records that are new, oldest first.
         recorded: decision records so far, those that are kept no more included: the number of the last one.
         life: differs from one allocator to the one after it, whose numbers start anew.
-        tenants: as configured.
         scaling: the last decision about the cluster's size; None where it decides none.
         spot_types: node types whose nodes may be taken away.
         decision_cpu_s: CPU time of the last decision [s]; None before the first.

@@ -88,7 +88,6 @@ class Autoscaler:
     Args:
         types: node types on offer.
         policy: the allocator's: a node that it would not use is not asked for.
-        objective: name of one, or one.
         config: times.
         constraints: the allocator's.
         most_nodes: of all types together; None for no such limit.

@@ -42,7 +42,6 @@ class ClusterFile:
     """Node types and limits of a cluster file.
 
     Attributes:
-        path: the file.
         types: worker types.
         max_nodes: workers of all types together; None for no such limit.
         idle_s: time without work after which Ray's autoscaler lets a node go [s].
@@ -74,10 +73,9 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
         path: YAML of ``ray up``, or of a RayCluster.
         prices: by instance type; rounded defaults if None.
 
-    Raises:
-        InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
-            otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file,
-            the type, and what is right.
+    Raises InputError: the file cannot be read, has no worker type, an instance type without a price, a label that says
+    otherwise than its market, a head that takes work, or a field left empty or of another kind; names the file, the
+    type, and what is right.
     """
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

@@ -121,7 +121,6 @@ def build(
 
     Args:
         wants: workers of each job.
-        views: the jobs.
         types: what is on offer, within what limits now.
         static: nodes that are there whatever is asked for.
         present: nodes of each type that are there.

@@ -128,8 +128,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
         bundles: resources of one worker, per job.
         cluster: the nodes; a worker may use what is ``free`` there.
 
-    Raises:
-        AllocationError: naming the rule, and the job or node that breaks it.
+    Raises AllocationError: naming the rule, and the job or node that breaks it.
     """
     nodes = cluster.by_id()
     used: dict[str, dict[str, float]] = {}

@@ -199,12 +199,7 @@ class JobView:
 
     def _check_history(self, where: str) -> None:
         """Raise unless the growth limit is from 1, and restarts and seconds are from 0; None passes."""
-        for name, least in (
-            ("growth_limit", 1),
-            ("attained_s", 0),
-            ("restarts", 0),
-            ("stop_cost_s", 0),
-        ):
+        for name, least in (("growth_limit", 1), ("attained_s", 0), ("restarts", 0), ("stop_cost_s", 0)):
             value = getattr(self, name)
             if value is not None:
                 check_number(f"{name} {where}", value, least=least)
@@ -297,16 +292,13 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
     ``JobView.useful_workers``.
 
     Args:
-        view: the job.
         slots: how many of its workers fit on each node; only used for nodes(k), in any order.
         most: the largest size of interest; ``view.useful_workers`` by default.
 
-    Returns:
-        Array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
-        that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets
-        past it; ``placement.planning.constraints`` sees to it that no job is left there.
-        Read-only. An entry is 0 where no batch size is possible, and may fall with k where communication eats
-        the gain.
+    Returns array of length n + 1 with n = min(most, sum(slots)); speed[0] = 0, all entries finite and 0 or more. A size
+    that is not allowed lies between the next ones below and above, so that who adds one worker at a time gets past it;
+    ``placement.planning.constraints`` sees to it that no job is left there. Read-only. An entry is 0 where no batch
+    size is possible, and may fall with k where communication eats the gain.
     """
     n = min(view.useful_workers if most is None else most, int(sum(slots)))
     if view.goodput is None or n == 0:

@@ -27,7 +27,6 @@ def check_selector(selector: Mapping[Any, Any], what: str) -> None:
     """Refuse a selector that Ray would not understand.
 
     Args:
-        selector: conditions by label.
         what: what the error calls it, such as ``ScalingConfig(label_selector)``.
 
     Raises:

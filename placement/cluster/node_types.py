@@ -77,11 +77,7 @@ class NodeType:
 
 
 def check_types(types: Sequence[NodeType]) -> None:
-    """Refuse offers that make no sense together.
-
-    Raises:
-        InputError: no type at all, or a name that occurs twice.
-    """
+    """Refuse offers that make no sense together. Raises InputError: no type at all, or a name that occurs twice."""
     if not types:
         raise InputError("node types must name one or more, but there are none: nothing could be asked for")
     names = [each.name for each in types]

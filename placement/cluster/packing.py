@@ -41,10 +41,8 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
     Args:
         counts: wanted workers per job; jobs that are left out get none.
         jobs: the jobs, with ``allocation`` as the present place of their workers.
-        cluster: the nodes.
 
-    Returns:
-        The places, and what found none. Every job appears that has a place.
+    Returns the places, and what found none. Every job appears that has a place.
     """
     wanted = [view for view in sorted(jobs, key=lambda view: view.arrival) if counts.get(view.job, 0) > 0]
     packing = _place(counts, wanted, cluster, keep=True)
@@ -87,12 +85,7 @@ def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster,
 
 
 def _minimums_first(
-    counts: Mapping[str, int],
-    jobs: Sequence[JobView],
-    ranked: Sequence[JobView],
-    cluster: Cluster,
-    *,
-    keep: bool,
+    counts: Mapping[str, int], jobs: Sequence[JobView], ranked: Sequence[JobView], cluster: Cluster, *, keep: bool
 ) -> _Packer:
     """Pack in two passes: all jobs' minimums, then growth."""
     packer = _Packer(FreeResources(cluster))

@@ -20,8 +20,7 @@ class AllowedSizes:
         multiple_of: only multiples of this.
         memory: what a worker needs and has; only sizes in which it has enough. None where any size fits.
 
-    Raises:
-        TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
+    Raises TypeError, ValueError: they are no whole numbers from 1, or exclude each other.
     """
 
     sizes: tuple[int, ...] = ()
@@ -91,11 +90,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """The smallest and the largest allowed size between these.
-
-        Raises:
-            ValueError: none is.
-        """
+        """The smallest and the largest allowed size between these. Raises ValueError: none is."""
         low, high = self.at_least(least), self.at_most(most)
         if low is None or not low <= high:
             why = ""

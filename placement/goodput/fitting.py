@@ -270,8 +270,7 @@ def least_squares(
         gtol: or when no unknown that is free has a steeper g.
         steps: tried at most.
 
-    Returns:
-        The cost, half of the sum of squared errors, and the unknowns.
+    Returns the cost, half of the sum of squared errors, and the unknowns.
     """
     x, e, damping = start, errors(start), _DAMPING
     cost = 0.5 * float(e @ e)

@@ -71,8 +71,7 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
         done: work that the job has had, 0 or more.
         ends: totals at which it may end; what is not above ``done`` cannot be any more.
 
-    Returns:
-        Work, in the unit of ``ends``; as much as was done where it should have ended.
+    Returns work, in the unit of ``ends``; as much as was done where it should have ended.
     """
     left = sorted(end - done for end in ends if end > done)
     best, below = done if not left else left[-1] * len(left), 0.0

@@ -65,7 +65,6 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
     """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
     Args:
-        views: the jobs.
         gpu: GPU type.
         nodes: nodes of each shape, (J, C); 0 where the shape is impossible.
         workers: workers of each shape, (J, C).

@@ -31,7 +31,6 @@ class BoundedModel:
     """Model of one job with the limits of its batch.
 
     Attributes:
-        model: its goodput model.
         max_batch_size: largest global batch [samples]; None keeps it at the model's initial one.
         atomic_bsz_range: least and most samples per worker and micro-step; None for no bounds.
         accumulation: whether it may accumulate gradients.
@@ -53,12 +52,10 @@ def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> F
     with T_grad, T_sync and g = gamma as in ``ThroughputModel`` and efficiency as in ``NoiseScale``.
 
     Args:
-        questions: one a job.
         nodes: nodes of each shape, of shape (C,) or (J, C).
         workers: workers of each shape, likewise, 1 or more.
 
-    Returns:
-        Array (J, C), 0 where no batch fits.
+    Returns array (J, C), 0 where no batch fits.
     """
     shape = len(questions), np.shape(workers)[-1]
     asked = [(ask.model, ask.max_batch_size, ask.atomic_bsz_range, ask.accumulation) for ask in questions]

@@ -35,7 +35,6 @@ class KnownStep:
         gpu_type: of the nodes it ran on, empty without GPUs or label.
         machines: descriptions of the nodes of that type when it was kept
             (see ``placement.knowledge.knowledge.machine_of``).
-        observation: what was measured.
         seen_s: when [s since the epoch].
     """
 

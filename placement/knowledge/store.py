@@ -153,8 +153,7 @@ class KnowledgeStore:
     def save(self, measurements: Measurements) -> None:
         """Replace this writer's file, and fold in what others have left behind.
 
-        Raises:
-            OSError: the file system refuses.
+        Raises OSError: the file system refuses.
         """
         make_directory(self._files, self._folder, private=self._private)
         table = _table(measurements)

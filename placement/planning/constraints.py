@@ -83,7 +83,6 @@ def in_whole_nodes(problem: Problem, solve: Solver, worth: Mapping[str, int]) ->
 
     Args:
         problem: the jobs and their room.
-        solve: answers.
         worth: workers that a whole node holds, of each job that prefers whole nodes.
     """
     plan = solve(problem)
@@ -193,7 +192,6 @@ def decide(
 
     Args:
         problem: all jobs and the whole cluster.
-        solve: the policy.
         constraints: the cluster's rules.
         now_s: present time [s since the epoch].
         guaranteed: jobs whose deadlines the last decision guaranteed.

@@ -27,8 +27,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
     A node that several jobs have seen slow counts as draining, unless fewer jobs could then run. One that only one job
     has seen is closed to that job alone, unless it would have to shrink for that: a slow worker still does some work.
 
-    Returns:
-        The very same objects where no node is slow.
+    Returns the very same objects where no node is slow.
     """
     if not any(view.slow_nodes for view in views):
         return views, cluster
@@ -77,8 +76,7 @@ def avoid_failing(
     whether the program is at fault. Only where a disk or a GPU has failed its own workers it waits for another node.
     No job loses its minimum to one that leaves a node.
 
-    Returns:
-        The very same objects where nothing is avoided, and by job why it is closed to which nodes.
+    Returns the very same objects where nothing is avoided, and by job why it is closed to which nodes.
     """
     if not avoided.by_all and not avoided.by_job:
         return views, cluster, {}

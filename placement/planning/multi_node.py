@@ -46,11 +46,7 @@ def shared(allocation: Allocation) -> dict[str, list[str]]:
 
 
 def check_apart(allocation: Allocation) -> None:
-    """Refuse nodes that multi-node jobs share.
-
-    Raises:
-        AllocationError: naming the node and the jobs.
-    """
+    """Refuse nodes that multi-node jobs share. Raises AllocationError: naming the node and the jobs."""
     for node, jobs in shared(allocation).items():
         raise AllocationError("one multi-node job per node", f"node {node!r} holds workers of {' and '.join(jobs)}")
 
@@ -66,8 +62,6 @@ def keep_apart(
 
     Args:
         packing: places to start from.
-        views: the jobs.
-        cluster: the nodes.
         multi_node_nodes: nodes that another multi-node job is on already.
     """
     busy = _multi_node_jobs(packing.allocation)
@@ -104,7 +98,6 @@ class _Placer:
     """Places jobs that span nodes apart from each other: within a node by best fit, else on quiet nodes by worst fit.
 
     Args:
-        cluster: the nodes.
         multi_node_nodes: those that another multi-node job is on already.
         present: where the jobs are to start from.
         wanted: workers of each job.
@@ -123,8 +116,7 @@ class _Placer:
         """Move only jobs that stand in another job's way; the others stay."""
         places, wanted = self._present, self._wanted
         order = sorted(
-            jobs,
-            key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival),
+            jobs, key=lambda v: (len(places[v.job]) > 1, places[v.job] != dict(v.allocation), -wanted[v.job], v.arrival)
         )
         homeless = []
         for view in order:

@@ -48,7 +48,6 @@ class Problem:
     """Jobs, and the room that they are to share.
 
     Attributes:
-        views: the jobs.
         cluster: the room that is theirs.
         multi_node_nodes: nodes that carry a job which spans several nodes and is not one of these.
         guaranteed: those of the jobs whose minimum was raised to what their deadline needs.

@@ -156,11 +156,8 @@ def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float],
 
     Args:
         demands: what each tenant could use, by resource.
-        weights: of each tenant.
-        totals: what there is.
 
-    Returns:
-        Dominant share of each tenant: the largest part of any resource that is its own.
+    Returns dominant share of each tenant: the largest part of any resource that is its own.
     """
     full = {
         name: max((amount / totals[r] for r, amount in demand.items() if totals.get(r, 0.0) > 0), default=0.0)
@@ -195,8 +192,7 @@ def share_out(problem: Problem, tenants: Mapping[str, Tenant]) -> tuple[dict[str
     least for its weight, and of equal ones the one's that would stop a job. Jobs that only some nodes can hold have
     entitlements to these nodes as if there were no others, and no other jobs; their turns come before those of others.
 
-    Returns:
-        Amounts by tenant and resource, and the minimums by job.
+    Returns amounts by tenant and resource, and the minimums by job.
     """
     filling = _Filling(problem, tenants, _totals(problem.cluster))
     filling.secure(problem.kept)
@@ -371,7 +367,6 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
     Args:
         problem: the jobs and their room.
-        ceiling: amounts by resource.
         first: places that must be in it, as far as they are these jobs'.
     """
     if not ceiling:

@@ -23,7 +23,6 @@ def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
     minimum where it has that.
 
     Args:
-        view: the job.
         granted: workers by node that it has because it asked, ``Plan.granted`` of the last decision.
     """
     if not granted:
@@ -48,7 +47,6 @@ def grant(problem: Problem, plan: Plan, tenants: Collection[Tenant]) -> Plan:
     Args:
         problem: all jobs, where they are now, and the whole cluster.
         plan: what was decided without wishes.
-        tenants: those with quotas.
     """
     wishing = [v for v in problem.views if v.wished is not None and v.held_at is None and v.job in plan.allocation]
     if not wishing:
@@ -127,9 +125,7 @@ class _FreeSlots:
         ]
         present = view.allocation
         return min(
-            open_nodes,
-            key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n),
-            default=None,
+            open_nodes, key=lambda n: (place.get(n, 0) >= present.get(n, 0), n not in place, free[n], n), default=None
         )
 
     def _quota_is_used(self, view: JobView) -> bool:

@@ -56,9 +56,7 @@ class Watchers:
             self._actors[node_id] = (
                 actor_class(NoticeWatcher)
                 .options(
-                    num_cpus=0,
-                    max_restarts=-1,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+                    num_cpus=0, max_restarts=-1, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
                 )
                 .remote(self._config, node_id)
             )
@@ -180,11 +178,9 @@ def ask_to_drain(node_id: str, reason: str, deadline_s: float) -> str:
 
     Args:
         node_id: hex id.
-        reason: for the logs.
         deadline_s: when it goes [s, time of day].
 
-    Returns:
-        Why Ray refuses, or "".
+    Returns why Ray refuses, or "".
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.core.generated import autoscaler_pb2

@@ -95,13 +95,11 @@ def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = 
     """The notice in a metadata server's answer; None where there is none.
 
     Args:
-        cloud: whose it is.
         answer: the body; None where there is nothing (404).
         now_s: seconds since the epoch.
         machine: Azure's name of this machine; its answers name all machines of a set.
 
-    Raises:
-        ValueError: an answer that cannot be understood; the message shows it.
+    Raises ValueError: an answer that cannot be understood; the message shows it.
     """
     if answer is None:
         return None

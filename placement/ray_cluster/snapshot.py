@@ -29,11 +29,9 @@ class RawNode:
 
     Attributes:
         node_id: hex id.
-        total: all its resources.
         available: what is free, a few hundred milliseconds old.
         reserved: what fulfilled placement groups of elastic jobs hold, per job.
         draining: whether it is about to go.
-        labels: its labels.
     """
 
     node_id: str

@@ -38,8 +38,7 @@ _EPOCHS = 6
 def write_demo(folder: Path) -> tuple[Path, Path]:
     """Write the files below an empty folder.
 
-    Returns:
-        The trace, and the folder of profiles.
+    Returns the trace, and the folder of profiles.
     """
     profiles = folder / "profiles"
     for name, (sample_s, samples, variance) in _APPLICATIONS.items():

@@ -37,11 +37,7 @@ from placement.simulator.world.state import World
 _LOG_LENGTH = 10_000_000
 # What is done about slow nodes and shared links is left to the policies, which are compared by it.
 _ROUNDS = AllocatorConfig(
-    rounds=True,
-    silence_s=math.inf,
-    log_length=_LOG_LENGTH,
-    one_multi_node_job_per_node=False,
-    avoid_slow_nodes=False,
+    rounds=True, silence_s=math.inf, log_length=_LOG_LENGTH, one_multi_node_job_per_node=False, avoid_slow_nodes=False
 )
 _LONGEST_S = 365 * 86400.0  # a job that is not done by then never will be
 
@@ -214,13 +210,7 @@ class _Simulation:
         provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
         autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
         driver = ScalingDriver(
-            world,
-            autoscaler,
-            provider,
-            self.wrong,
-            notice_s=scale.notice_s,
-            seed=self.seed,
-            longest_s=_LONGEST_S,
+            world, autoscaler, provider, self.wrong, notice_s=scale.notice_s, seed=self.seed, longest_s=_LONGEST_S
         )
         driver.run(jobs, on_progress)
         provider.close(max(job.finished_s or 0.0 for job in jobs))

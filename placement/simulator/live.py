@@ -21,10 +21,7 @@ class LiveDriver:
     """A heap of events; ties are served in the order in which they were pushed.
 
     Args:
-        world: jobs and allocator.
         cluster: all nodes, none of them lost.
-        disturbances: what goes wrong.
-        seed: of that.
         longest_s: a simulation that takes longer is given up [s].
         pace: how often every job tells how it stands, with the slow round of the allocator; how soon it has measured.
     """

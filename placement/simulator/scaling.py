@@ -22,12 +22,9 @@ class ScalingDriver(LiveDriver):
     """The live driver; its nodes are those that the autoscaler has asked for and that the cloud had.
 
     Args:
-        world: jobs and allocator.
         autoscaler: the very class that runs live.
-        provider: the cloud.
         disturbances: what goes wrong; of nodes only spot markets, which are the provider's.
         notice_s: time between a spot node's notice and its end [s].
-        seed: of disturbances.
         longest_s: a simulation that takes longer is given up [s].
     """
 

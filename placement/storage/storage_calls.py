@@ -33,7 +33,6 @@ class Call:
 
     Attributes:
         what: what it does, for messages: "writing events".
-        answer: what it returns.
         heard_s: when storage has last been heard of [s, monotonic]: each piece of a long copy counts.
         given_up: its caller does not wait for it any more; a call that continues in pieces ends itself.
     """
@@ -84,8 +83,7 @@ class StorageCalls:
     async def run(self, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
         """Make a call and wait for its answer.
 
-        Raises:
-            StorageTimeoutError: there was none within ``timeout_s``. And whatever the function raises.
+        Raises StorageTimeoutError: there was none within ``timeout_s``. And whatever the function raises.
         """
         call = self.start(what, function)
         try:
@@ -117,8 +115,7 @@ class StorageCalls:
     def wait(self, call: Call, *, timeout_s: float, until: Callable[[], bool] = lambda: False) -> bool:
         """Wait until a call has ended or ``until`` says so; whether it has ended.
 
-        Raises:
-            StorageTimeoutError: storage was silent for ``timeout_s``.
+        Raises StorageTimeoutError: storage was silent for ``timeout_s``.
         """
         finished = threading.Event()
         call.answer.add_done_callback(lambda _: finished.set())
@@ -196,7 +193,6 @@ class StorageCalls:
 def call_storage(where: str, what: str, function: Callable[[], T], *, timeout_s: float) -> T:
     """Make one call on storage with a deadline, for who may block.
 
-    Raises:
-        StorageTimeoutError: no answer within ``timeout_s``. And whatever the function raises.
+    Raises StorageTimeoutError: no answer within ``timeout_s``. And whatever the function raises.
     """
     return StorageCalls(where, threads=1).call(what, function, timeout_s=timeout_s)

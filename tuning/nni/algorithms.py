@@ -24,7 +24,6 @@ class AlgorithmSupport:
         broken: why it does not run on this stack; empty if it does.
         instead: one that runs and is nearest to it.
         not_types: types of search spaces that it cannot have.
-        why_not: why.
         class_name: what is to be used in place of NNI's class.
     """
 
@@ -92,9 +91,8 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
         mode: "max" or "min", from which ``optimize_mode`` follows.
         in_tune: for use without NNI's manager.
 
-    Raises:
-        TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message names
-            one that does.
+    Raises TypeError: it is none of these. ValueError: there is no such tuner, or it does not run here; the message
+    names one that does.
     """
     return _with_mode("tuner", _read("tuner", ("tuner", "advisor"), given, in_tune=in_tune), mode)
 
@@ -116,7 +114,6 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
     """Return the promise by which an assessor of NNI's compares trials; None for a user's own, or none.
 
     Args:
-        assessor: with its arguments.
         metric: name of the reported metric.
         mode: "max" or "min".
     """
@@ -132,11 +129,7 @@ def promise_of(assessor: Algorithm | None, metric: str, mode: str) -> Promise | 
 
 
 def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
-    """Refuse an assessor beside a tuner that stops trials itself.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse an assessor beside a tuner that stops trials itself. Raises ValueError: there is one."""
     if assessor is not None and (tuner.is_advisor or tuner.name == "PBT"):
         raise ValueError(
             f"assessor must be None with tuner={tuner.name!r}, which compares trials of equal length itself, but got "

@@ -57,8 +57,7 @@ class ExperimentState:
 class Manager:
     """NNI's manager of one experiment.
 
-    Raises:
-        ImportError: NNI is not installed.
+    Raises ImportError: NNI is not installed.
     """
 
     def __init__(self, config: ExperimentConfig) -> None:
@@ -104,11 +103,7 @@ class Manager:
         return Path(self.nni.config.experiment_working_directory).expanduser().absolute() / str(self.nni.id)
 
     def start(self, port: int, trials_at: str) -> None:
-        """Start it; ``trials_at`` is where trials' commands connect to.
-
-        Raises:
-            RuntimeError: the port is taken.
-        """
+        """Start it; ``trials_at`` is where trials' commands connect to. Raises RuntimeError: the port is taken."""
         port = _free_port(port)
         with _environment(trials_at, self._host), _patience():
             self.nni.start(port)

@@ -60,7 +60,6 @@ class EarlyStop(_ByMetric):
         self.min_delta = self._number("min_delta", min_delta, least=0.0)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Judge a new report."""
         value = self._reported(view)
         if value is None:
             return None
@@ -116,7 +115,6 @@ class LossPlateau(_ByMetric):
         self.reduced, self.cooling = 1.0, 0
 
     def after_step(self, view: PolicyView) -> Answer:
-        """Judge a new report."""
         value = self._reported(view)
         if value is None:
             return None

@@ -118,7 +118,6 @@ class ThroughputScaling(_Scaling):
         self.threshold = self._number("threshold", threshold)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """True if the scaling efficiency from ``old`` to ``new`` workers exceeds the threshold."""
         return scaling_efficiency(old, self.rates[old], new, self.rates[new]) > self.threshold
 
 
@@ -171,7 +170,6 @@ class UtilityCost(_Scaling):
         self.price = self._number("price_per_worker_hour", price_per_worker_hour, least=0.0)
 
     def passes(self, old: int, new: int, view: PolicyView) -> bool:
-        """True if utility less cost is higher with ``new`` workers than with ``old``."""
         left = view.samples_left
         if left is None:
             return False
@@ -242,8 +240,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
         new: more workers.
         new_rate: their throughput.
 
-    Returns:
-        1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
+    Returns 1 for perfect scaling, 0 where nothing is gained, negative where throughput falls.
     """
     return (new_rate - old_rate) / (new - old) / (old_rate / old)
 
@@ -260,8 +257,7 @@ def parse_utility(text: str) -> tuple[tuple[float, float], ...]:
         text: ``"value at time 0,time of value 0"`` for a line, or ``"value:time,value:time"`` for points that lines
             connect; before the first point its value holds.
 
-    Raises:
-        ValueError: the text has another form, values rise, times do not, or the last line does not fall.
+    Raises ValueError: the text has another form, values rise, times do not, or the last line does not fall.
     """
     try:
         if ":" in text:

@@ -67,7 +67,6 @@ class StoredTensor:
 
     Attributes:
         path: keys that lead to it in the tree of all states.
-        shape: of the whole tensor.
         dtype: its name, as "float32".
         pieces: they cover the tensor.
     """
@@ -83,7 +82,6 @@ class Part:
     """Part of a checkpoint that one rank has written.
 
     Attributes:
-        rank: its rank.
         steps: optimizer steps that its state holds.
         sha256: of its file, in hexadecimal.
         size: of its file [bytes].
@@ -112,8 +110,7 @@ class Part:
     def from_bytes(cls, content: bytes) -> Part | None:
         """The inverse of :meth:`to_bytes`; None where some of them are still to come.
 
-        Raises:
-            ManifestError: a rank has written something else.
+        Raises ManifestError: a rank has written something else.
         """
         if hashlib.sha256(content[_DIGEST_BYTES:]).digest() != content[:_DIGEST_BYTES]:
             return None
@@ -139,7 +136,6 @@ class Manifest:
         steps: optimizer steps.
         files: checksum and size [bytes] of each rank's part, by rank.
         tree: of all states, with indices of tensors.
-        tensors: all.
     """
 
     steps: int
@@ -157,9 +153,8 @@ class Manifest:
     def from_bytes(cls, content: bytes) -> Manifest:
         """The inverse of :meth:`to_bytes`.
 
-        Raises:
-            ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger than
-                these, or a file has another name than a part.
+        Raises ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger
+        than these, or a file has another name than a part.
         """
         told = _read(content)
         try:
@@ -176,8 +171,7 @@ class Manifest:
     def check(self) -> None:
         """Check that each tensor is covered by its pieces, which must lie within the files.
 
-        Raises:
-            ManifestError: it does not.
+        Raises ManifestError: it does not.
         """
         if type(self.tree) is not dict:
             raise ManifestError(f"the manifest has no tree of states, but a {type(self.tree).__name__}")
@@ -200,8 +194,7 @@ def complete(parts: Sequence[Part]) -> Manifest:
     Args:
         parts: of all ranks, by rank.
 
-    Raises:
-        ManifestError: they are not of the same step, or leave gaps.
+    Raises ManifestError: they are not of the same step, or leave gaps.
     """
     if [part.rank for part in parts] != list(range(len(parts))) or len({part.steps for part in parts}) != 1:
         steps = {part.rank: part.steps for part in parts}

@@ -41,12 +41,9 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
     All parts are read through and compared with their checksums; they must stay until the others are read.
 
     Args:
-        storage: the run.
-        state: the checkpoint.
         least_bytes: of such a tensor; smaller ones are read at once, which costs less than to come back for them.
 
-    Raises:
-        CorruptStateError: it is not what was written, or cannot be read, also after a while.
+    Raises CorruptStateError: it is not what was written, or cannot be read, also after a while.
     """
 
     def is_put_off(tree: Mapping[str, Any], tensor: StoredTensor) -> bool:
@@ -61,8 +58,7 @@ def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int =
 def _patiently(path: str, read: Callable[[], _Found]) -> _Found:
     """Read, also where storage has a bad moment, which must not cost the progress since the state before this one.
 
-    Raises:
-        CorruptStateError: it cannot be read.
+    Raises CorruptStateError: it cannot be read.
     """
     try:
         for pause_s in _PAUSES_S:
@@ -203,8 +199,7 @@ class PartFile:
             offset: where they begin in the file.
             target: where they go; they lie within the file.
 
-        Raises:
-            CorruptStateError: they are other ones than then. OSError: they cannot be read.
+        Raises CorruptStateError: they are other ones than then. OSError: they cannot be read.
         """
         end = offset + len(target)
         at, stop = offset // BLOCK_BYTES * BLOCK_BYTES, min(self._size, -(-end // BLOCK_BYTES) * BLOCK_BYTES)

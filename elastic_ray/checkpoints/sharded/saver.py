@@ -24,14 +24,7 @@ from elastic_ray.checkpoints.checked_files import CheckedStream, write_checked
 from elastic_ray.checkpoints.copy_buffers import CopyBuffers, copy_into, kinds_of
 from elastic_ray.checkpoints.run_directory import RunStorage
 from elastic_ray.checkpoints.sharded.completing import await_parts, finish
-from elastic_ray.checkpoints.sharded.manifest import (
-    Part,
-    Path,
-    StoredPiece,
-    StoredTensor,
-    account_name,
-    part_name,
-)
+from elastic_ray.checkpoints.sharded.manifest import Part, Path, StoredPiece, StoredTensor, account_name, part_name
 from elastic_ray.checkpoints.sharded.rectangles import rectangles
 from elastic_ray.consensus.saving import Readiness, SaveOrder
 from elastic_ray.state.codec import NotPlainError, SparseIndex, TensorIndex, dtype_name, encode
@@ -176,8 +169,7 @@ class PartSaver:
             resume_point: where the run stands.
             copy: whether training continues while it is written.
 
-        Raises:
-            MemoryError: there is no memory for a copy.
+        Raises MemoryError: there is no memory for a copy.
         """
         states = self._states
         trees = states.capture_part(order.rank, order.world_size) if order is not None else states.capture_to_save()
@@ -215,8 +207,7 @@ class PartSaver:
     def write(self, part: CapturedPart, go_on: Callable[[], bool]) -> StateFile | None:
         """Write it; on the first rank, wait for those of the others, and complete the checkpoint.
 
-        Returns:
-            The checkpoint, on the first rank.
+        Returns the checkpoint, on the first rank.
 
         Raises:
             InterruptedError: ``go_on`` said no. UnsafeStateError: it holds more than tensors and plain values.
@@ -228,13 +219,7 @@ class PartSaver:
             return _write_alone(self._storage, part.skeleton, tensors, part.resume_point, go_on)
         directory = new_path(self._storage, steps, order.token)
         written = write_part(
-            self._storage,
-            directory,
-            rank=order.rank,
-            steps=steps,
-            skeleton=part.skeleton,
-            tensors=tensors,
-            go_on=go_on,
+            self._storage, directory, rank=order.rank, steps=steps, skeleton=part.skeleton, tensors=tensors, go_on=go_on
         )
         if order.rank:
             return None
@@ -276,13 +261,11 @@ def write_state(
     """Write captured states (``SharedState.capture``) as a checkpoint of one part, wholly or not at all.
 
     Args:
-        storage: the run.
         trees: states by name; their tensors do not change meanwhile.
         resume_point: where they stand.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
-    Raises:
-        UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
+    Raises UnsafeStateError: one of them holds more than tensors and plain values; the message names it.
     """
     skeleton, tensors = take_apart(trees)
     return _write_alone(storage, skeleton, [_on_cpu(each) for each in tensors], resume_point, go_on)
@@ -320,16 +303,12 @@ def write_part(
     """Write a rank's part, and then its account of it.
 
     Args:
-        storage: the run.
-        directory: of the checkpoint.
-        rank: that writes.
         steps: optimizer steps that the state holds.
         skeleton: of the tree that this rank has captured.
         tensors: those that the skeleton has indices for, in CPU memory; they do not change meanwhile.
         go_on: asked with every piece; once it says no, writing ends with ``InterruptedError``.
 
-    Raises:
-        UnsafeStateError: the tree holds something else than tensors and plain values.
+    Raises UnsafeStateError: the tree holds something else than tensors and plain values.
     """
     try:
         encode(skeleton)  # what cannot be told is found before anything is written

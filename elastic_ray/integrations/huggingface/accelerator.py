@@ -98,7 +98,7 @@ check_overridden(
             *("save_state", "load_state", "wait_for_everyone", "check_trigger", "set_trigger", "main_process_first"),
             *("local_main_process_first", "register_for_checkpointing", "unscale_gradients", "clip_grad_norm_"),
             "clip_grad_value_",
-        ],
+        ]
     },
 )
 

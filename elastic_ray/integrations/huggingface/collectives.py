@@ -133,8 +133,7 @@ def write_position(folder: Path) -> None:
 def read_position(folder: Path) -> Any | None:
     """The place of a checkpoint; None where it has none, being of another program.
 
-    Raises:
-        ValueError: the file is damaged.
+    Raises ValueError: the file is damaged.
     """
     file = folder / _FILE
     if not file.exists():

@@ -26,8 +26,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
     Args:
         trainer: a ``transformers.Trainer``.
 
-    Raises:
-        ValueError: it has no training data, or is to read a stream in processes of its own.
+    Raises ValueError: it has no training data, or is to read a stream in processes of its own.
     """
     dataset, args = trainer.train_dataset, trainer.args
     if dataset is None:
@@ -67,8 +66,7 @@ def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
 def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLoader:
     """Return the loader of ``get_train_dataloader``, possibly the user's own, as one that all workers share.
 
-    Raises:
-        TypeError: it is neither torch's nor ours.
+    Raises TypeError: it is neither torch's nor ours.
     """
     ours = isinstance(loader, er.AdaptiveDataLoader)
     shared: er.AdaptiveDataLoader = loader if ours else batch_options.shared(_of_torch(loader))

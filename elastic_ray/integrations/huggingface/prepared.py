@@ -48,7 +48,6 @@ class AccelerateModel(LateWrapped):
         self._make_wrapper = make_wrapper
 
     def make_wrapper(self) -> er.AdaptiveDataParallel | None:
-        """The model with its optimizer; None while it has none."""
         return self._make_wrapper(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -62,19 +61,14 @@ class AccelerateLoader(LoaderOnDevice):
     """A prepared loader.
 
     Args:
-        loader: gives the batches.
         accelerator: whose device and gradient state are used; it is not kept.
-        optimizers: the prepared ones.
     """
 
     _is_accelerate_prepared = True
     remainder = -1  # accelerate's word for: no sample is there twice
 
     def __init__(
-        self,
-        loader: er.AdaptiveDataLoader,
-        accelerator: accelerate.Accelerator,
-        optimizers: list[AcceleratedOptimizer],
+        self, loader: er.AdaptiveDataLoader, accelerator: accelerate.Accelerator, optimizers: list[AcceleratedOptimizer]
     ) -> None:
         super().__init__(loader, accelerator.device)
         self.end_of_dataloader = False

@@ -40,7 +40,7 @@ check_overridden(
             *("_remove_unused_columns", "_clip_grad_norm", "_get_grad_norm", "_get_learning_rate", "store_flos"),
             *("_track_num_input_tokens", "_get_output_dir", "_evaluate", "evaluate", "is_world_process_zero"),
             "_load_rng_state",
-        ],
+        ]
     },
 )
 

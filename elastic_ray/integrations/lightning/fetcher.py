@@ -39,7 +39,6 @@ class ElasticFetcher(_DataFetcher):
     """Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop.
 
     Args:
-        loader: gives the batches.
         most: of an epoch, None for all.
         on_batch: is called with each that is handed out.
     """

@@ -295,8 +295,7 @@ class ElasticEpochLoop(_TrainingEpochLoop):
     def _train_batch(self, data_fetcher: Any) -> None:
         """Train as Lightning's ``advance`` until the micro-batch counts; hooks are not called for a lost one.
 
-        Raises:
-            StopIteration: ``on_train_batch_start()`` has ended the epoch.
+        Raises StopIteration: ``on_train_batch_start()`` has ended the epoch.
         """
         while True:
             try:
@@ -394,7 +393,6 @@ def _cut_short(place: dict[str, Any] | None, max_steps: int) -> bool:
 
     Args:
         place: in the data, of the checkpoint; None for one that another strategy wrote, which does not say.
-        max_steps: of this trainer.
     """
     return max_steps >= 0 if place is None else bool(place["cut_short"])
 

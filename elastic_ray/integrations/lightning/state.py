@@ -17,11 +17,7 @@ _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_grap
 
 
 class TrainerState:
-    """The part of a trainer's state that is the same on all ranks: ``state_dict`` and ``load_state_dict``.
-
-    Args:
-        trainer: whose.
-    """
+    """The part of a trainer's state that is the same on all ranks: ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

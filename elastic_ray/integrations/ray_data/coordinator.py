@@ -38,7 +38,6 @@ class RowsWanted:
     """A worker's question.
 
     Attributes:
-        dataset: name of the dataset.
         epoch: which epoch's rows.
         first: the first row that it does not know yet.
         end: rows up to this one are to be reported, the last not included, as far as there are so many.
@@ -70,8 +69,6 @@ def start_coordinator(
     """Make a job's coordinator.
 
     Args:
-        name: of the actor.
-        packed: the datasets.
         controller: handle of the job's controller.
         runtime_env: of the job's workers, which may hold the modules that the datasets' functions come from.
     """
@@ -82,8 +79,7 @@ def start_coordinator(
 def find_coordinator(name: str, patience_s: float) -> Any:
     """The coordinator of this name, which may be a moment later than the workers.
 
-    Raises:
-        RuntimeError: there is none within that time.
+    Raises RuntimeError: there is none within that time.
     """
     deadline_s = time.monotonic() + patience_s
     while (found := find_actor(name)) is None:
@@ -133,8 +129,7 @@ class DatasetCoordinator:
     async def rows(self, wanted: RowsWanted) -> RowsFound:
         """Wait for rows and return where they are; empty for a reader that has left or asked for others meanwhile.
 
-        Raises:
-            Exception: the dataset could not be read.
+        Raises Exception: the dataset could not be read.
         """
         stream = self._stream_for(wanted)
         while not await self._has(stream, wanted):
@@ -149,9 +144,8 @@ class DatasetCoordinator:
     async def _has(self, stream: RowStream, wanted: RowsWanted) -> bool:
         """Wait until a stream has these rows; False where it will not, or not any more.
 
-        Raises:
-            Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
-                execution.
+        Raises Exception: the dataset could not be read. Who asks again, as a job does that is run again, gets another
+        execution.
         """
         try:
             while not stream.has(wanted.end):

@@ -41,8 +41,7 @@ class PackedDatasets:
 def check_datasets(datasets: Any) -> dict[str, Any]:
     """A job's datasets, checked; none at all is no dataset.
 
-    Raises:
-        TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
+    Raises TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
     """
     if datasets is None:
         return {}
@@ -75,8 +74,6 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
     The seed depends on the job's name, so that a job that is submitted again continues in the same order.
 
     Args:
-        datasets: by name.
-        job: name of the job.
         left: amounts of resources that Ray Data is to leave to the job's workers.
     """
     readable = _readable(datasets)
@@ -92,8 +89,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
     """Each dataset, pickled for itself: every execution takes a copy of its own.
 
-    Raises:
-        LookupError: they are not in Ray's control store any more.
+    Raises LookupError: they are not in Ray's control store any more.
     """
     pickled: bytes | None = packed.pickled
     if packed.stored:

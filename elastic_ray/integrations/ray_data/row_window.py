@@ -48,7 +48,6 @@ class Reader:
         client: who asks; unique over all processes of the job.
         generation: of the group that it belongs to.
         world_size: ranks of that group.
-        rank: its rank there.
         position: rows before this one are not asked for again.
         run: the train function's run that it belongs to; one such run may have several loaders, and read with all of
             them in turn.

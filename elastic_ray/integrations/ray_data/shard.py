@@ -128,8 +128,6 @@ class RayDataBatches:
     It knows where the rows of the next steps are, fetches those blocks that hold rows of its own, and cuts them.
 
     Args:
-        dataset: its name.
-        coordinator: who reads it.
         known_rows: rows of an epoch; None where they are not known.
         collate: what makes a batch; None for a dict of tensors by column.
         run: tells runs of train functions apart, see ``Reader``.

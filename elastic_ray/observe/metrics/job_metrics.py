@@ -93,7 +93,6 @@ class JobMetrics:
     """Metrics of one job, or one trial of a sweep, in its controller.
 
     Args:
-        spec: the job.
         speed: what is known of it.
         status: tells how it stands; asked once a second.
         events: of it so far; only the new ones are looked at.
@@ -158,7 +157,6 @@ class JobLabels:
     """Labels of a job's metrics.
 
     Attributes:
-        job: name of the job.
         tenant: of whom; empty without tenants.
         model: as the user or its loader names it; empty while neither does.
     """
@@ -215,9 +213,7 @@ def event_samples(events: Iterable[JobEvent], steps: int, labels: JobLabels) -> 
     """Return what these events add to counters and histograms.
 
     Args:
-        events: that are new.
         steps: committed before a restart among them, where that does not tell itself.
-        labels: of the job.
     """
     whose, found = labels.values, list[Sample]()
     for event in events:

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow.fs
 
@@ -37,7 +37,6 @@ class TrialView:
         config: ``train_loop_config``.
         experiment_dir_name: the job's name.
         local_experiment_path: directory of this node in which loggers may write.
-        local_path: the same.
         path: the run's directory.
         node_ip: address of the controller's node.
         checkpoint: the latest reported ``ray.train.Checkpoint``.
@@ -118,7 +117,6 @@ class TrackedRun:
     Attributes:
         job: its name.
         run_id: the same for the whole run, whatever controllers it has.
-        storage: its directory.
         is_trial: Ray Tune calls its own loggers.
     """
 
@@ -133,7 +131,6 @@ class Callbacks:
 
     Args:
         packed: of ``pack_callbacks``.
-        run_id: of the run.
     """
 
     def __init__(self, packed: bytes, run_id: str) -> None:
@@ -163,7 +160,7 @@ class CallbackTracker:
         self._callbacks, self._index, self._run = callbacks, index, run
         self._note: dict[str, Any] = {}
         self._seen = SeenReports()
-        self._target: _Target | None = None
+        self._target: _UserCallback | _LoggerCallback | None = None
         self._numbers: Mapping[str, float] = {}
         self.note = ""
 
@@ -235,29 +232,7 @@ class CallbackTracker:
         self.note = json.dumps(self._note)
 
 
-class _Target(Protocol):
-    """A callback of one of the two kinds."""
-
-    def begin(self, state: str | None) -> frozenset[int]:
-        """The run begins, or continues from this state; numbers of reports that the callback is known to have."""
-
-    def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
-        """Rank 0 has reported; how the job stands, by name."""
-
-    def event(self, event: JobEvent) -> None:
-        """Take an event of the job."""
-
-    def failed(self, errors: Mapping[int, Exception]) -> None:
-        """Take failed workers, by rank."""
-
-    def finish(self, phase: JobPhase) -> None:
-        """Finish with the job."""
-
-    def state(self) -> str | None:
-        """Return the state that another process needs to continue; None if there is none."""
-
-
-def _target(callback: Any, context: RunContext, run: TrackedRun) -> _Target | None:
+def _target(callback: Any, context: RunContext, run: TrackedRun) -> _UserCallback | _LoggerCallback | None:
     """Return how to call a callback; None for one that Ray Tune calls."""
     from ray.tune.logger import LoggerCallback
 

@@ -36,8 +36,7 @@ def pack_callbacks(
 ) -> bytes:
     """Pickle them by value, as the train function is; empty for none.
 
-    Raises:
-        TypeError: one cannot be pickled; the message names it.
+    Raises TypeError: one cannot be pickled; the message names it.
     """
     if not callbacks:
         return b""
@@ -58,8 +57,7 @@ def unpack_callbacks(packed: bytes, run_id: str) -> tuple[tuple[Any, ...], RunCo
 
     It runs the user's code: only for a thread that nothing waits for.
 
-    Raises:
-        Exception: whatever that raises; a module may not be there on the controller's node.
+    Raises Exception: whatever that raises; a module may not be there on the controller's node.
     """
     callbacks, train_loop_config, run_config, scaling_config = pickle.loads(packed)
     context = RunContext(

@@ -66,7 +66,6 @@ def job_numbers(
     """Return the numbers of rank 0's step report.
 
     Args:
-        report: the latest.
         throughput: [samples/s], measured.
         goodput: [samples/s]; None before there is a model.
         noise_scale: [samples]; None while it is not known.
@@ -131,7 +130,6 @@ class SeenReports:
 
     Args:
         all_up_to: it has all reports up to this number.
-        besides: and these.
     """
 
     _MOST = 1000

@@ -48,7 +48,6 @@ class TensorBoardWriter:
     The x axis is the optimizer step; of a run that reports without ever making one, the report's number.
 
     Args:
-        filesystem: of the run.
         path: directory of the run.
         private: whether only the user may read what is written, where the file system is the node's.
     """
@@ -62,8 +61,7 @@ class TensorBoardWriter:
     def begin(self, step: int, reports: int, *, again: bool, events: tuple[JobEvent, ...]) -> None:
         """Find what is there; where the run does not continue with it, what comes later than its beginning is void.
 
-        Raises:
-            OSError: it cannot be read or written.
+        Raises OSError: it cannot be read or written.
         """
         found = self._files.find()
         if again:
@@ -125,8 +123,7 @@ class TensorBoardWriter:
     def flush(self) -> None:
         """Write what is due.
 
-        Raises:
-            OSError: it cannot be written; it is kept, as far as there is room, and tried again.
+        Raises OSError: it cannot be written; it is kept, as far as there is room, and tried again.
         """
         self._files.write()
 
@@ -142,7 +139,6 @@ class Found:
     Attributes:
         reports: the last reports, with their steps.
         marks: when each mark was made [s since the epoch], with its step.
-        step: the last step.
         void: the step from which earlier files count no more; None for none.
         any: whether there are files.
     """

@@ -60,7 +60,6 @@ class TrackerThread:
 
     Args:
         name: of the tracker, for messages.
-        tracker: it.
         most: calls that wait at most; further ones are left out, and counted.
         hangs_s: a call that takes longer is reported [s].
     """

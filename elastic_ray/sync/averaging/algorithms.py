@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from elastic_ray.sync.spec import Average
 
-
-class AveragedModel(Protocol):
-    """View of a model for an averager: this rank's parameters, and means over ranks.
-
-    Collectives raise CommunicationFailedError.
-    """
-
-    @property
-    def world_size(self) -> int:
-        """Ranks."""
-
-    @property
-    def named(self) -> Mapping[str, torch.Tensor]:
-        """Trained parameters of this rank by name, in the same order on every rank."""
-
-    def mean(self) -> list[torch.Tensor]:
-        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
-
-    def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
+if TYPE_CHECKING:
+    from elastic_ray.sync.averaging.drift import Replica
 
 
 class Averager(Protocol):
@@ -39,18 +21,16 @@ class Averager(Protocol):
     both as they were.
     """
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Average.
 
         Args:
-            model: the model.
             steps: committed optimizer steps, a multiple of the period.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
 
-    def begin(self, model: AveragedModel) -> None:
+    def begin(self, model: Replica) -> None:
         """Begin the first step of the algorithm, or of new parameters, which are equal on all ranks."""
 
     def capture(self) -> Any:
@@ -70,7 +50,6 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
     Args:
         meeting: number of the meeting, from 0.
         world_size: ranks, 1 or more.
-        seed: of the orders.
 
     >>> pairs(0, 4) == pairs(0, 4)
     True
@@ -94,7 +73,7 @@ def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
 class Stateless:
     """An algorithm that keeps nothing from one average to the next."""
 
-    def begin(self, model: AveragedModel) -> None:
+    def begin(self, model: Replica) -> None:
         """Do nothing: the algorithm has no state."""
 
     def capture(self) -> Any:
@@ -112,7 +91,7 @@ class LocalSGDAverager(Stateless):
     and to average them as well would double what travels, or triple it.
     """
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Replace the model by the mean."""
         _take(model, model.mean(), 1.0)
 
@@ -129,7 +108,7 @@ class SMAAverager(Stateless):
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
 
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Move the model towards the mean by ``alpha``."""
         _take(model, model.mean(), self._alpha)
 
@@ -144,7 +123,7 @@ class PairAverager(Stateless):
         self._period = period
 
     @torch.no_grad()
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Average the model with that of a partner, if there is one."""
         theirs = model.of_partner(pairs(steps // self._period - 1, model.world_size))
         if theirs is not None:  # a + b as b + a, so that both have the same bits
@@ -168,7 +147,7 @@ class DiLoCoAverager:
         self._momentum: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def begin(self, model: AveragedModel) -> None:
+    def begin(self, model: Replica) -> None:
         """Set the anchor to the present parameters and the momentum to zero; parameters known already keep theirs."""
         for name, p in model.named.items():
             anchor = self._anchor.get(name)
@@ -179,7 +158,7 @@ class DiLoCoAverager:
                 self._momentum[name] = torch.zeros_like(self._anchor[name])
 
     @torch.no_grad()
-    def run(self, model: AveragedModel, steps: int) -> None:
+    def run(self, model: Replica, steps: int) -> None:
         """Make the outer step from the anchor to the mean."""
         mean = model.mean()
         names = list(model.named)
@@ -214,7 +193,7 @@ def make_averager(average: Average) -> Averager:
 
 
 @torch.no_grad()
-def _take(model: AveragedModel, values: Sequence[torch.Tensor], share: float) -> None:
+def _take(model: Replica, values: Sequence[torch.Tensor], share: float) -> None:
     """Move this rank's parameters by a share of the way to ``values``."""
     for p, value in zip(model.named.values(), values, strict=True):
         if share == 1.0:

@@ -56,17 +56,14 @@ def agree(
     of these. What comes back is equal on all ranks bit by bit, and lies in memory of its own.
 
     Args:
-        communicator: the group.
         trees: what this rank holds, by name: trees of tensors and plain values.
         holds: whether it takes the mean over.
         counts: whether it adds to it as well; one rank does at least.
         changed: whether what it holds may differ from what others hold.
 
-    Returns:
-        The mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
+    Returns the mean, by name; None where no rank that holds anything has changed it, or this one does not take it over.
 
-    Raises:
-        CommunicationFailedError: the group broke.
+    Raises CommunicationFailedError: the group broke.
     """
     tensors: dict[str, list[torch.Tensor]] = {}
     mine: dict[str, _Part] = {}
@@ -107,9 +104,7 @@ def _read(text: bytes) -> dict[str, _Part]:
 
 @torch.no_grad()
 def _sums(
-    communicator: Communicator,
-    kept: Mapping[str, _Kept],
-    tensors: Mapping[str, Sequence[torch.Tensor]],
+    communicator: Communicator, kept: Mapping[str, _Kept], tensors: Mapping[str, Sequence[torch.Tensor]]
 ) -> dict[str, Any]:
     """Add everything up in one buffer of each kind, and divide."""
     rank = communicator.rank

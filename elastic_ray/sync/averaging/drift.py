@@ -37,11 +37,7 @@ class Drift:
     scale: gradients that are added up must be scaled alike.
 
     Args:
-        context: the run.
-        module: the model.
-        trainable: its trained parameters.
         optimizer: steps them.
-        number: of the model.
         scaler: AMP's ``GradScaler``, which each rank updates by its own gradients; None without AMP.
 
     Attributes:
@@ -135,8 +131,7 @@ class Drift:
     def collapse(self) -> None:
         """Bring all ranks to the consensus; all call it after the same committed step.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
         communicator = self._context.group.communicator
         if communicator.world_size > 1:
@@ -157,13 +152,11 @@ class Drift:
         """Bring all ranks that hold a trained state to one, in a new group before its ranks exchange state.
 
         Args:
-            communicator: the group.
             marker: the latest of their markers.
             holds: whether this rank holds such a state.
             counts: whether it adds to the mean: it has been through the latest average.
 
-        Raises:
-            CommunicationFailedError: the group broke; nothing has changed here.
+        Raises CommunicationFailedError: the group broke; nothing has changed here.
         """
         trees = self._trees()
         if self._averager is not None:
@@ -229,12 +222,10 @@ def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> 
     """The smallest scale of those ranks that count, which no rank's gradients have overflowed; a collective.
 
     Args:
-        communicator: the group.
         scaler: this rank's, enabled; None without AMP, on all ranks alike.
         counts: whether this rank's counts.
 
-    Returns:
-        The scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
+    Returns the scale, and the steps since it last changed, as few as on any rank that has it; None where there is none.
     """
     if scaler is None:
         return None
@@ -261,7 +252,6 @@ class _Flat:
 
     Attributes:
         members: their positions.
-        flat: the buffer.
         views: of it, in the shape of each.
     """
 
@@ -300,7 +290,7 @@ class Replica:
         return self._context.group.communicator
 
     def mean(self) -> list[torch.Tensor]:
-        """See ``AveragedModel``."""
+        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
         self._fill()
         group = self._communicator
         if group.world_size > 1:
@@ -316,7 +306,7 @@ class Replica:
         return _in_order(self._flats)
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """See ``AveragedModel``."""
+        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
         group = self._communicator
         if group.world_size == 1:
             return None

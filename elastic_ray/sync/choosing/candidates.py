@@ -103,10 +103,7 @@ _DENSE: Mapping[str, Sync] = {
     "partitioned_ar": Reduce(parts=_PARTS),
     "ps_balanced": Owner(placement="balanced"),
 }
-_COMPRESSED: Mapping[str, Sync] = {
-    "bf16": Reduce(wire=Wire(dtype="bf16")),
-    "powersgd": Reduce(wire=Wire(rank=4)),
-}
+_COMPRESSED: Mapping[str, Sync] = {"bf16": Reduce(wire=Wire(dtype="bf16")), "powersgd": Reduce(wire=Wire(rank=4))}
 # Ways for tables, "" for that of the rest. A gradient that autograd makes dense stays so for the user's code.
 _OF_SPARSE: Mapping[str, Sync | None] = {"rows": Rows(), "rows made dense": Rows(update="dense")}
 _OF_DENSE: Mapping[str, Sync | None] = {"": None, "rows": Rows()}
@@ -126,17 +123,11 @@ class Candidate:
 
 
 def candidates(
-    profile: ModelProfile,
-    topology: Topology,
-    *,
-    exact: bool,
-    works: Callable[[SyncPlan], bool] = lambda plan: True,
+    profile: ModelProfile, topology: Topology, *, exact: bool, works: Callable[[SyncPlan], bool] = lambda plan: True
 ) -> tuple[Candidate, ...]:
     """Return the distinct candidate strategies in trial order; plain all-reduce of all dense parameters is first.
 
     Args:
-        profile: the model.
-        topology: the group.
         exact: only those whose step is that of plain data-parallel training.
         works: whether a plan can be carried out.
     """
@@ -178,7 +169,6 @@ def consider(
 
     Args:
         profile: the model, with the touched rows of its tables.
-        topology: the group.
         present: the strategy in force.
         exact: only strategies whose step is that of plain data-parallel training.
         works: whether a plan can be carried out.
@@ -205,9 +195,7 @@ def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
     dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
     for of_tables, of_sparse, rest in itertools.product(
-        (_OF_DENSE if tables else _NO_TABLES).items(),
-        (_OF_SPARSE if sparse else _NO_TABLES).items(),
-        dense.items(),
+        (_OF_DENSE if tables else _NO_TABLES).items(), (_OF_SPARSE if sparse else _NO_TABLES).items(), dense.items()
     ):
         others = [p for p in profile.params if not (p.sparse or (of_tables[1] is not None and p in tables))]
         if rest[1] != PLAIN and sum(p.nbytes for p in others) < _LEAST_BYTES:

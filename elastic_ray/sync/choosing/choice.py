@@ -52,7 +52,6 @@ class Option:
     """A strategy that is considered.
 
     Attributes:
-        strategy: it.
         measured_s: median of its trial's steps; None before.
         plain: it is what torch DDP does.
         present: it does what the strategy does that training came with.
@@ -158,7 +157,6 @@ def advance(choice: Choice, measured: Measured, settings: ChoiceSettings, consid
 
     Args:
         choice: before it.
-        measured: in it.
         settings: how a choice is made.
         consider: lists what may be done.
     """
@@ -180,7 +178,6 @@ def watch_rows(choice: Choice, rows: Mapping[str, int]) -> Choice:
     """Choose anew where a table's touched rows are others by a factor of two than when it was chosen; none is news.
 
     Args:
-        choice: that is kept.
         rows: of each table, equal on all ranks.
     """
     if choice.phase is not Phase.KEPT or not rows:

@@ -21,7 +21,6 @@ class StrategyRow:
     Attributes:
         parameters: the first of their names, and how many there are.
         what: is done with them.
-        nbytes: of their gradients.
         sent_nbytes: that each rank gives to collectives in a step for them, as they travel.
         measured_s: from its first collective to its last in a step [s], the median; None before a step.
     """
@@ -38,9 +37,7 @@ class CandidateRow:
     """A strategy that was considered.
 
     Attributes:
-        name: of it.
         measured_s: of a step [s]; None where it was not tried.
-        chosen: it is kept.
     """
 
     name: str
@@ -100,9 +97,7 @@ def explain(
     """The table of a plan in force.
 
     Args:
-        plan: it.
         profile: the model, with touched rows where they are known.
-        topology: the group.
         choice: that has led to it; None for a strategy by hand.
         step_s: a step under it, measured [s].
         bucket_s: collectives of a step by bucket, measured [s].

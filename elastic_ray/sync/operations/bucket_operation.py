@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from elastic_ray.sync.operations.buckets import Bucket
+    from elastic_ray.sync.sliced_gradients.sliced_bucket import SlicedBucket
+    from elastic_ray.sync.tables.row_bucket import RowBucket
 
 
 class GradientCollectives(Protocol):
@@ -69,131 +74,8 @@ class MeasuredGradient(Protocol):
         """Return the squared norm of the gradients, each times the preconditioner's element; a scalar tensor."""
 
 
-class GradientBucket(MeasuredGradient, Protocol):
-    """Gradients of some parameters of one group, dtype and device, on their way from ``.grad`` and back to it."""
-
-    @property
-    def index(self) -> int:
-        """Position in the order of reduction."""
-
-    @property
-    def group(self) -> int:
-        """Parameter group of its parameters."""
-
-    @property
-    def params(self) -> Sequence[torch.nn.Parameter]:
-        """Parameters of the bucket."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the gradients."""
-
-    @property
-    def sliced(self) -> bool:
-        """True if each rank receives the mean of some parts only."""
-
-    @property
-    def complete(self) -> bool:
-        """True if the backward pass has reached all parameters of the bucket."""
-
-    @property
-    def used(self) -> Sequence[bool]:
-        """Flag for each parameter: True if it had a gradient in any micro-step of an accumulation."""
-
-    @property
-    def has_gradient(self) -> Sequence[bool]:
-        """Flag for each parameter: True if it had a gradient on this rank when the bucket was filled."""
-
-    @property
-    def goes_on(self) -> bool:
-        """True if ``.grad`` still holds the reduced gradients: this pass has added to them and nothing zeroed them."""
-
-    def begin_step(self) -> None:
-        """Discard what an earlier step has left."""
-
-    def begin_pass(self) -> None:
-        """Begin a backward pass."""
-
-    def begin_filling(self, *, alone: bool) -> None:
-        """Begin to fill the bucket; ``alone`` if it holds nothing of other micro-steps, and is reduced."""
-
-    def reach(self, place: int) -> None:
-        """Note that the pass has given the parameter at this place its gradient."""
-
-    def add_again(self, param: torch.Tensor) -> None:
-        """Note that a nested backward pass adds to a parameter's gradient once more."""
-
-    def mark_incomplete(self) -> None:
-        """Mark that the backward pass has ended without having reached all parameters."""
-
-    def carry(self) -> None:
-        """Start another micro-step and keep what earlier ones have left."""
-
-    def drop_carried(self) -> None:
-        """Discard what :meth:`carry` has kept."""
-
-    def share(self, factor: float) -> Any:
-        """Return the bucket's gradients times ``factor``, for :meth:`add`."""
-
-    def carried_share(self, factor: float = 1.0) -> Any:
-        """Return the gradients kept by :meth:`carry` times ``factor``, for :meth:`add`."""
-
-    def put(self, weight: float) -> None:
-        """Take the gradients in, times ``weight``; zeros where there is none.
-
-        Raises:
-            RuntimeError: a gradient cannot be taken in; the message says why.
-        """
-
-    def check(self) -> None:
-        """Raise RuntimeError where :meth:`put` would."""
-
-    def release(self) -> None:
-        """Give memory back until it is needed."""
-
-    def flat_gradient(self) -> torch.Tensor:
-        """Return the bucket's gradients as one vector."""
-
-    def add(self, share: Any) -> None:
-        """Add a share to what it holds."""
-
-    def add_vector(self, vector: torch.Tensor) -> None:
-        """Add a vector, as :meth:`flat_gradient` gives one, to what it holds."""
-
-    def note_used(self) -> None:
-        """Remember for the step's later micro-steps which parameters had a gradient."""
-
-    def preconditioner(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the optimizer's factors for these gradients, for :meth:`squared_norm`; None is the identity."""
-
-    def squared_norm(self, preconditioner: Any) -> torch.Tensor:
-        """Return the squared norm of the gradients, each times the preconditioner's element; a scalar tensor."""
-
-    def total(self) -> torch.Tensor:
-        """The sum of all that it holds, a scalar float32 tensor: not finite where an element is not."""
-
-    def is_finite(self) -> bool:
-        """True if all gradients in the bucket are finite."""
-
-    def sum_up(self) -> torch.Tensor | None:
-        """Remember the sum of what this rank has put in, where the reduction takes its place.
-
-        Returns:
-            A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
-        """
-
-    @property
-    def is_summed_up(self) -> bool:
-        """True if :meth:`sum_up` has determined whether this rank's gradients are finite."""
-
-    def own_is_finite(self) -> bool:
-        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
-
-    def write_back(self, used: Callable[[], Sequence[bool]]) -> None:
-        """Copy the bucket into ``.grad``; ``used`` returns which parameters had a gradient on any rank."""
-
-    def replace_buffer(self) -> None:
-        """Leave its memory to a reduction that was given up and may still write to it."""
+GradientBucket: TypeAlias = "Bucket | SlicedBucket | RowBucket"
+"""Gradients of some parameters of one group, dtype and device, on their way from ``.grad`` and back to it."""
 
 
 class BucketOperation(Protocol):

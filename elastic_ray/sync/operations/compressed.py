@@ -22,9 +22,8 @@ class Compression(Protocol):
     ) -> Sequence[Any]:
         """Start the round after the first ``finished``.
 
-        Returns:
-            Its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this rank
-            has to send later, so that the sum over ranks of both is the exact one.
+        Returns its works; none once ``vector`` holds the sum, bit-identical on all ranks, and ``left_out`` what this
+        rank has to send later, so that the sum over ranks of both is the exact one.
         """
 
     def commit(self) -> None:
@@ -47,7 +46,6 @@ class CompressedOperation(OwingOperation):
     """See ``BucketOperation``, which this is.
 
     Args:
-        compression: the form.
         places: the position of each of the bucket's parameters in the model.
         feeds_back: whether what it leaves out is kept for the next step.
     """
@@ -61,7 +59,6 @@ class CompressedOperation(OwingOperation):
         self._left_out: torch.Tensor | None = None
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """Launch the compressed all-reduce of the gradients plus the residual."""
         vector = bucket.flat_gradient()
         if vector.dtype not in (torch.float32, torch.float64):
             vector = vector.float()
@@ -74,7 +71,6 @@ class CompressedOperation(OwingOperation):
         return self.compression.launch(bucket.params, vector, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The next round of the compression."""
         vector = self._vector
         assert vector is not None, "no pass was launched"
         if not self._plain:
@@ -90,17 +86,14 @@ class CompressedOperation(OwingOperation):
         return ()
 
     def commit(self) -> None:
-        """Commit the step."""
         super().commit()
         self.compression.commit()
 
     def void(self) -> None:
-        """Discard the pass: the residual and the compression stay as they were before."""
         super().void()
         self.compression.void()
         self._vector = self._left_out = None
 
     def drop(self) -> None:
-        """Drop the last pass, whose sum was not finite."""
         super().drop()
         self.compression.drop()

@@ -78,11 +78,9 @@ def check_gradients(
 
     Args:
         params: the bucket's parameters.
-        grads: their gradients.
         complete: whether backward has reached all of them.
 
-    Raises:
-        RuntimeError: a gradient is sparse, or a hook has taken it away.
+    Raises RuntimeError: a gradient is sparse, or a hook has taken it away.
     """
     for param, grad in zip(params, grads, strict=True):
         if grad is None and complete:

@@ -24,7 +24,6 @@ class _Matrix:
         place: among the bucket's parameters.
         first: its first element in the bucket.
         rows, columns: of it.
-        rank: of the factors.
     """
 
     place: int

@@ -41,7 +41,6 @@ class OwingOperation(abc.ABC):
         """Add the residual to the gradients of a group of one rank, which reduces nothing, if all of them are there.
 
         Args:
-            bucket: of the parameters.
             scale: AMP's loss scale in their gradients.
         """
         owed = self.residual.owed
@@ -78,7 +77,6 @@ class SettlingOperation(OwingOperation):
         self._operation = operation
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """Launch the operation with the residual added to the gradients."""
         if not self._plain:
             owed = self.residual.take(self._scale)
             if owed is not None:
@@ -87,15 +85,12 @@ class SettlingOperation(OwingOperation):
         return self._operation.launch(bucket, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Continue the wrapped operation."""
         return self._operation.go_on(bucket, group, finished)
 
     def commit(self) -> None:
-        """Commit the step."""
         super().commit()
         self._operation.commit()
 
     def void(self) -> None:
-        """Discard the pass: the residual and the wrapped operation stay as they were before."""
         super().void()
         self._operation.void()

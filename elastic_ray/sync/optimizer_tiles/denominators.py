@@ -28,7 +28,6 @@ class Denominators:
     """An optimizer as statistics of gradients see it: with its own state, or with what was gathered of it.
 
     Args:
-        optimizer: the optimizer.
         divided: whether its state is.
     """
 
@@ -80,9 +79,7 @@ class Denominators:
         """Send the denominators from their first owners to all ranks; called on every rank.
 
         Args:
-            communicator: the group.
             held: the tiles of this rank.
-            params: by name.
             senders: the first owner of each tile.
         """
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}

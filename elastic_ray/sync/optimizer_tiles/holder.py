@@ -42,7 +42,6 @@ def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
     """Owners for the time being: those of the target that hold their tile, and others that do in place of the rest.
 
     Args:
-        target: owners by tile.
         held: tiles by rank; each lies with one of them at least.
     """
     found = []
@@ -59,7 +58,6 @@ def next_moves(target: Owners, present: Owners, sizes: Sequence[int], most: int)
     Args:
         target: owners by tile.
         present: the same, at present.
-        sizes: of each tile.
         most: that a rank receives of more than one tile, in the unit of the sizes.
     """
     ranks = range(1 + max(rank for mine in (*target, *present) for rank in mine))
@@ -81,7 +79,6 @@ class Everyone:
     """Tiles that each rank of a group holds, and flags of the whole group.
 
     Attributes:
-        tiles: of each.
         unpublished: whether one lacks parameters of the last update.
         gathered: whether one knows that rank 0 had the whole state.
         stored: whether rank 0 has the whole state that it continues from.
@@ -108,7 +105,6 @@ class TileHolder:
 
     Attributes:
         tiling: of the parameters; None where every rank holds the whole state.
-        params: those in tiles, by name.
         held: the tiles that this rank holds; None where it holds the whole state, or nothing.
         owners: ranks of the present group that own each tile, as long as the state is divided in it. After a change of
             the group they are others for some steps than they are to be.
@@ -150,8 +146,7 @@ class TileHolder:
     def look_around(self, communicator: Communicator, *, unpublished: bool, gathered: bool) -> Everyone:
         """Gather what all ranks hold; called on every rank.
 
-        Raises:
-            StateLostError: none holds some tiles; raised on every rank.
+        Raises StateLostError: none holds some tiles; raised on every rank.
         """
         tiling = self._tiling
         own = self.held.tiles if self.held is not None else range(len(tiling)) if self._whole else ()
@@ -166,9 +161,7 @@ class TileHolder:
         """Have each tile lie with so many ranks.
 
         Args:
-            group: the present one.
             everyone: what its ranks hold.
-            copies: of a tile.
             gradually: only what the next step needs moves now, and the rest by :meth:`restore_some`.
         """
         communicator, world = group.communicator, group.world_size
@@ -198,7 +191,6 @@ class TileHolder:
         """Move some tiles to the owners that they are to have; all ranks call it, between the same two updates.
 
         Args:
-            group: the present one.
             most: bytes of parameters whose state a rank receives, if that is more than one tile.
         """
         communicator = group.communicator
@@ -358,7 +350,6 @@ def written_states(
 
     Args:
         held: the tiles that this rank holds.
-        params: by name.
         owners: ranks that own each tile.
         rank: of this worker.
     """

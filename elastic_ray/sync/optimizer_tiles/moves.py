@@ -23,15 +23,12 @@ def carry_out(
     Pairs of ranks talk to each other in turn, so that no two wait for each other.
 
     Args:
-        communicator: the group.
-        moves: which tiles.
         give: states of the spans of a tile that this rank holds.
 
     Yields:
         The tiles that this rank receives, with the states of their spans.
 
-    Raises:
-        CommunicationFailedError: the group broke; what was received by then is whole.
+    Raises CommunicationFailedError: the group broke; what was received by then is whole.
     """
     rank = communicator.rank
     for peer in peers(rank, communicator.world_size):

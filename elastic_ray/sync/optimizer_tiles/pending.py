@@ -131,7 +131,6 @@ def as_then(
     """Have the optimizer its options of an earlier step within.
 
     Args:
-        optimizer: it.
         options: of each group, as :func:`options_of` gave them.
         rates: learning rates that other ranks have made the update with.
     """
@@ -156,8 +155,6 @@ def tiles_shown(
     """The optimizer with parts of parameters in place of these, as a context.
 
     Args:
-        optimizer: it.
-        params: those in tiles, by name.
         shown: name of a parameter, and a part of it.
         states: of the parts; brought up to date.
     """
@@ -186,7 +183,6 @@ def swapped(
     """Have the optimizer hold other parameters within; its groups' options are the same objects.
 
     Args:
-        optimizer: it.
         hidden: ``id`` of the parameters that it does not hold.
         shown: what it holds in their place, each with the position of its group.
         states: of these; brought up to date.

@@ -34,11 +34,8 @@ class Publisher:
     What fails may still write into its buffers: use another one from then on.
 
     Args:
-        tiling: of the tensors.
         senders: the rank that has what is right, by tile.
         tensors: by the names in the tiling.
-        rank: of this process.
-        world_size: ranks.
     """
 
     def __init__(

@@ -45,8 +45,6 @@ def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: tor
     """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet.
 
     Args:
-        param: the parameter.
-        parts: its spans, with their states.
         device: where large tensors go; by default where they are.
     """
     first_span, first = parts[0]
@@ -98,8 +96,6 @@ class HeldTiles:
         """Hold a tile.
 
         Args:
-            tile: it.
-            states: of its spans.
             borrowed: whether their tensors are parts of larger ones.
         """
         views = []
@@ -144,8 +140,7 @@ class HeldTiles:
     def put_gradients(self) -> None:
         """Put the parameter's gradient parts into the views.
 
-        Raises:
-            RuntimeError: gradients were reduced for other owners than there are now.
+        Raises RuntimeError: gradients were reduced for other owners than there are now.
         """
         for span, view in self.spans():
             grad = self._params[span.name].grad
@@ -189,8 +184,6 @@ def assemble(
     """The state of all parameters, by name, from that of all tiles; without those that have none yet.
 
     Args:
-        tiling: of the parameters.
-        params: by name.
         states: of each tile's spans.
         device: where large tensors go; by default where they are.
     """
@@ -275,8 +268,6 @@ def placed_state(state: Mapping[str, Any], device: torch.device, options: Mappin
     """A state whose tensors are where torch has them, or will be once they are read; a checkpoint's are on the CPU.
 
     Args:
-        state: of a parameter.
-        device: of the parameter.
         options: of its group. Torch counts steps on the CPU unless it is told to be fused or capturable.
     """
     on_cpu = () if options.get("fused") or options.get("capturable") else ("step",)

@@ -45,7 +45,6 @@ class TiledOptimizer:
 
     Args:
         run: that the model is trained in.
-        module: the model.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
         groups: places of its parameter groups among those of the model's optimizers; None where it is the only one.
@@ -232,8 +231,7 @@ class TiledOptimizer:
     def enter_group(self) -> None:
         """Enter a group, whose ranks hold parameters and tiles of the same update, or none.
 
-        Raises:
-            StateLostError: no rank holds some tiles; raised on every rank.
+        Raises StateLostError: no rank holds some tiles; raised on every rank.
         """
         self._gathered = None
         self._settle()
@@ -314,8 +312,7 @@ class TiledOptimizer:
 
         Between an update and the end of a pass all ranks call it.
 
-        Raises:
-            RanksDisagreeError: another rank does not.
+        Raises RanksDisagreeError: another rank does not.
         """
         if not self.divided:
             self._holder.stored.read()

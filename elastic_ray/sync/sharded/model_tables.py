@@ -22,13 +22,11 @@ class ModelTables:
 
     Args:
         run: that the model is trained in.
-        module: the model.
         optimizer: steps its parameters; tables follow its learning rates.
         number: of the model, in the order in which the loop wraps them.
         scaler: AMP's ``GradScaler``; None without AMP.
 
-    Raises:
-        StrategyError: a table cannot be trained with this optimizer or with a scaler.
+    Raises StrategyError: a table cannot be trained with this optimizer or with a scaler.
     """
 
     def __init__(

@@ -32,8 +32,7 @@ def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: in
         nodes: the node of each rank.
         copies: owners of a tile; 1 or more.
 
-    Returns:
-        By tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
+    Returns by tile its owners. The first one answers who does not hold the tile; ranks are first equally often, about.
     """
     world = len(held)
     copies = min(copies, world)
@@ -95,13 +94,11 @@ class _Matching:
         """Find another owner for a tile; where room is short, others change theirs (the shortest augmenting path).
 
         Args:
-            tile: it.
             may: whether a tile may go to a rank.
             gives_up: whether a tile may leave a rank that owns it.
             apart: whether its owners must be on different nodes.
 
-        Returns:
-            Whether there is one.
+        Returns whether there is one.
         """
         gives: dict[int, tuple[int, int]] = {}  # by tile: the owner that it would give up, and for which tile
         queue = collections.deque([tile])
@@ -140,8 +137,7 @@ class _Matching:
 def moves(held: Sequence[Set[int]], owners: Sequence[Sequence[int]]) -> tuple[Move, ...]:
     """Return the moves to owners that lack their tiles, from holders that send about equally much.
 
-    Raises:
-        ValueError: no rank holds a tile; see :func:`lost`.
+    Raises ValueError: no rank holds a tile; see :func:`lost`.
     """
     sent = [0] * len(held)
     found = []
@@ -162,7 +158,6 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[M
     """Return the moves from leaving ranks to staying ones: the tiles that only leavers own.
 
     Args:
-        owners: of each tile.
         stays: whether a rank does, by rank; at least one.
     """
     load = [0.0 if stay else float("inf") for stay in stays]

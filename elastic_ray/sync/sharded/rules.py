@@ -71,7 +71,6 @@ class RowAdagrad(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """Initial value of the accumulator."""
         return {"sum": self.initial_accumulator_value}
 
 
@@ -99,7 +98,6 @@ class RowAdam(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """Two moments."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 
@@ -135,8 +133,7 @@ def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
         optimizer: name of its class.
         group: its first parameter group.
 
-    Raises:
-        StrategyError: none does.
+    Raises StrategyError: none does.
     """
     found: RowRule | None = None
     if optimizer == "SGD":

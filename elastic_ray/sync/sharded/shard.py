@@ -29,7 +29,6 @@ class TableShard:
     CommunicationFailedError where the group breaks; rows held are kept.
 
     Args:
-        tiling: of the table.
         copies: owners of each tile, in a group of so many ranks or more.
         like: ``weight`` and the rule's state as empty tensors, [0, width].
         name: of the table, for errors.
@@ -76,11 +75,9 @@ class TableShard:
     def enter(self, communicator: Communicator, nodes: Sequence[str]) -> int:
         """Hold what this rank owns in a new group; all ranks hold rows of the same update, or none.
 
-        Returns:
-            How many tiles were sent between ranks.
+        Returns how many tiles were sent between ranks.
 
-        Raises:
-            RowsLostError: no rank holds some rows; raised on every rank.
+        Raises RowsLostError: no rank holds some rows; raised on every rank.
         """
         tiles = self._tiling.tiles
         held = self._everyone_holds(communicator)
@@ -131,7 +128,6 @@ class TableShard:
         """Hand over the tiles that only leaving ranks own to staying ranks; called on every rank.
 
         Args:
-            communicator: the present group.
             stays: whether each of its ranks does.
         """
         given = hand_over(self._owners, stays)
@@ -161,7 +157,6 @@ class TableShard:
         """Sum all ranks' gradients of the rows that this rank owns, in rank order; called on every rank.
 
         Args:
-            communicator: the group.
             ids: of this rank's rows, each once.
             gradient: theirs, weighted by samples.
         """
@@ -191,13 +186,11 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
     """Rows of a table from those that answer for them; all ranks call it, also with no ids.
 
     Args:
-        communicator: the group.
         store: what this rank holds.
         readers: the rank to ask, by tile.
         ids: of the rows, [n].
 
-    Returns:
-        The rows, [n, width].
+    Returns the rows, [n, width].
     """
     here = store.holds(ids)
     away = (~here).nonzero().squeeze(1)
@@ -218,13 +211,11 @@ def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tens
     """Row gradients to all owners of each row; all ranks call it, also with no ids.
 
     Args:
-        communicator: the group.
         owners: of each tile, [tiles, copies].
         ids: of the rows, each once, [n].
         gradient: theirs, [n, width].
 
-    Returns:
-        By rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
+    Returns by rank what it has for the rows that this rank owns: ids and gradients, in the order of its ids.
     """
     to = owners[ids % len(owners)]
     order = torch.argsort(to.reshape(-1), stable=True)
@@ -242,8 +233,6 @@ def carry_out(
     """Move tiles between ranks; all ranks call it with the same moves.
 
     Args:
-        communicator: the group.
-        moves: which tiles.
         stores: what this rank holds.
         into: what it receives is written there.
         height: places of a tile.

@@ -15,7 +15,6 @@ class TileStore:
     """Rows of some tiles of a table, with the state of their update rule.
 
     Args:
-        tiling: of the table.
         tiles: those that are here.
         tensors: ``weight`` and the rule's state, each [len(tiles) * tiling.height, width], tile after tile.
     """
@@ -68,7 +67,6 @@ class SeededRows:
     """Rows that are drawn tile by tile, so that each rank can make those that it owns, and all make the same.
 
     Args:
-        tiling: of the table.
         seed: of the random numbers; the same on all ranks.
         std: standard deviation of the normal distribution.
         padding: row that is zero; None for none.
@@ -95,7 +93,6 @@ class LoadedRows:
     """A whole table that was loaded, kept until this rank has taken the tiles that it owns.
 
     Args:
-        tiling: of the table.
         whole: ``weight`` and what there is of the rule's state, each [rows, width].
         initial: what state begins with that is not there.
     """

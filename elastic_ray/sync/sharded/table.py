@@ -29,13 +29,9 @@ class TableShape:
     """Shape and initialisation of a table.
 
     Attributes:
-        rows: of the table.
-        width: of a row.
         copies: owners of each row.
         std: standard deviation of rows at the beginning.
         padding: row without gradients, zero at the beginning; None for none.
-        dtype: of the rows.
-        device: of the rows.
     """
 
     rows: int
@@ -74,10 +70,7 @@ class ShardedTable:
     owner's.
 
     Args:
-        shape: of the table.
-        rule: of the updates.
         seed: of the rows at the beginning.
-        name: for errors.
         number: of the model, and of the table in it.
         run: that it is trained in.
     """
@@ -196,8 +189,7 @@ class ShardedTable:
     def add_gradient(self, ids: Tensor, gradient: Tensor) -> None:
         """Add a backward pass's gradient of rows that were fetched.
 
-        Raises:
-            RuntimeError: gradients of another step have not been applied.
+        Raises RuntimeError: gradients of another step have not been applied.
         """
         ledger, group = self._run.ledger, self._run.group
         if ledger.failed or ledger.replaying:
@@ -248,8 +240,7 @@ class ShardedTable:
     def update(self, lr: float) -> None:
         """Apply what was received, or was computed here where this rank is alone.
 
-        Raises:
-            RuntimeError: gradients of rows were not sent, for no parameter had one.
+        Raises RuntimeError: gradients of rows were not sent, for no parameter had one.
         """
         if self._local.waits and self._run.group.world_size > 1:
             raise RuntimeError(
@@ -276,8 +267,7 @@ class ShardedTable:
     def enter_group(self) -> None:
         """Hold what this rank owns in the present group.
 
-        Raises:
-            CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
+        Raises CommunicationFailedError: the group broke again. RowsLostError: rows were lost, on every rank.
         """
         group = self._run.group
         self._shard.enter(group.communicator, group.nodes)
@@ -357,8 +347,7 @@ class ShardedTable:
     def restore(self, tree: Any) -> None:
         """Take over a captured state: rows that are of its last update stay, those of the one before are updated.
 
-        Raises:
-            RuntimeError: it is of another table.
+        Raises RuntimeError: it is of another table.
         """
         self._check_same(tree)
         number, generation, lr = tree["update"]

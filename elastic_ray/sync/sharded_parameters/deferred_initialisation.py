@@ -47,8 +47,7 @@ def prepare(module: nn.Module, function: Callable[[nn.Module], None] | None, dev
         function: initialises what one module holds itself; None for the modules' own ``reset_parameters``.
         device: where parameters and buffers are to be.
 
-    Raises:
-        ValueError: a module has no ``reset_parameters``, and there is no function.
+    Raises ValueError: a module has no ``reset_parameters``, and there is no function.
     """
     found: dict[nn.Module, _Initialisation] = {}
     covered: set[Tensor] = set()
@@ -85,12 +84,10 @@ def initialise(
 
     Args:
         module: the model, all sharded.
-        params: its parameters.
         seed: of torch's generators, which are as before afterwards.
         keep: takes a parameter's position, and the whole of it, which is kept no longer than the call lasts.
 
-    Raises:
-        ValueError: a module's initialisation does not fill what the module holds, or gives it another shape.
+    Raises ValueError: a module's initialisation does not fill what the module holds, or gives it another shape.
     """
     places = {id(each.param): place for place, each in enumerate(params)}
     cuda = sorted({each.local.device.index for each in params if each.local.device.type == "cuda"})

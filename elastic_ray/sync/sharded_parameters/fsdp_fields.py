@@ -112,8 +112,7 @@ class ShardedParam:
 def check_torch() -> None:
     """Find out whether torch has the fields that are swapped here.
 
-    Raises:
-        UnknownTorchError: it has not; the message names them, and torch's version.
+    Raises UnknownTorchError: it has not; the message names them, and torch's version.
     """
     if missing := _missing_fields():
         raise UnknownTorchError(
@@ -199,8 +198,7 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
     """The parameters of a sharded module whose gradients torch scatters together, in the order in which they lie.
 
-    Returns:
-        Each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
+    Returns each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
     """
     return [
         (field.sharded_param, field.sharded_size.numel(), field.padded_sharded_param_size.numel())
@@ -213,8 +211,7 @@ def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
 def check_places(module: nn.Module) -> None:
     """Check that each parameter sharded by torch is still in its place in the model.
 
-    Raises:
-        StrategyError: another one is in the place of one of them.
+    Raises StrategyError: another one is in the place of one of them.
     """
     names = {id(each): name for name, each in module.named_modules()}
     for field in (field for group in groups_of(module) for field in group.fsdp_params):
@@ -232,8 +229,7 @@ def check_places(module: nn.Module) -> None:
 def take_over(unit: FSDPModule, all_gather: Any, reduce_scatter: Any, all_reduce_hook: Any) -> None:
     """Have a sharded module communicate by these, and user code change nothing of that.
 
-    Raises:
-        StrategyError: user code has done so already.
+    Raises StrategyError: user code has done so already.
     """
     for group in _param_groups(unit._get_fsdp_state()):
         for field, setter in _SETTINGS.items():
@@ -257,7 +253,6 @@ def watch_use(unit: FSDPModule, used: Callable[[nn.Parameter], None]) -> None:
     gradients later.
 
     Args:
-        unit: the sharded module.
         used: is called with the user's parameter, once or more in a backward pass.
     """
     for group in _param_groups(unit._get_fsdp_state()):
@@ -382,13 +377,11 @@ def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Te
     """A shard's memory for torch.
 
     Args:
-        param: the parameter.
         rows: that the shard has; None for none. They stay where they are if they are as many as there are to be and
             nothing else lies in their memory.
         chunk: rows of the largest shard, to which torch fills all of them up.
 
-    Returns:
-        All of it, zero beyond the rows, and the rows in it.
+    Returns all of it, zero beyond the rows, and the rows in it.
     """
     alone = rows is not None and rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.nbytes
     if rows is not None and alone and len(rows) == chunk:
@@ -404,8 +397,6 @@ def adopt(module: nn.Module, mesh: DeviceMesh, shards: Sequence[tuple[ShardedPar
     """Have a model train in another group, with other shards; its parameters stay the objects that they are.
 
     Args:
-        module: the model.
-        mesh: of the group.
         shards: of each of its parameters: memory, and the rows in it, as :func:`memory_for` gives them.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo

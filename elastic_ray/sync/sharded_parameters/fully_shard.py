@@ -126,8 +126,7 @@ def _check_types(module: object, reshard_after_forward: object, mp_policy: objec
 def _is_unmade(module: nn.Module, kind: str, **options: object) -> bool:
     """True if a module has parameters or buffers without memory.
 
-    Raises:
-        ValueError: its parameters are in memory, and not all else fits that.
+    Raises ValueError: its parameters are in memory, and not all else fits that.
     """
     buffers = [name for name, buffer in module.named_buffers() if buffer.is_meta]
     if kind == "meta":

@@ -88,7 +88,6 @@ class HeldShards:
 
         Args:
             move: rows that were received.
-            shard: which shard.
             place: puts rows of a parameter where they are to be; by default they stay where they are.
         """
         made = Shard()
@@ -168,7 +167,6 @@ def apart(shard: Shard, *, values: bool) -> Shard:
     """Return a copy of the shard in memory of its own.
 
     Args:
-        shard: it.
         values: whether rows of parameters are taken out of larger ones as well, not only the optimizer's states.
     """
     made = Shard()
@@ -194,11 +192,9 @@ def carry_out(
 ) -> list[tuple[Piece, Rows]]:
     """Send rows to ranks that lack them; all ranks call it with the same moves. One message for each pair of ranks.
 
-    Returns:
-        What this rank has received.
+    Returns what this rank has received.
 
-    Raises:
-        CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
+    Raises CommunicationFailedError: the group broke, or a peer sends something else; what was held is.
     """
     rank, pairs = communicator.rank, by_pair(moved)
     found: list[tuple[Piece, Rows]] = []
@@ -238,8 +234,6 @@ def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, 
 
     Args:
         shapes: of the whole parameters.
-        shard: which shard.
-        own: its rows.
         share: which of its owners, of how many, writes here.
     """
     found: Written = {}
@@ -271,8 +265,6 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
     Rows that are not there yet are read, or copied there, once they are taken.
 
     Args:
-        state: it.
-        param: the parameter.
         options: of its group in the optimizer.
     """
     return {

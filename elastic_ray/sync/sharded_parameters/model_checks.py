@@ -66,8 +66,7 @@ def key_of(shard_size: int | None) -> str:
 def strategy_of(model: nn.Module) -> Strategy:
     """Tells the layouts of sharded models apart, in what is known of earlier runs.
 
-    Raises:
-        ValueError: some modules were sharded with another ``shard_size`` than others.
+    Raises ValueError: some modules were sharded with another ``shard_size`` than others.
     """
     return dataclasses.replace(SHARDED, name=key_of(shard_size_of(model)))
 

@@ -53,11 +53,7 @@ class ShardedModelState:
 
     @torch.no_grad()
     def restore(self, tree: Any) -> None:
-        """Take over.
-
-        Raises:
-            RuntimeError: it is of another model.
-        """
+        """Take over. Raises RuntimeError: it is of another model."""
         buffers = dict(self._module.named_buffers())
         if "buffers" not in tree or buffers.keys() != tree["buffers"].keys():
             raise RuntimeError(

@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    _register_process_group,
-    _resolve_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import _register_process_group, _resolve_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -44,8 +40,6 @@ class ShardProcessGroup(dist.ProcessGroup):
     """Process group of a sharded model's tensors, which carries out their collectives in the present generation.
 
     Args:
-        rank: of this process.
-        world_size: ranks.
         collectives: makes them; None for a group of one.
     """
 
@@ -110,8 +104,6 @@ def make_mesh(
 
     Args:
         device_type: as ``"cpu"``.
-        rank: of this process.
-        world_size: ranks.
         collectives: among them; None for a group of one.
         name: of it, another than all others'; one is made up where none is given.
     """

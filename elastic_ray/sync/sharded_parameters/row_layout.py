@@ -80,9 +80,8 @@ class Layout:
             ranks, whose shards lie with their followers as well, or several of one size, each with all rows.
         followers: in a group of all ranks, the one that follows the owner of each shard; by default the next one.
 
-    Raises:
-        ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by another
-            rank than its owner.
+    Raises ValueError: the groups are not of one size, or do not hold each rank once; or a shard is not followed by
+    another rank than its owner.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -153,7 +152,6 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
     """Return the layout of the rows in a group of `world` ranks.
 
     Args:
-        world: its ranks.
         shard_size: ranks of a shard group; None for one group of all. Where fewer than two such groups, or no whole
             number of them, can be made of the ranks, there is one group of all as well.
         nodes: of each rank, by default one for all. A group lies on one node as far as a node has enough ranks that are
@@ -181,13 +179,11 @@ def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout)
     So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank.
         target: in which each rank follows one other.
 
-    Returns:
-        The target, with others in the place of those followers that lack some rows, where there are others that lack
-        none: those in turn that follow the fewest.
+    Returns the target, with others in the place of those followers that lack some rows, where there are others that
+    lack none: those in turn that follow the fewest.
     """
     if target.follower_of(0) is None:
         return target
@@ -246,7 +242,6 @@ def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]
     """Rows that no rank holds.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank, which may be of several layouts.
     """
     have = covered(rows, {shard for mine in held for shard in mine})
@@ -265,13 +260,10 @@ def moves(
     Of several holders of a row the one sends that has sent the least so far, so that the ranks send about equally much.
 
     Args:
-        rows: of each parameter.
         held: the shards of each rank of the present group.
-        layout: of it.
         widths: elements of a row of each parameter; 1 by default.
 
-    Raises:
-        ValueError: no rank holds some rows; see :func:`lost`.
+    Raises ValueError: no rank holds some rows; see :func:`lost`.
     """
     world = len(held)
     widths = widths or [1] * len(rows)
@@ -296,9 +288,8 @@ def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tupl
         held: the shards of each rank.
         stays: whether a rank does; at least one.
 
-    Returns:
-        Shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
-        those in turn that have received the fewest.
+    Returns shards, each with the rank that gives it, one that leaves where there is one, and the one that receives it:
+    those in turn that have received the fewest.
     """
     staying = [rank for rank, stay in enumerate(stays) if stay]
     if not staying:

@@ -64,7 +64,6 @@ class ShardCollectives:
         shard_size: ranks of a shard group; None for one of all ranks.
 
     Attributes:
-        shard_size: as above.
         layout: of the present group; for its first step some followers may be others than they are to be.
         weight: of this rank's gradients in those of the step.
         finiteness: of this rank's own gradients in the latest backward pass.
@@ -105,8 +104,7 @@ class ShardCollectives:
     def begin(self, what: Announced) -> None:
         """Begin a pass with all other ranks.
 
-        Raises:
-            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         self._run.consensus.agree_on(what)
         if not self._some_are_idle:
@@ -139,8 +137,7 @@ class ShardCollectives:
     def comes_next(self, what: str) -> None:
         """Agree with all ranks that `what` is the next collective; ``reductions_started`` ends it.
 
-        Raises:
-            CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
+        Raises CommunicationFailedError: the group broke. RanksDisagreeError: others do something else here.
         """
         code, consensus = zlib.crc32(what.encode()), self._run.consensus
         if self._some_are_idle and self._unit >= 0:
@@ -226,8 +223,7 @@ class ShardCollectives:
     def sum_up(self, tensor: Tensor, op: Any) -> None:
         """Reduce a tensor over the shard group, in place; it keeps this rank's numbers if that fails.
 
-        Raises:
-            NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
+        Raises NotImplementedError: it is neither a sum, a mean, nor the largest or smallest.
         """
         self._entered()
         kinds = {
@@ -254,7 +250,6 @@ class ShardCollectives:
         """Send tensors to this rank's follower, and receive those of ranks that it follows, in place.
 
         Args:
-            tensors: of this rank.
             received: as large as those of each rank that this one follows.
             device: of all of them; ranks that have none meet the others on it.
         """
@@ -296,8 +291,7 @@ class ShardCollectives:
     def _summed(self, what: str, output: Tensor, tensor: Tensor, ranks: Sequence[int]) -> Tensor | None:
         """Write this rank's part of the sum of ``tensor`` over `ranks`, this one among them, into ``output``.
 
-        Returns:
-            What was added up, [ranks, elements]; None in a step that is lost.
+        Returns what was added up, [ranks, elements]; None in a step that is lost.
         """
         parts = torch.empty_like(tensor)
         if not self._exchanged(what, parts, _bytes(tensor), ranks):
@@ -317,8 +311,7 @@ class ShardCollectives:
     def _carry_out(self, what: str, start: Callable[[], Any]) -> bool:
         """Make a collective; False in a step that is lost, now or before.
 
-        Raises:
-            CommunicationFailedError: the group broke outside of steps.
+        Raises CommunicationFailedError: the group broke outside of steps.
         """
         ledger, consensus = self._run.ledger, self._run.consensus
         if self._joins:

@@ -74,7 +74,6 @@ class ShardHolder:
         module: the model, sharded on a mesh of one.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
-        collectives: of the model.
 
     Attributes:
         params: of the model, in its order.
@@ -160,7 +159,6 @@ class ShardHolder:
         A model without memory is made.
 
         Args:
-            group: it.
             opened: whether rank 0 has the whole at hand, as far as this rank knows.
             begun: whether a group was entered before, by this rank or by those that it has its state from.
 
@@ -199,7 +197,6 @@ class ShardHolder:
         """Hold what this rank needs for the next step in a group; :meth:`settle` makes it what it is to hold.
 
         Args:
-            group: it.
             everyone: the shards of each of its ranks.
         """
         held, target = self._held, self._collectives.layout
@@ -295,8 +292,7 @@ class ShardHolder:
     def compare(self, communicator: Communicator) -> None:
         """Check that each rank's shard is bit by bit equal to the copies of its other holders.
 
-        Raises:
-            ReplicasDifferError: it is not; raised on every rank.
+        Raises ReplicasDifferError: it is not; raised on every rank.
         """
         layout = self._layout
         held = [layout.held_by(rank) for rank in range(layout.world)]
@@ -364,8 +360,7 @@ class ShardHolder:
 
         Where some are not read, no rows are held: those that this rank is to hold are read once that is known.
 
-        Raises:
-            RuntimeError: a parameter has another shape.
+        Raises RuntimeError: a parameter has another shape.
         """
         shard, unread = Shard(), dict[int, Rows]()
         late = any(isinstance(values[each.name], UnreadTensor) for each in self.params)

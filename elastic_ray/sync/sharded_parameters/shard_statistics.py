@@ -90,7 +90,6 @@ class RowDenominators:
         """Find them; all ranks call it.
 
         Args:
-            step: committed ones.
             add_up: adds up numbers over all ranks.
             counts: whether this rank's rows are to be counted here, and not with another owner's.
         """
@@ -182,11 +181,7 @@ class ShardStatistics:
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: its shards, and the state of the user's optimizer.
-        collectives: of the model.
-        statistics: are told.
         denominators: of the user's optimizer.
         moved: how far it moves rows.
     """
@@ -361,7 +356,6 @@ class ShardStatistics:
         """Take the numbers of :meth:`values` summed over all ranks.
 
         Args:
-            sums: these.
             counts: whether the step's gradients are complete.
         """
         norms, mean = self._statistics.norms_size, self._statistics.norms_size + self._statistics.mean_size

@@ -48,11 +48,7 @@ class ShardedGradients:
 
     Args:
         run: that the model is trained in.
-        module: the model.
-        trainable: its trainable parameters.
         optimizer: its parameters, and the state of the user's optimizer.
-        collectives: of the model.
-        statistics: of its gradients.
         number: of the model, in the order in which the loop wraps them.
     """
 
@@ -196,8 +192,7 @@ class ShardedGradients:
     def _begin_in(self, step: LoaderStep) -> None:
         """Begin a backward pass of a loader's step.
 
-        Raises:
-            RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
+        Raises RuntimeError: the loop weighs micro-batches, or adds gradients up over several steps.
         """
         if step.weighed:
             raise RuntimeError("loader.weigh(n) and a sharded model exclude each other: see docs/sharded-models.md")
@@ -379,19 +374,11 @@ class ShardedGradients:
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:
-        """Refuse another one.
-
-        Raises:
-            StrategyError: always.
-        """
+        """Refuse another one. Raises StrategyError: always."""
         raise StrategyError(checks.NO_STRATEGY)
 
     def explain_strategy(self) -> Any:
-        """Refuse: there is none.
-
-        Raises:
-            StrategyError: always.
-        """
+        """Refuse: there is none. Raises StrategyError: always."""
         raise StrategyError(checks.NO_STRATEGY)
 
     # -- the group -----------------------------------------------------------------------------------------------------

@@ -52,16 +52,10 @@ class ShardedOptimizer:
         module: the model, sharded on a mesh of one.
         optimizer: steps its parameters.
         number: of the model, in the order in which the loop wraps them.
-        collectives: of the model.
     """
 
     def __init__(
-        self,
-        run: Run,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        number: int,
-        collectives: ShardCollectives,
+        self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
     ) -> None:
         self._run, self._optimizer, self._number = run, optimizer, number
         self._collectives = collectives
@@ -208,8 +202,7 @@ class ShardedOptimizer:
     def enter_group(self) -> None:
         """Hold what this rank is to hold in the present group; all ranks that hold anything hold the same update.
 
-        Raises:
-            StateLostError: no rank holds some rows; raised on every rank.
+        Raises StateLostError: no rank holds some rows; raised on every rank.
         """
         group = self._run.group
         self._by_hand.end()
@@ -249,8 +242,7 @@ class ShardedOptimizer:
         So code that saves a checkpoint after a loop may do so on rank 0 alone. A model that was built on the meta
         device may be larger than rank 0's memory: it is compared, and gathered where all ranks ask for it.
 
-        Raises:
-            ReplicasDifferError: they differ; raised on every rank.
+        Raises ReplicasDifferError: they differ; raised on every rank.
         """
         if self._holder.built_on_meta:
             self._compare()
@@ -260,8 +252,7 @@ class ShardedOptimizer:
     def gather(self) -> None:
         """Have rank 0 hold the whole model in CPU memory until the next update; all ranks call it.
 
-        Raises:
-            ReplicasDifferError: holders of a shard differ; raised on every rank.
+        Raises ReplicasDifferError: holders of a shard differ; raised on every rank.
         """
         self._compare()
         if self.divided and not self._open:
@@ -287,9 +278,8 @@ class ShardedOptimizer:
     def whole_states(self) -> dict[Tensor, State]:
         """The optimizer's states by parameter, on rank 0, and none on the others.
 
-        Raises:
-            RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a model
-                that was built on the meta device, anywhere.
+        Raises RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a
+        model that was built on the meta device, anywhere.
         """
         return {self.params[place].param: state for place, (_, state) in (self._whole() or {}).items() if state}
 
@@ -313,8 +303,7 @@ class ShardedOptimizer:
     def take_whole(self, values: Mapping[str, Tensor | UnreadTensor]) -> None:
         """Hold the whole model, with these parameters, in place of what was held; states follow by :meth:`restore`.
 
-        Raises:
-            RuntimeError: a parameter has another shape.
+        Raises RuntimeError: a parameter has another shape.
         """
         self._holder.take_whole(values)
         self._close()
@@ -363,11 +352,9 @@ class ShardedOptimizer:
         """Take over what :meth:`capture` gave: shards of its last update stay, those of the one before are updated.
 
         Args:
-            tree: it.
             whole: whether the optimizer holds the whole state of that update, and the model all parameters.
 
-        Raises:
-            RuntimeError: it is of a model that is not sharded, or of another one.
+        Raises RuntimeError: it is of a model that is not sharded, or of another one.
         """
         if tree is None:
             raise RuntimeError(
@@ -405,11 +392,7 @@ class ShardUpdate:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        hidden: Sequence[int],
-        groups: Mapping[int, int],
-        by_hand: HandChanges,
+        self, optimizer: torch.optim.Optimizer, hidden: Sequence[int], groups: Mapping[int, int], by_hand: HandChanges
     ) -> None:
         self._optimizer, self._hidden, self._groups, self._by_hand = optimizer, hidden, groups, by_hand
 
@@ -451,7 +434,6 @@ class PendingShards:
         optimizer: makes it.
         update: how.
         shards: as of ``ShardUpdate.make``; gradients are copied.
-        key: of the update.
     """
 
     def __init__(

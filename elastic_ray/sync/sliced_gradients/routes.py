@@ -78,8 +78,7 @@ def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tup
         sizes: elements of each of its parameters, as they follow each other.
         spans: of each parameter, all of it once.
 
-    Raises:
-        ValueError: some elements of a parameter have no owner.
+    Raises ValueError: some elements of a parameter have no owner.
     """
     found, at = [], 0
     for param, (size, mine) in enumerate(zip(sizes, spans, strict=True)):

@@ -141,7 +141,6 @@ class SlicedBucket(Bucket):
         return found
 
     def own_is_finite(self) -> bool:
-        """True if this rank's own gradients are finite, those of earlier micro-steps included."""
         if self._own is None:
             return super().own_is_finite()
         tensors = [self._own, *([self.carried] if self.carried is not None else [])]

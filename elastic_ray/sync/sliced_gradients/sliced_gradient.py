@@ -135,8 +135,7 @@ class SlicedGradient(Tensor):
     def part(self, start: int, length: int) -> Tensor:
         """A slice that this rank owns.
 
-        Raises:
-            RuntimeError: it does not: the group has changed since the gradient was reduced.
+        Raises RuntimeError: it does not: the group has changed since the gradient was reduced.
         """
         content = self.content
         if content.plain is not None:

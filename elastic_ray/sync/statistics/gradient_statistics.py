@@ -102,8 +102,6 @@ class GradientStatistics:
         """Begin a step.
 
         Args:
-            step: the step.
-            steps: committed ones.
             replicas: ranks whose gradients are added up.
             exact: whether gradients travel in a form that gives statistics.
             spacing: one in so many steps does.
@@ -179,7 +177,6 @@ class GradientStatistics:
         """Take the numbers returned by :meth:`mean_norms`.
 
         Args:
-            numbers: these.
             add_up: adds up numbers over all ranks, where each measures its part.
         """
         known, size = read(numbers), 2 * self._groups
@@ -194,8 +191,7 @@ class GradientStatistics:
     def own_part_of_mean(self, buckets: Sequence[MeasuredGradient]) -> list[float]:
         """Return the norms of this rank's part of the mean gradient, which ranks sum for :meth:`take_mean`.
 
-        Returns:
-            :attr:`mean_size` numbers; zeros for what is not measured.
+        Returns :attr:`mean_size` numbers; zeros for what is not measured.
         """
         self._preconditioned = self._noise_due and self.noise.preconditions(buckets)
         found = [0.0] * self._groups
@@ -219,7 +215,6 @@ class GradientStatistics:
         """Take in what the pass has shown, after :meth:`take_mean_norms`.
 
         Args:
-            step: the step.
             norms: :meth:`local_norms`, added up over all ranks.
             grad_scale: AMP's loss scale that is still in the gradients.
             goes_on: this pass added its loss's gradient to what the pass before had reduced.

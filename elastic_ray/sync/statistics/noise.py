@@ -28,8 +28,6 @@ class _Pending:
 
     Attributes:
         estimates: raw noise scale of each group.
-        step: the step.
-        replicas: world size.
         preconditioned: whether norms are in the optimizer's units.
     """
 
@@ -155,11 +153,9 @@ class NoiseTracker:
         """Estimate from several gradients, by parameter group; see ``estimate``.
 
         Args:
-            step: the step.
             mean_sq_norms: means of the squared norms of all gradients, weighted by their samples.
             sq_norms_of_mean: squared norms of the weighted mean of them.
             gradients: how many there are, 2 or more.
-            replicas: world size.
             preconditioned: whether norms are in the optimizer's units.
             goes_on: this pass added its loss's gradient to what the pass before had reduced, so each gradient has only
                 this loss's own noise.

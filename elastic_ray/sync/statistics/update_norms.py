@@ -27,11 +27,9 @@ def with_update_norms(
     Args:
         optimizer: about to step, at the rates that it is to step with.
         groups: its trainable parameters, by parameter group.
-        apply: has it step.
         whole: whether it holds the whole state.
 
-    Returns:
-        What ``apply`` returns, and the 2-norms.
+    Returns what ``apply`` returns, and the 2-norms.
     """
     steps = [_GroupStep(optimizer, *each, whole=whole) for each in zip(optimizer.param_groups, groups, strict=True)]
     result = apply()

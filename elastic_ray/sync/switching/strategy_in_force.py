@@ -60,7 +60,6 @@ class StrategyTuner:
     """Finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
 
     Args:
-        context: the run.
         settings: how the choice is made.
         model: whose strategy is chosen.
         strategy: that training begins with.
@@ -145,10 +144,7 @@ class StrategyTuner:
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
         known = all(row[0] for row in rows)
         steps, *counts = (max(column) for column in zip(*rows, strict=True))
-        return Measured(
-            step_s=steps / 1e9 if known else None,
-            rows=dict(zip(touched, counts, strict=True)),
-        )
+        return Measured(step_s=steps / 1e9 if known else None, rows=dict(zip(touched, counts, strict=True)))
 
     def _consider(self, rows: Mapping[str, int], present: Strategy) -> tuple[Option, ...]:
         profile = with_rows(self._model.profile, rows)
@@ -221,18 +217,14 @@ class StrategyInForce:
     """Strategy of one model with its plan, and the change to another strategy or tuner.
 
     Args:
-        context: the run.
         model: what it is planned for.
         builder: of the first strategy.
         number: of the model, in the order in which the loop wraps them.
 
     Attributes:
-        plan: in force.
-        digest: of the plan.
         takes: how often buckets were laid out anew since the present group was entered; equal on all ranks.
 
-    Raises:
-        StrategyError: the strategy cannot be carried out for this model and optimizer.
+    Raises StrategyError: the strategy cannot be carried out for this model and optimizer.
     """
 
     def __init__(self, context: Run, model: GradientEngine, builder: StrategyBuilder, number: int) -> None:
@@ -332,8 +324,7 @@ class StrategyInForce:
         Args:
             given: as of ``AdaptiveDataParallel(strategy=...)``.
 
-        Raises:
-            StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
+        Raises StrategyError, TypeError: there is no such strategy, or it cannot be carried out for this model.
         """
         builder = resolve_strategy(given)
         strategy = builder.build(self.profile, self.topology)
@@ -426,11 +417,7 @@ class StrategyInForce:
         tuner = asked.tuner if asked is not None else self.tuner
         if strategy == self._given and tuner is None and not self._has_tuned:
             return {}
-        return {
-            "given": self._given,
-            "strategy": strategy,
-            "tuner": tuner.capture() if tuner is not None else None,
-        }
+        return {"given": self._given, "strategy": strategy, "tuner": tuner.capture() if tuner is not None else None}
 
     def restore(self, tree: Mapping[str, Any]) -> bool:
         """Take over a captured state; whether buckets are to be laid out anew.

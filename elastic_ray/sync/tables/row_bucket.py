@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ from elastic_ray.sync.tables.touched_rows import (
 
 
 class RowBucket:
-    """See ``GradientBucket``, which this is, of one table.
+    """Gradient of one table as rows, on its way from ``.grad`` and back to it; used as a ``Bucket`` is.
 
     Args:
         index: position in the order of reduction.
@@ -29,8 +30,6 @@ class RowBucket:
 
     Attributes:
         index, group: as given.
-        params: the table alone.
-        table: as given.
         complete: whether the pass has reached it.
         held: what the bucket holds.
         is_sparse: whether ``.grad`` is to be sparse; None while no rank and no micro-step had a gradient.
@@ -106,11 +105,11 @@ class RowBucket:
         """Flag of the table: True if it had a gradient on this rank when the bucket was filled."""
         return [self._has_gradient]
 
-    def share(self, factor: float) -> TouchedRows:
+    def share(self, factor: float) -> Any:
         """Return the held rows times ``factor``, for :meth:`add`."""
         return self.held.scaled(factor)
 
-    def carried_share(self, factor: float = 1.0) -> TouchedRows | None:
+    def carried_share(self, factor: float = 1.0) -> Any:
         """Return the rows kept by :meth:`carry` times ``factor``, for :meth:`add`."""
         return self._carried if self._carried is None or factor == 1.0 else self._carried.scaled(factor)
 
@@ -118,7 +117,7 @@ class RowBucket:
         """Return the gradient as one vector of the whole table's size."""
         return self.held.to_dense().reshape(-1)
 
-    def add(self, share: TouchedRows) -> None:
+    def add(self, share: Any) -> None:
         """Add a share to what it holds."""
         self.held = added_up([self.held, share])
 
@@ -162,8 +161,7 @@ class RowBucket:
     def put(self, weight: float) -> None:
         """Put the gradient's weighted rows into the bucket; none where there is no gradient.
 
-        Raises:
-            RuntimeError: a hook has taken the gradient away.
+        Raises RuntimeError: a hook has taken the gradient away.
         """
         param = self.table.param
         self._has_gradient = param.grad is not None

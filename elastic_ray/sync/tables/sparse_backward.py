@@ -14,7 +14,6 @@ class SparseBackward:
 
     Args:
         layer: an ``Embedding`` or ``EmbeddingBag``; others are left alone.
-        param: its table.
     """
 
     def __init__(self, layer: torch.nn.Module, param: torch.nn.Parameter) -> None:

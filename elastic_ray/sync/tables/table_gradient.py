@@ -24,7 +24,6 @@ class TableGradient:
     """Tracks which rows of a table's ``.grad`` are touched, and in which layout user code sees it.
 
     Args:
-        param: the table.
         update: the layout that ``.grad`` is to have: ``"sparse"``, ``"dense"``, or ``"auto"`` for that which the
             layers are set to.
     """

@@ -75,7 +75,6 @@ class TouchedRows:
     Nothing changes its tensors: what is computed from it lies in memory of its own.
 
     Attributes:
-        table: rows of the whole table.
         ids: [k] numbers of the rows, ascending and each once; None where they are all.
         values: [k, d] the rows.
     """

@@ -136,7 +136,6 @@ def offers(
     A mixed job on spot nodes has its minimum on the cheapest on-demand nodes of the same GPU type.
 
     Args:
-        view: the job.
         types: node types of which some node may be there.
         lasts_h: mean time until a node is taken away, by type [h].
         cache: of what was computed before.

@@ -23,7 +23,6 @@ class CompletionForecast:
     """A job on one node type until its end, at every size from 1.
 
     Attributes:
-        offer: the node type.
         time_s: until its end [s], infinity where it does not run.
         usd: for the nodes until then [USD].
         score: what is minimised [USD].

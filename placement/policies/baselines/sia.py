@@ -216,10 +216,7 @@ class _SlotsByType:
 
 
 def _assign(
-    options: Sequence[Sequence[Configuration]],
-    costs: Sequence[Sequence[float]],
-    capacity: Sequence[int],
-    gap: float,
+    options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int], gap: float
 ) -> list[int] | None:
     """Index of each job's configuration at the least cost; None if they cannot all have one."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start

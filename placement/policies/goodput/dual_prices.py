@@ -252,9 +252,8 @@ def _fill_once(options: Options, picks: Ints, left: Floats) -> bool:
 def _best_steps(options: Options, rows: slice, picks: Ints, left: Floats) -> tuple[Floats, Ints, Floats]:
     """Return for each job the option that fits and adds most per size.
 
-    Returns:
-        What it adds per size, -inf where none fits and adds anything; the option; and how much of each type is needed
-        for anything to be added, (J, K).
+    Returns what it adds per size, -inf where none fits and adds anything; the option; and how much of each type is
+    needed for anything to be added, (J, K).
     """
     values, sizes, pool_of = options.values[rows], options.sizes[rows], options.pool_of[rows]
     every, own = np.arange(len(values)), picks[rows]

@@ -317,8 +317,7 @@ def admit_into(
 
     Held jobs are then raised to their number, in the order of arrival, as far as that fits.
 
-    Returns:
-        (pool, workers) of each admitted job, and why each other one waits.
+    Returns (pool, workers) of each admitted job, and why each other one waits.
     """
     ledger = PoolCapacity(instance)
     floors: dict[int, tuple[int, int]] = {}

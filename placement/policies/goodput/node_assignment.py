@@ -28,8 +28,7 @@ def assign_nodes(
         sizes: workers of each job; their sum is at most that of the slots.
         present: where each job's workers are now; empty if it has none.
 
-    Returns:
-        Workers by node index, one a job; all workers are placed.
+    Returns workers by node index, one a job; all workers are placed.
     """
     assignment = _Assignment(slots, sizes)
     waiting: list[int] = []
@@ -61,8 +60,7 @@ def grow_in_place(
         sizes: workers of each job; one that is to have fewer than it has keeps what it has.
         present: where each job's workers are now; they fit together.
 
-    Returns:
-        Workers by node index, one a job; fewer than its size where no room is left.
+    Returns workers by node index, one a job; fewer than its size where no room is left.
     """
     free = slots.copy()
     places = [dict(here) for here in present]

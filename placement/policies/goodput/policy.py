@@ -230,7 +230,6 @@ class MixedTypes:
     """Decision about workers on GPU types other than a job's own.
 
     Attributes:
-        cluster: its nodes.
         horizon_s: time within which a change must pay back [s].
         hysteresis: relative gain that is worth taking a worker away for.
         cache: of what was computed before.

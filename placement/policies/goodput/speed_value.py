@@ -18,7 +18,6 @@ class SpeedValue:
     """Per job, (J,), and for all.
 
     Attributes:
-        weight: of the job.
         left_s: remaining time at speed 1 [s]; NaN where unknown.
         cost_s: time without progress that a change costs [s].
         power: exponent p of phi.
@@ -77,7 +76,6 @@ def worth_of(
 
     Args:
         instance: the jobs and pools.
-        utility: what speeds are worth.
         present: where jobs are now.
         placements: where they would be.
         valid: per job, whether ``placements`` is something it may have; else it counts as not running.

@@ -245,7 +245,6 @@ class GpuPool:
 
     Attributes:
         gpu: the type, empty where nodes do not say.
-        cluster: its nodes.
         node_ids: their ids, in the order of every array over nodes.
         slots: by kind of worker, how many such workers each node could hold if it were empty.
         shares: by kind of worker, dominant share of one worker: the largest part of any resource of the pool that it

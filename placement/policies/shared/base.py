@@ -32,8 +32,7 @@ class Target:
 def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
     """A policy's answer with plain numbers of workers made targets; what is no number is for the core to refuse.
 
-    Raises:
-        AllocationError: it is no mapping (rule ``mapping``).
+    Raises AllocationError: it is no mapping (rule ``mapping``).
     """
     if not isinstance(answer, Mapping):
         raise AllocationError("mapping", f"a policy answers with {{job: workers or Target}}, but got {answer!r}")

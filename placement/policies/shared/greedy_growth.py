@@ -60,8 +60,6 @@ def decide_by_worth(
 
     Args:
         name: of the policy, for the reasons.
-        jobs: the jobs.
-        cluster: the nodes.
         worth: of one worker more.
         say: the reason of a job's number: (its workers, the worth of one more).
         slow_factor: nodes on which a step takes so many times longer, or more, are left; None ignores them.

@@ -25,7 +25,6 @@ class AutoscaledCluster:
     """Autoscaling of a simulated cluster by its jobs; the cluster string gives the most nodes of each type.
 
     Attributes:
-        objective: name of one, or one.
         config: times of the autoscaler.
         startup_s: from asking for a node until it can take a worker [s].
         notice_s: time between a spot node's notice and its end [s]; the clouds give 30 to 120.
@@ -51,8 +50,7 @@ class AutoscaledCluster:
     def check(self, rules: Rules, disturbances: Disturbances) -> None:
         """Check that these rules and disturbances support autoscaling.
 
-        Raises:
-            InputError: they do not, or something is to happen to nodes that are there all the time.
+        Raises InputError: they do not, or something is to happen to nodes that are there all the time.
         """
         if rules.round_s is not None:
             raise InputError(f"rules must be 'live' for autoscale, but got {rules.name!r}")
@@ -88,7 +86,6 @@ class Machine:
 
     Attributes:
         node: it, as the allocator sees it.
-        kind: its type.
         since_s: rented since [s].
         ready_s: can take workers from then on [s].
         gone_s: is taken away then [s]; infinity if never.
@@ -110,7 +107,6 @@ class Provider:
     time and not in use here; it is taken away when the record loses it. Without a free place the request waits.
 
     Args:
-        types: node types.
         spot: recorded markets, by GPU type; the empty type stands for all.
         offset_s: where in the records the simulation starts [s].
         seed: of how places are dealt.

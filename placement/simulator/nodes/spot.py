@@ -27,7 +27,6 @@ class SpotTrace:
     """A recorded spot market.
 
     Attributes:
-        source: the file.
         length_s: when the record ends [s]; it is then played again from its start.
         places: for each place, when it was taken, in the order of time.
     """
@@ -69,8 +68,8 @@ class SpotTrace:
 def read_spot(path: str | Path) -> SpotTrace:
     """Read a trace: JSON with ``metadata.gap_seconds`` and ``data``, or CSV lines ``milliseconds,add|remove,name``.
 
-    Raises:
-        InputError: the file cannot be read, is of neither kind, or makes no sense; names the file and the place in it.
+    Raises InputError: the file cannot be read, is of neither kind, or makes no sense; names the file and the place in
+    it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -49,8 +49,7 @@ def plot(reports: Sequence[SimulationReport], path: Path) -> None:
     A bar is a job's stay on a node, as high as its GPUs there. Jobs of one application have one hue and differ in
     shade; where there is room a bar carries its job's number. The strip beneath shows GPUs in use and jobs waiting.
 
-    Raises:
-        InputError: Matplotlib is missing, or the file cannot be written.
+    Raises InputError: Matplotlib is missing, or the file cannot be written.
     """
     check_picture(path)
     import matplotlib as mpl

@@ -50,7 +50,6 @@ class Rented:
 
     Attributes:
         node_hours: hours for which nodes were paid for, by node type.
-        usd: for these.
     """
 
     node_hours: Mapping[str, float]

@@ -160,8 +160,7 @@ class Application:
 def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Application]:
     """Load all applications of a folder that were profiled on all of these GPU types, by name.
 
-    Raises:
-        InputError: no such folder, no application in it, or a file lacks a column or holds no numbers.
+    Raises InputError: no such folder, no application in it, or a file lacks a column or holds no numbers.
     """
     return dict(_load(Path(folder).resolve(), tuple(gpus)))
 

@@ -78,7 +78,6 @@ class SimulatedJob:
         requested: run at the trace's batch and count (rigid) instead of adapting the batch.
         gpus_per_node: by GPU type, for the oracle's packed placements.
         sigma: standard deviation of the logarithm of measured step times; 0 measures exactly.
-        seed: of that noise.
         declared: epochs that it says it runs; None if it does not say.
         statistical: whether it knows of statistical efficiency; if not, its batch and its speeds are those of most
             samples per second, whatever they are worth.

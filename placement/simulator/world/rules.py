@@ -159,12 +159,10 @@ class PolluxRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         same = before is not None and dict(before.nodes) == dict(after.nodes)
         return ChangeCost(pause_s=0.0 if same else self.restart)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return self.restart
 
 
@@ -188,16 +186,13 @@ class SiaRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
         return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_RESTART_S.get(application, 60.0) * self.factor
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2)
 
 
@@ -232,13 +227,11 @@ class LiveRules(Rules):
 
     @property
     def join_s(self) -> float:
-        """See ``Rules``."""
         return self.pause
 
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
         if not stay or training is None or (training.gpu != after.gpu and not after.types):
@@ -249,7 +242,6 @@ class LiveRules(Rules):
         return ChangeCost(pause_s=leaves, meanwhile=training.only(stay), joins_after_s=self.start)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
@@ -257,7 +249,6 @@ class LiveRules(Rules):
         return self.start + self.pause
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2) if self.slow_sia else 1.0
 
 
@@ -266,11 +257,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """The rules of that name, or the rules themselves.
-
-    Raises:
-        InputError: no rules have that name.
-    """
+    """The rules of that name, or the rules themselves. Raises InputError: no rules have that name."""
     if not isinstance(rules, str):
         return rules
     if rules not in RULES:

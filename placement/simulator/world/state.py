@@ -45,7 +45,6 @@ class World:
         jobs: all jobs of the trace.
         cluster: the nodes at the start.
         policy: decides.
-        config: of the core.
         knowledge: what jobs of one application share; None if each knows only what it has measured itself.
 
     Attributes:
