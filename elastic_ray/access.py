@@ -67,7 +67,7 @@ def session_warning() -> str:
 
 
 def find_address(address: str) -> str:
-    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself.
+    """Return HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself.
 
     Of none, as ``ray.init()`` without an address takes it: that of a cluster that ``ray start`` has noted down on this
     machine; empty where there is none, and Ray starts one.
@@ -150,7 +150,7 @@ def _mode_is_open() -> bool:
 
 
 def _token(mode_is_open: bool) -> str:
-    """The token that Ray would send from here, as an HTTP header has it; empty where it would send none."""
+    """Return the token that Ray would send from here, as an HTTP header has it; empty where it would send none."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -212,5 +212,5 @@ def _refused(address: str, token: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """The message without Ray's advice after it."""
+    """Return the message without Ray's advice after it."""
     return str(getattr(error, "message", "") or error).strip().splitlines()[0].rstrip(".")

@@ -128,7 +128,7 @@ def _train_function_error(payload: bytes | None, text: str, rank: int, node: str
 
 
 def _of_both_types(cause: Exception, text: str, rank: int, node: str) -> TrainFunctionError:
-    """An instance of ``TrainFunctionError`` and of the cause's type, with the cause's attributes."""
+    """Return an instance of ``TrainFunctionError`` and of the cause's type, with the cause's attributes."""
     cause_type = type(cause)
     if isinstance(cause, TrainingFailedError | StopIteration | StopAsyncIteration):
         raise TypeError("control flow exceptions would change what our own caller does")

@@ -72,7 +72,7 @@ class TrialFacts:
 
 
 def number_in(metrics: Any, name: str) -> float | None:
-    """A reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
+    """Return a reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
     with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
         if name in metrics:
             found = float(metrics[name])
@@ -140,13 +140,13 @@ class JobEvent:
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The event as one line of JSON, the format of ``events.jsonl``."""
+        """Return the event as one line of JSON, the format of ``events.jsonl``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dump({**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, other=str)
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """The inverse of :meth:`to_json`.
+        """Invert :meth:`to_json`.
 
         Raises:
             ValueError: if the line is no JSON object of these fields.
@@ -169,7 +169,7 @@ _LARGEST = 1e15
 
 
 def _object(line: str, what: str) -> dict[str, Any]:
-    """The JSON object on a line of a run's files, which anybody may have written.
+    """Return the JSON object on a line of a run's files, which anybody may have written.
 
     Raises:
         ValueError: there is none.
@@ -348,7 +348,7 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """The inverse of :meth:`to_json`.
+        """Invert :meth:`to_json`.
 
         Raises:
             ValueError: if the line is no JSON object of these fields.

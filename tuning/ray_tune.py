@@ -38,7 +38,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """A packed train loop in which ``ray.tune.report`` and ``ray.tune.get_checkpoint`` do what ours do."""
+    """Return a packed train loop in which ``ray.tune.report`` and ``ray.tune.get_checkpoint`` do what ours do."""
     return pack(_InTune(packed), {})
 
 
@@ -226,7 +226,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """The next report of the train loop."""
+        """Return the next report of the train loop."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -272,7 +272,7 @@ class ElasticTrainable(Trainable):
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Be another trial from now on, or the same with other parameters."""
+        """Become another trial, or the same with other parameters."""
         self.cleanup()
         self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
@@ -294,7 +294,7 @@ class ElasticTrainable(Trainable):
         return self._storage
 
     def _start(self) -> TrialJob:
-        """The trial's job, started where Tune keeps its results; constants go over the train loop's own config."""
+        """Start the trial's job where Tune keeps its results; constants go over the train loop's own config."""
         storage, template = self._place(), self._template
         if self._constants:
             spec = template.spec
@@ -312,7 +312,7 @@ class ElasticTrainable(Trainable):
         )
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
-        """The result that ends a trial; raises what its job failed with."""
+        """Return the result that ends a trial; raises what its job failed with."""
         job.raise_error()
         if stopped := job.status.phase is JobPhase.STOPPED:
             time.sleep(_HELD_S)

@@ -192,7 +192,7 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Workers of each trial that runs; empty while no trial has told how fast it is.
+        """Return workers of each trial that runs; empty while no trial has told how fast it is.
 
         Args:
             records: of all trials, by name.
@@ -238,7 +238,7 @@ class SweepPlanner:
 def _rates(
     records: Mapping[str, TrialRecord], views: Sequence[JobView], slots: Mapping[str, Sequence[int]]
 ) -> NDArray[np.float64]:
-    """Reports per second of a trial on 1, 2, ... workers, over the trials that have told; empty if none has."""
+    """Return reports per second of a trial on 1, 2, ... workers, over the trials that have told; empty if none has."""
     seconds: list[NDArray[np.float64]] = []
     for view in views:
         made = len(records[view.job].values) if view.job in records else 0

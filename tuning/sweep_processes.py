@@ -49,7 +49,7 @@ class SweepProcesses:
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """A process on the node, the one used last or a new one, and whether it has ever answered.
+        """Return a process on the node, the one used last or a new one, and whether it has ever answered.
 
         None for a run that was not admitted, or is settled.
         """

@@ -223,7 +223,7 @@ class TrialJob:
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """The next report; None if none came within ``timeout`` [s], or the job is over (:attr:`done`).
+        """Return the next report; None if none came within ``timeout`` [s], or the job is over (:attr:`done`).
 
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
@@ -329,7 +329,7 @@ class TrialJob:
         return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
-        """The trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
+        """Return the trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
         note = self._read_note()
         controller = find_controller(str(note["controller"])) if note else None
         if note is None or controller is None:
@@ -373,7 +373,7 @@ class TrialJob:
         self._call("writing the trial's note", write)
 
     def _read_note(self) -> Mapping[str, str] | None:
-        """The note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
+        """Return the note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
 
         def read() -> Any:
             with open_whole(self._filesystem, posixpath.join(self._directory, _NOTE)) as stream:

@@ -272,7 +272,7 @@ class PolicyRunner:
         self.watched.restore(self.values.metrics, self.values.reports)
 
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
-        """A copy of what of a policy's state is another than at the beginning: its settings are those of each run.
+        """Return a copy of a policy's state where it differs from the start: settings are those of each run.
 
         Raises:
             PolicyError: it is not plain.
@@ -302,7 +302,7 @@ def _is_same(policy: Policy, other: Policy) -> bool:
 
 
 def _requests(answer: Any) -> list[Request]:
-    """A hook's answer as a list.
+    """Return a hook's answer as a list.
 
     Raises:
         TypeError: it is something else than a request, several, or None.
@@ -322,7 +322,7 @@ def _requests(answer: Any) -> list[Request]:
 
 
 def _described(error: Exception) -> str:
-    """An error in words that are the same on all ranks: without addresses of objects."""
+    """Return an error in words that are the same on all ranks: without addresses of objects."""
     return _ADDRESS.sub("", f"{type(error).__name__}: {error}")
 
 
@@ -416,7 +416,7 @@ class PolicyBallot:
         return entered
 
     def size(self, world_size: int) -> int:
-        """Values that ride along."""
+        """Return the number of values that travel with the control sums."""
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

@@ -150,7 +150,7 @@ class WatchedMetrics:
         """Enter a group."""
 
     def size(self, world_size: int) -> int:
-        """Values that ride along."""
+        """Return the number of values that travel with the control sums."""
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

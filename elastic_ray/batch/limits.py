@@ -117,7 +117,7 @@ class BatchChoice:
             raise ValueError(f"accum_steps must be 0 or more, but got {self.accum_steps}")
 
     def batch_size(self, replicas: int) -> int:
-        """Global batch M = R m (s + 1)."""
+        """Return the global batch M = R m (s + 1)."""
         return replicas * self.atomic_bsz * (self.accum_steps + 1)
 
 
@@ -130,7 +130,7 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """The cut of a global batch over R workers that comes nearest to it, from above where it does not divide.
+    """Return the cut of a global batch over R workers that comes nearest to it, from above where it does not divide.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
@@ -154,7 +154,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """The cut of a global batch over R workers that comes nearest to it and that ``limits`` allow.
+    """Return the cut of a global batch over R workers that comes nearest to it and that ``limits`` allow.
 
     Where there is one size only, the cut holds it, and :meth:`BatchLimits.size_of` is that size on any number of
     workers.

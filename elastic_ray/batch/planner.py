@@ -141,7 +141,7 @@ class BatchPlanner:
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
-        """Goodput [samples/s] of the present configuration; None before there is a model."""
+        """Return goodput [samples/s] of the present configuration; None before there is a model."""
         report, model = self.latest, self.model
         if model is None or report is None or report.shape is None:
             return None
@@ -315,7 +315,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """The batch to change to and why; None to continue as it is."""
+        """Return the batch to change to and why; None to continue as it is."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None

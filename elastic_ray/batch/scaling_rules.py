@@ -147,7 +147,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 
 
 def by_name(name: str) -> ScalingRule:
-    """The rule of that name, with its default options.
+    """Return the rule of that name, with its default options.
 
     Raises:
         ValueError: no such rule; the message lists those there are.
@@ -158,12 +158,12 @@ def by_name(name: str) -> ScalingRule:
 
 
 def default_rule(*, adam_like: bool) -> ScalingRule:
-    """AdamScale for optimizers that divide by the gradient's size, AdaScale for the rest."""
+    """Return AdamScale for optimizers that divide by the gradient's size, AdaScale for the rest."""
     return AdamScale() if adam_like else AdaScale()
 
 
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """The rule a user means by a name, an object of their own, or nothing."""
+    """Return the rule a user means by a name, an object of their own, or nothing."""
     if rule is None:
         return default_rule(adam_like=adam_like)
     if isinstance(rule, str):
@@ -177,7 +177,7 @@ def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
 
 
 def step_gain(scale: float, noise: NoiseScale | None) -> float:
-    """Scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
+    """Return scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
 
     r_t = (var + sqr) / (var / scale + sqr), on the whole model's noise; AdaScale adds these up and ends, or
     steps a schedule, at a given sum. min(1, scale), the least that it can be, while there is no estimate.

@@ -106,5 +106,5 @@ class CheckedStream(io.RawIOBase):
         return len(view)
 
     def digest(self) -> str:
-        """SHA-256 of what was written, in hexadecimal."""
+        """Return the SHA-256 of what was written, in hexadecimal."""
         return self._digest.hexdigest()

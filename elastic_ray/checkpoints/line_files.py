@@ -103,7 +103,7 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
-        """Lines of one file, the last one however far it was written; none where there is no file.
+        """Yield lines of one file, the last one however far it was written; none where there is no file.
 
         What is longer than any line of ours is left out, for whoever may write into the directory could fill memory.
         """

@@ -67,7 +67,7 @@ class StoredCheckpoint:
 
 
 def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """File system and path on it, by Ray Train's rules.
+    """Return the file system and path on it, by Ray Train's rules.
 
     Args:
         storage_path: a URI (``s3://bucket/dir``) or a local path, of which ``~`` and relative ones are made
@@ -176,7 +176,7 @@ class RunStorage:
         return tuple(events)
 
     def event_lines(self) -> Iterator[str]:
-        """Lines of ``events.jsonl``."""
+        """Return lines of ``events.jsonl``."""
         return self._events.read()
 
     def last_written_s(self) -> float:
@@ -195,7 +195,7 @@ class RunStorage:
         return dict(sorted(found.items()))
 
     def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
-        """The last ``most`` reports from number ``first`` on, in order."""
+        """Return the last ``most`` reports from number ``first`` on, in order."""
         found: dict[int, Report] = {}
         for report in self._each_report(first, None):
             found.pop(report.index, None)
@@ -420,7 +420,7 @@ class RunStorage:
 
 
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
-    """File system and path of a checkpoint that is to be copied.
+    """Return the file system and path of a checkpoint that is to be copied.
 
     Raises:
         SourceError: it is no directory, or may not be read.
@@ -474,7 +474,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """The JSON beside a checkpoint; None where there is none or it is not ours.
+    """Return the JSON beside a checkpoint; None where there is none or it is not ours.
 
     Raises:
         BadNoteError: there is something in its place. OSError: storage cannot be read.

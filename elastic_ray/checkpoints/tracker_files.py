@@ -37,7 +37,7 @@ class TrackerFiles:
         self._told = False
 
     def folder(self) -> str:
-        """A directory of this node, made if it is not there yet.
+        """Return a directory of this node, made if it is not there yet.
 
         Raises:
             OSError: it cannot be made.

@@ -116,7 +116,7 @@ def _field(mapping: Any, field: str) -> Any:
 
 
 def _argument(node: Any) -> str:
-    """An argument of the script as it is written."""
+    """Return an argument of the script as it is written."""
     if not isinstance(node.value, str):
         raise InputError(f"line {node.start_mark.line + 1}: each of arguments must be one text or number")
     return node.value

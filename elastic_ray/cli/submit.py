@@ -123,7 +123,7 @@ def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: s
 
 
 def check_name(name: str) -> str:
-    """The name, if a job may have it."""
+    """Return the name, if a job may have it."""
     from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:
@@ -136,7 +136,7 @@ def check_name(name: str) -> str:
 
 
 def read_env(text: str) -> dict[str, Any]:
-    """A runtime environment."""
+    """Read a runtime environment."""
     try:
         env = json.loads(text)
     except ValueError as error:

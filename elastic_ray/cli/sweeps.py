@@ -91,7 +91,7 @@ def _is_done(row: JobRow) -> bool:
 
 
 def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
-    """Trials by the value that they reported last; those without one come after."""
+    """Return trials by the value that they reported last; those without one come after."""
 
     def key(row: JobRow) -> tuple[bool, float, str]:
         least = row.trial is not None and row.trial.mode == "min"
@@ -109,7 +109,7 @@ def called(trials: Sequence[JobRow]) -> dict[str, str]:
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:
-    """``lr=0.0003 width=128``; nested parameters by their last name."""
+    """Return text such as ``lr=0.0003 width=128``; nested parameters by their last name."""
     return " ".join(
         f"{name.rpartition('/')[2]}={f'{value:.3g}' if isinstance(value, float) else value}"
         for name, value in parameters.items()
@@ -117,7 +117,7 @@ def parameters_text(parameters: Mapping[str, Any]) -> str:
 
 
 def sweep_line(status: SweepStatus, best: str) -> str:
-    """A sweep on one line.
+    """Return a sweep on one line.
 
     Args:
         status: how it stands.

@@ -45,7 +45,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """The authentication code that a worker's calls for a generation carry."""
+    """Return the authentication code that a worker's calls for a generation carry."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -123,7 +123,7 @@ class Bootstrap:
         return dict(table.values)
 
     def _table(self, generation: int) -> _Table:
-        """The generation's table; a new one makes the oldest go, and may itself be too old."""
+        """Return the generation's table; a new one makes the oldest go, and may itself be too old."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:

@@ -84,7 +84,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Return a value, once it is there."""
         self.wait([key])
         return self._known[key]
 
@@ -123,7 +123,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Values, once all are there."""
+        """Return values, once all are there."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 
@@ -148,7 +148,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return False
 
     def add(self, key: str, amount: int) -> int:
-        """No group of ours counts anything.
+        """Raise NotImplementedError: no group of ours counts.
 
         Raises:
             NotImplementedError: always.
@@ -156,7 +156,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         raise NotImplementedError(f"a rendezvous through the controller does not count, but was asked to: {key!r}")
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """No group of ours compares anything.
+        """Raise NotImplementedError: no group of ours compares.
 
         Raises:
             NotImplementedError: always.

@@ -68,7 +68,7 @@ class Announced:
 
     @classmethod
     def from_code(cls, code: int) -> Announced:
-        """The inverse of :attr:`code`."""
+        """Decode the announcement of :attr:`code`."""
         return cls(Intent(code & 15), (code >> 4) & ((1 << _INDEX_BITS) - 1), code >> (4 + _INDEX_BITS))
 
     def __str__(self) -> str:
@@ -175,7 +175,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Text of the error of ranks of which some have added to the gradients of the last update.
+    """Return the text of the error of ranks of which some have added to the gradients of the last update.
 
     Args:
         notes: by rank, 1 of those that have.
@@ -243,7 +243,7 @@ def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, wor
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """A digest d of the sums that a rank adds to, d squared, their number and its square; exact in float64."""
+    """Return a digest d of the sums that a rank adds to, d squared, their number and its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 

@@ -157,7 +157,7 @@ class SaveAgreement:
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:
-        """For :meth:`decide`: the latest sums, once; empty where none have come since the last call."""
+        """Return the latest sums for :meth:`decide`, once; empty where none have come since the last call."""
         heard, self._heard = self._heard, None
         return (float(world_size), *heard) if heard is not None else ()
 

@@ -163,7 +163,7 @@ class BatchSource(Protocol):
         """Close the source at the run's end."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``; also again, where one was voided."""
+        """Return the step at ``position``; called again for one that was voided."""
 
     def commit(self) -> None:
         """Commit the step, whose samples were used."""
@@ -259,7 +259,7 @@ class MapBatches:
         self._firsts: Sequence[int] = ()  # positions of those of the present step
 
     def indices(self, epoch: int) -> Order:
-        """The epoch's order."""
+        """Return the epoch's order."""
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
         return self._epoch[1]
@@ -292,7 +292,7 @@ class MapBatches:
         return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``."""
+        """Return the step at ``position``."""
         total = self._total
         count = cut.count(position, total)
         if not count:
@@ -323,7 +323,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """The length of the dataset, the epoch's order, and facts about the items."""
+        """Return the length of the dataset, the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

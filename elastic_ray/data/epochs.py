@@ -95,7 +95,7 @@ class FollowsEpochs:
         return len(self.dataset)
 
     def __getitems__(self, batch: EpochBatch) -> Any:
-        """The batch's samples; torch's fetcher asks for them together."""
+        """Return the batch's samples; torch's fetcher asks for them together."""
         dataset = self.dataset
         if batch.epoch != self._epoch:
             self._epoch = batch.epoch

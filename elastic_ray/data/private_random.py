@@ -48,7 +48,7 @@ class PrivateRandom:
 
 
 def _generators(owner: object) -> list[Any]:
-    """The global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
+    """Return the global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     # the modules have the methods of their hidden global instance
     found: list[Any] = [torch.default_generator, np.random, random]

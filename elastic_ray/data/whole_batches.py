@@ -34,7 +34,7 @@ class BatchSamplerOrder:
         self.ends: list[int] = []
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """See ``EpochOrder``; sets ``ends``.
+        """Return the order of an epoch and set ``ends``; see ``EpochOrder``.
 
         Raises:
             ValueError: an empty batch, or an index outside the dataset.
@@ -98,7 +98,7 @@ class WholeBatches(MapBatches):
         return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``: a batch a rank, as long as there are some."""
+        """Return the step at ``position``: a batch for each rank, as long as there are some."""
         ends = self.ends(epoch)
         batches = whole_step(ends, position=position, world_size=cut.world_size)
         if not batches:
@@ -113,7 +113,7 @@ class WholeBatches(MapBatches):
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """A group of any size can continue from the end of a batch."""
+        """True: a group of any size can continue from the end of a batch."""
         return True
 
 

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """``"4"`` is (4, 4), ``"1:8"`` is (1, 8).
+    """Parse ``"4"`` as (4, 4) and ``"1:8"`` as (1, 8).
 
     Raises:
         ValueError: it is neither, or not 1 <= min <= max.
@@ -84,7 +84,7 @@ class Overrides:
     user: str = ""
 
     def environment(self) -> dict[str, str]:
-        """The variables that say this."""
+        """Return the environment variables of these overrides."""
         values = {
             WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
@@ -107,7 +107,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """A ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
+        """Return a ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
 
         Args:
             given: the script's.
@@ -188,5 +188,5 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 
 def take_name(environment: MutableMapping[str, str]) -> str | None:
-    """The name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
+    """Return the name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
     return environment.pop(NAME, "") or None

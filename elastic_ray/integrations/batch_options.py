@@ -44,7 +44,7 @@ class BatchOptions:
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
-        """The loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
+        """Return the loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
 
         Raises:
             ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.

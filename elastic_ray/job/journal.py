@@ -43,7 +43,7 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 
 
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
-    """The train function and the callbacks that :func:`store_train_loop` has kept.
+    """Return the train function and the callbacks that :func:`store_train_loop` has kept.
 
     Raises:
         LookupError: it is not there (any more).
@@ -128,7 +128,10 @@ class Journal:
         internal_kv._internal_kv_del(self._key("event/"), del_by_prefix=True, namespace=NAMESPACE)
 
     def trial(self) -> JobSpec | None:
-        """The job, or trial, that it has begun last, if it was made for none, or another. Blocks for a moment."""
+        """Return the job, or trial, that it has begun last, if it was made for none, or another.
+
+        Blocks for a moment.
+        """
         packed: bytes | None = internal_kv._internal_kv_get(self._key("trial"), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 

@@ -126,7 +126,7 @@ class GenerationChanges(Roster):
         self._losses = generation, (*lost, f"worker {record.worker} on node {record.node[:8]}: {cause}")
 
     def _all_lost(self, cause: str) -> AllLost:
-        """No worker is left that holds the state; where several were lost together, all of them are named."""
+        """Return an instruction that no worker is left that holds the state; it names all that were lost together."""
         lost = self._losses[1]
         return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 

@@ -138,7 +138,7 @@ class LaggingLook:
 
 
 def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, in float32; a model's parameters may be on several devices."""
+    """Return the sum, in float32; a model's parameters may be on several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())

@@ -80,7 +80,7 @@ class ModelParts:
         check_finite: bool,
         scaler: Any,
     ) -> KeptModel:
-        """Whole on each rank.
+        """Keep the model whole on each rank.
 
         Args:
             builder: of the strategy.

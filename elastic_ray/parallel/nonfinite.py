@@ -27,7 +27,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """A sentence for people; ``ranks`` where they came from, empty where nobody knows."""
+    """Return a sentence for people; ``ranks`` where they came from, empty where nobody knows."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

@@ -61,7 +61,7 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
 
 
 def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) -> Any:
-    """The output of ``module`` without a graph, a part of the samples at a time: half of them, a quarter, ...
+    """Return the output of ``module`` without a graph, a part of the samples at a time: half of them, a quarter, ...
 
     Args:
         exact: the output must be that of all samples at once. Then numbers are refused, as a mean over samples, which
@@ -129,13 +129,13 @@ class _Lost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         ctx.save_for_backward(*params)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Zeros, which take no memory of their own."""
+        """Return zeros, which take no memory of their own."""
         return None, *(each.new_zeros(()).expand(each.shape) for each in ctx.saved_tensors)
 
 

@@ -79,7 +79,7 @@ def _replace_parts(functions: types.ModuleType) -> None:
 
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
-    """Whole parameters, on the ranks that torch promises them to."""
+    """Return whole parameters, on the ranks that torch promises them to."""
     name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
     if info.handle_model:
         _check_served(name, model)
@@ -91,7 +91,7 @@ def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) ->
 
 
 def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
-    """Whole states, on the ranks that torch promises them to."""
+    """Return whole states, on the ranks that torch promises them to."""
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, info)
@@ -172,7 +172,7 @@ def _shared(state: Any, info: Any) -> Any:
 
 
 def _of_rank_zero(state_dict: Any) -> Any:
-    """The state that rank 0 was given, in a dict that torch may change."""
+    """Return the state that rank 0 was given, in a dict that torch may change."""
     found = broadcast(state_dict if current_session().rank == 0 else {})
     return state_dict if current_session().world_size == 1 else found
 

@@ -273,7 +273,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return found
 
     def _noise_of(self, groups: slice) -> Sequence[NoiseScale | None]:
-        """Noise scale of some parameter groups; the same object as long as it is the same."""
+        """Return the noise scale of some parameter groups; the same object as long as it is the same."""
         noise = self._tracker.by_group
         return noise if len(self._optimizers) == 1 else noise[groups]
 
@@ -288,7 +288,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             patch_zero_grad(self._optimizers[0], self._tables.zero)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward pass."""
         try:
             if self._run.faults is not None:
                 self._run.moment("forward")
@@ -318,7 +318,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
 
     def _lose_step(self) -> bool:
-        """The step in progress does not fit into memory; False where the error is to leave the loop."""
+        """Lose the step in progress, which does not fit into memory; False where the error is to leave the loop."""
         amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
         return not amp and self._run.run_out_of_memory()
 
@@ -338,7 +338,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _too_few(self, torchs: str) -> str:
-        """BatchNorm has met one sample: which split has led to it, and the way out."""
+        """Explain an error of BatchNorm on one sample: which split has led to it, and the way out."""
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0
@@ -359,7 +359,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 self._run.tell("warning", _ADDED_UP)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
-        """Copies and pickles hold the weights of the moment, and train nothing: see ``ModelCopy``."""
+        """Reduce to a ``ModelCopy``: copies and pickles hold the weights of the moment, and train nothing."""
         return copied(self.module, self.training)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -368,7 +368,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
+        """Only add to this rank's gradients in backward passes inside, as DDP's ``no_sync``."""
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:

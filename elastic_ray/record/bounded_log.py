@@ -33,7 +33,7 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """The thing of this number; None if there is none (any more)."""
+        """Return the item of this number; None if there is none (any more)."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
@@ -93,7 +93,7 @@ class Backlog:
             self.dropped += 1
 
     def tell_dropped(self) -> int:
-        """Lines that had to go since this was last asked."""
+        """Return the number of lines dropped since the last call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 

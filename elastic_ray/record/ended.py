@@ -77,7 +77,7 @@ class EndedJobNote:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> EndedJobNote:
-        """The inverse of :meth:`to_json`.
+        """Invert :meth:`to_json`.
 
         Raises:
             ValueError: it is something else, or of a newer release.

@@ -229,7 +229,7 @@ class JobRecord:
         return self._reports.last
 
     def restored(self, checkpoint: StoredCheckpoint) -> Report:
-        """A report that was never heard of, with the checkpoint that it left in storage."""
+        """Return a report that was never heard of, with the checkpoint that it left in storage."""
         point = checkpoint.resume_point
         report = Report(
             index=checkpoint.index,
@@ -298,7 +298,7 @@ class JobRecord:
 
 
 def report_of(message: WorkerReport, workers: int) -> Report:
-    """A report as the job's users see it; ``workers`` is the size of the job then."""
+    """Return a report as the job's users see it; ``workers`` is the size of the job then."""
     return Report(
         index=message.index,
         metrics=message.metrics,

@@ -168,7 +168,7 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="other nodes may start it")
 
     def _programs(self, error: WorkerError, reason: str) -> ErrorVerdict:
-        """The error is the program's: no node is to blame for those that were noted before."""
+        """Return a verdict that blames the program: no node is to blame for errors that were noted before."""
         self._noted = []
         return ErrorVerdict(ends=error.raised, reason=reason)
 

@@ -48,7 +48,7 @@ class ControllerClient(Protocol):
         """Report an event to the job's user: its kind, a sentence, and numbers."""
 
     def tracker_dir(self) -> str:
-        """A directory of this node that the train function may log into; the same run's, whoever is rank 0."""
+        """Return a directory of this node that the train function may log into; the same run's, whoever is rank 0."""
 
     def claim_fault(self, index: int) -> bool:
         """Return whether this process may carry out fault ``index`` of the script."""

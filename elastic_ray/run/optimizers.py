@@ -83,7 +83,7 @@ class OptimizerWatch:
         self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
 
     def schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Schedulers of an optimizer that were made in this run and are still there."""
+        """Return schedulers of an optimizer that were made in this run and are still there."""
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:

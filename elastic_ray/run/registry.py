@@ -76,7 +76,7 @@ class ModelRegistry:
         return self._rates[0]() if self._rates else ()
 
     def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
-        """A newly wrapped model, with what gives its noise scale and its learning rates; returns its number."""
+        """Add a newly wrapped model, with what gives its noise scale and its learning rates; return its number."""
         self._rates.append(rates)
         self._infos.append(info)
         self._noises.append(noise)
@@ -105,7 +105,7 @@ class ModelRegistry:
         return self._signals[0]() if self._signals else None
 
     def gain(self, scale: float) -> float:
-        """Statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
+        """Return the statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
         return 1.0 if scale == 1.0 else step_gain(scale, self.noise())
 
 

@@ -150,7 +150,7 @@ class Adaptation:
             self.runner.call(hook, self._view())
 
     def _view(self) -> PolicyView:
-        """The run as policies see it now."""
+        """Return the run as policies see it now."""
         run, values, progress, step = self._run, self.runner.values, self._progress, self._step
         info, workers = run.registry.loaders.info, run.meter.workers
         limits = info.limits if info is not None else None

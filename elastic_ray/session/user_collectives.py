@@ -108,7 +108,7 @@ class UserCollectives:
     def call(
         self, what: str, detail: object, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """The result of a collective, as bytes.
+        """Carry out a collective and return its result, as bytes.
 
         Args:
             what: its name.

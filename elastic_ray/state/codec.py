@@ -50,7 +50,7 @@ def too_deep(where: str) -> NotPlainError:
 
 
 def encode(value: Any) -> bytes:
-    """The value as bytes.
+    """Encode the value as bytes.
 
     Raises:
         NotPlainError: something in it is of a type that is not plain.
@@ -61,7 +61,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of :func:`encode`.
+    """Decode bytes of :func:`encode`.
 
     Raises:
         ValueError: these bytes are not what :func:`encode` makes.
@@ -77,12 +77,12 @@ def decode(data: bytes) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
+    """Return the name of a dtype, such as ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """The inverse of :func:`dtype_name`.
+    """Return the dtype of a name, the inverse of :func:`dtype_name`.
 
     Raises:
         ValueError: torch has no such type.
@@ -164,7 +164,7 @@ def _complex(content: bytes) -> complex:
 
 
 def _sparse_index(told: Any) -> SparseIndex:
-    """Raises ValueError for anything that :func:`_write` does not make of one."""
+    """Read a sparse index; raises ValueError for anything that :func:`_write` does not make of one."""
     if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
         raise ValueError("no plain value: no sparse tensor is like this")
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in told[2]):
@@ -245,7 +245,7 @@ class _Reader:
         return mapping
 
     def _numbers(self, depth: int, *, scalar: bool) -> Any:
-        """An array of NumPy's, or one of its scalars."""
+        """Return an array of NumPy's, or one of its scalars."""
         name = self._content().decode()
         if not re.fullmatch(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}", name):
             raise ValueError(f"no plain value: NumPy has no numbers of type {name!r}")

@@ -27,12 +27,12 @@ class ReplicasDifferError(RuntimeError):
 
 
 def digest(what: object) -> int:
-    """A number of 40 bits that stands for the text of ``what``; 0 for nothing."""
+    """Return a number of 40 bits that stands for the text of ``what``; 0 for nothing."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
 
 def packed(layout: Mapping[str, str]) -> bytes:
-    """The layout as text."""
+    """Return the layout as text."""
     return json.dumps(layout, sort_keys=True).encode()
 
 

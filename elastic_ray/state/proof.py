@@ -33,7 +33,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """The link with these facts that follows another one."""
+        """Return the link with these facts that follows another one."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)

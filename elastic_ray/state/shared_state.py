@@ -56,7 +56,7 @@ class Exchanged:
 
 @contextlib.contextmanager
 def _named(name: str, what: str) -> Iterator[None]:
-    """Errors of a state's own code name the state, which may be one of many that user code has registered.
+    """Name the state in errors of its own code: user code may have registered many.
 
     Raises:
         RuntimeError: such an error.

@@ -26,12 +26,12 @@ class StartingPoint:
         self._taken = False
 
     def take_checkpoint(self) -> Any:
-        """The checkpoint, for code that asks for it: it continues after it."""
+        """Return the checkpoint to code that asks for it, and that continues after it."""
         self._taken = True
         return self._checkpoint
 
     def first_epoch(self) -> int:
-        """Epoch that the code begins with which counts epochs by itself.
+        """Return the epoch that code begins with which counts epochs by itself.
 
         Raises:
             RuntimeError: there is a checkpoint, and nothing else to continue from, but the code has not asked for it.

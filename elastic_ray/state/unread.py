@@ -39,7 +39,7 @@ class UnreadTensor:
         return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
+        """Return rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
         width = math.prod(self.shape[1:])
         return self.part(start * width, stop * width).view(stop - start, *self.shape[1:])
 
@@ -74,7 +74,7 @@ class TakesUnread(Protocol):
 
 
 def read_all(tree: Any) -> Any:
-    """A tree with all tensors read, each to its device; the same object where that changes nothing."""
+    """Return a tree with all tensors read, each to its device; the same object where that changes nothing."""
     if isinstance(tree, UnreadTensor):
         return tree.whole()
     if isinstance(tree, Mapping):

@@ -31,7 +31,7 @@ def free_caches() -> None:
 
 
 def gpu_memory() -> tuple[int, int] | None:
-    """Bytes that tensors of this process have held of its GPU at most, and that it has reserved; None without one."""
+    """Return the bytes that tensors of this process held of its GPU at most, and those reserved; None without one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -84,7 +84,7 @@ class ModelProfile:
     frozen: tuple[str, ...] = ()
 
     def optimizer_of(self, param: ParamInfo) -> OptimizerInfo:
-        """The optimizer that steps a parameter."""
+        """Return the optimizer that steps a parameter."""
         return self.by_group[param.group] if self.by_group else self.optimizer
 
 

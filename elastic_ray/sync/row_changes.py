@@ -91,7 +91,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
 
 
 def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
-    """The parameters; raises TypeError, ValueError as :func:`change_parameters`."""
+    """Return the parameters; raises TypeError, ValueError as :func:`change_parameters`."""
     if not callable(change):
         raise TypeError(f"change must be a function of lists of tensors, but got {change!r:.80}")
     groups = [list(each.parameters() if isinstance(each, nn.Module) else each) for each in of]

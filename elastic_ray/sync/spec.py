@@ -340,7 +340,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """The strategy that :meth:`to_json` has written.
+        """Read the strategy that :meth:`to_json` has written.
 
         Raises:
             StrategyError: the text is no JSON, of another version, or a field is unknown or out of range.

@@ -46,7 +46,7 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """A process on the node that belongs to the owner from now on, and its name; None if there is none.
+        """Return a process on the node that belongs to the owner from now on, and its name; None if there is none.
 
         Args:
             node: where.
@@ -99,7 +99,7 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """A process on the node that can look at others."""
+        """Return a process on the node that can look at others."""
         return self._witnesses.get(node)
 
 

@@ -24,7 +24,7 @@ _REFUSED = {
 
 @contextlib.contextmanager
 def in_ray_train() -> Iterator[None]:
-    """Within it ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do."""
+    """Let ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do in the block."""
     with (
         patched(_HOME, "_train_fn_utils", _TrainFnUtils()),
         patched(_TORCH_HOME, "DistributedDataParallel", _prepared_model),
@@ -126,7 +126,7 @@ class _Context:
         self._workers = workers
 
     def get_world_size(self) -> int:
-        """Workers of the present group, or as many as Ray's function is to find."""
+        """Return the number of workers of the present group, or as many as Ray's function is to find."""
         import elastic_ray
 
         return self._workers or elastic_ray.get_context().get_world_size()

@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def patched(home: str, name: str, value: object) -> Iterator[None]:
-    """``value`` is ``home.name``, now or as soon as something imports the module: not everybody needs that second.
+    """Patch ``home.name`` with ``value`` in the block, now or as soon as something imports the module.
 
     Args:
         home: full name of a module.

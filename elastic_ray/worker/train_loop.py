@@ -66,7 +66,7 @@ class _ByValue(ray.cloudpickle.CloudPickler):
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
+        """Reduce an object; see ``pickle.Pickler``."""
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             name = next((name for name, each in sys.modules.items() if each is obj), "")
             if name:

@@ -46,7 +46,7 @@ def warm_up() -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, at its peak."""
+    """Return the resident memory of this process, at its peak."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -83,7 +83,7 @@ def _session_folder() -> Path:
 
 
 def _take(folder: str, slots: int, deadline_s: float) -> int | None:
-    """The open file that holds a slot; None where no slot came free in time."""
+    """Return the open file that holds a slot; None where no slot came free in time."""
     while True:
         for slot in range(slots):
             file = open_append(os.path.join(folder, str(slot)), private=True)

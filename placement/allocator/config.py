@@ -102,7 +102,7 @@ class AllocatorConfig:
         return None if isinstance(self.autoscaling, str) else self.autoscaling
 
     def priority_of(self, job: str) -> int | None:
-        """Priority that a job has in place of its own; None for its own."""
+        """Return the priority that a job has in place of its own; None for its own."""
         return next((each for pattern, each in self.priorities.items() if fnmatch.fnmatchcase(job, pattern)), None)
 
     @property

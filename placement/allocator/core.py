@@ -322,7 +322,7 @@ class AllocatorCore:
             self._hurry(Trigger.END)
 
     def _due(self, now_s: float) -> Trigger | None:
-        """The trigger of a decision that is due now."""
+        """Return the trigger of a decision that is due now."""
         if not self._jobs or not self._cluster.nodes:
             self._urgent = self._pending = None
             return None
@@ -375,7 +375,7 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Every job that could run and is not paused, placed as decided, with what others know of its model."""
+        """Return every job that could run and is not paused, placed as decided, with what others know of its model."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)

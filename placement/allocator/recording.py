@@ -73,7 +73,7 @@ class Life:
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
-        """The policy as it was at the start.
+        """Return the policy as it was at the start.
 
         Raises:
             InputError: it is none of those that come with the package.
@@ -96,7 +96,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """The line that begins a life; ``policy`` before its first decision."""
+    """Return the line that begins a life; ``policy`` before its first decision."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -110,14 +110,14 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """The line of an event; the time for intervals is left out where it is the time of day."""
+    """Return the line of an event; the time for intervals is left out where it is the time of day."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
 
 
 def decision_line(record: DecisionRecord) -> str:
-    """The line of a decision."""
+    """Return the line of a decision."""
     return _line({"decided": _plain(DecisionRecord, record)})
 
 
@@ -160,7 +160,7 @@ def _line(said: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> Any:
-    """NumPy's numbers, which some fields hold."""
+    """Convert NumPy's numbers, which some fields hold."""
     return value.item()
 
 
@@ -188,7 +188,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """The lives of a recording.
+    """Read the lives of a recording.
 
     A last line that is cut off is left out: its allocator died while writing it.
 
@@ -234,7 +234,7 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
 
 
 def _built(kind: Any, plain: Any) -> Any:
-    """The inverse of ``_plain``; raises TypeError or ValueError where it is no value of this type."""
+    """Build a value of this type, the inverse of ``_plain``; raises TypeError or ValueError where it is none."""
     if kind is Any:
         return plain
     if _is_dataclass(kind):
@@ -260,7 +260,7 @@ def _built(kind: Any, plain: Any) -> Any:
 
 
 def _object(kind: Any, plain: Any) -> Any:
-    """A dataclass; some take their fields by other names, but in the same order."""
+    """Build a dataclass; some take their fields by other names, but in the same order."""
     given = _checked(plain, dict)
     fields = _fields(kind)
     unknown = sorted(given.keys() - {field.name for field, _ in fields})
@@ -283,7 +283,7 @@ def _checked(plain: Any, kind: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _fields(kind: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
-    """The fields that a caller gives, each with its type."""
+    """Return the fields that a caller gives, each with its type."""
     hints = typing.get_type_hints(kind, localns=_LATE)
     left_out = _SHELLS_OWN if kind is AllocatorConfig else ()
     return tuple((field, hints[field.name]) for field in dataclasses.fields(kind) if field.name not in left_out)
@@ -300,7 +300,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _some(arguments: tuple[Any, ...]) -> Any:
-    """The type in ``type | None``."""
+    """Return the type in ``type | None``."""
     (kind,) = (each for each in arguments if each is not types.NoneType)
     return kind
 
@@ -316,7 +316,7 @@ def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def replay(
     life: Life, *, policy: Policy | None = None, watch: Callable[[AllocatorCore, float], None] | None = None
 ) -> tuple[DecisionRecord, ...]:
-    """The decision log of a new core that is told the same: ``life.decided``, to the letter.
+    """Return the decision log of a new core that is told the same: ``life.decided``, to the letter.
 
     Args:
         life: what was recorded.

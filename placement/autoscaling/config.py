@@ -52,7 +52,7 @@ class Autoscaling:
         objective: str | Objective = "cost_per_progress",
         budget_usd_per_h: float | None = None,
     ) -> Autoscaling:
-        """For the cluster that a file of ``ray up`` or a KubeRay manifest describes.
+        """Make the configuration for the cluster that a file of ``ray up`` or a KubeRay manifest describes.
 
         Args:
             path: the file.

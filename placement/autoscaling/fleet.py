@@ -57,7 +57,7 @@ class _Builder:
                 self._add(name)
 
     def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool) -> int:
-        """Room for workers of a job, on nodes that are open first; how many find none."""
+        """Place workers of a job, on nodes that are open first; return how many find no room."""
         for each in self._open:
             if workers and each.node.gpu_type == gpu and each.node.matches(view.selector):
                 if on_demand and each.node.spot:
@@ -113,7 +113,7 @@ def build(
     lasts_h: Mapping[str, float],
     most: int | None = None,
 ) -> Fleet:
-    """The cheapest nodes for these sizes.
+    """Return the cheapest nodes for these sizes.
 
     Jobs are served by priority, then running ones, then by arrival, each out of the room that earlier ones leave on a
     node first. A mixed job has its minimum on on-demand nodes. Where several types do, the one counts that costs

@@ -93,7 +93,7 @@ class Cluster:
         return Cluster(nodes=tuple(nodes))
 
     def by_id(self) -> dict[str, Node]:
-        """Nodes by their id."""
+        """Return nodes by their id."""
         return {node.node_id: node for node in self.nodes}
 
 
@@ -154,7 +154,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Amounts by node id that these workers take."""
+    """Return amounts by node id that these workers take."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in placed.items():
@@ -165,7 +165,7 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """The cluster less what these workers take."""
+    """Return the cluster less what these workers take."""
     used = used_on_nodes(allocation, bundles)
     return Cluster(
         nodes=tuple(
@@ -190,7 +190,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """The jobs whose workers differ, those that give something back first, then by name."""
+    """Return the jobs whose workers differ, those that give something back first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

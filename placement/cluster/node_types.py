@@ -67,7 +67,7 @@ class NodeType:
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:
-        """A node of this type with nothing on it."""
+        """Return a node of this type with nothing on it."""
         labels = {**self.labels, GROUP_LABEL: self.name}
         return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
 

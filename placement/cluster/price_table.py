@@ -38,7 +38,7 @@ class Price:
         check_whole("gpus", self.gpus, error=InputError)
 
     def usd_per_h(self, *, spot: bool) -> float:
-        """USD per hour of the whole."""
+        """Return USD per hour of the whole."""
         return self.spot if spot else self.on_demand
 
 
@@ -88,7 +88,7 @@ class PriceTable:
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.
+        """Return USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.
 
         Raises:
             InputError: a type is not in the table, or a row without GPUs.
@@ -105,7 +105,7 @@ class PriceTable:
         return {t: self.prices[t].usd_per_h(spot=t in spot) / self.prices[t].gpus for t in sorted(types)}
 
     def instance(self, name: str) -> Price:
-        """The row of an instance type.
+        """Return the row of an instance type.
 
         Raises:
             InputError: the table has none of that name; names the table and what it has.

@@ -74,7 +74,7 @@ class AllowedSizes:
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
-        """The largest allowed size that is not above this; 0 for none."""
+        """Return the largest allowed size that is not above this; 0 for none."""
         if self.sizes:
             place = bisect.bisect_right(self.sizes, workers)
             found = self.sizes[place - 1] if place else 0
@@ -83,7 +83,7 @@ class AllowedSizes:
         return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
-        """The smallest allowed size from this one on; None where all are smaller."""
+        """Return the smallest allowed size from this one on; None where all are smaller."""
         least = max(workers, self.fitting)
         if not self.sizes:
             return -(-least // self.multiple_of) * self.multiple_of
@@ -91,7 +91,7 @@ class AllowedSizes:
         return self.sizes[place] if place < len(self.sizes) else None
 
     def within(self, least: int, most: int) -> tuple[int, int]:
-        """The smallest and the largest allowed size between these.
+        """Return the smallest and the largest allowed size between these.
 
         Raises:
             ValueError: none is.
@@ -110,7 +110,7 @@ class AllowedSizes:
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 
     def floors(self, most: int) -> NDArray[np.int64]:
-        """``at_most`` of 0, 1, ... ``most``."""
+        """Return ``at_most`` of 0, 1, ... ``most``."""
         every = np.arange(most + 1, dtype=np.int64)
         if self.sizes:
             known = np.array([0, *self.sizes], dtype=np.int64)

@@ -41,7 +41,7 @@ def _is_held_up(view: JobView) -> bool:
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:
-    """Nodes that two or more multi-node jobs share, and these jobs."""
+    """Return nodes that two or more multi-node jobs share, and these jobs."""
     return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}
 
 
@@ -92,7 +92,7 @@ def keep_apart(
 
 
 def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
-    """Multi-node jobs by node."""
+    """Return multi-node jobs by node."""
     found: dict[str, list[str]] = {}
     for job, place in allocation.items():
         for node in place if len(place) > 1 else ():

@@ -60,7 +60,7 @@ def with_minimums_on_demand(
 
 
 def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
-    """Waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
+    """Return waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
     staying = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
     free = FreeResources(staying)
     shut = set()
@@ -89,7 +89,7 @@ def _giving_way(
 
 
 def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
-    """Jobs that come after this one and that this plan starts on on-demand nodes."""
+    """Return jobs that come after this one and that this plan starts on on-demand nodes."""
     nodes = problem.cluster.by_id()
     order = by_precedence(problem)
     behind = order[[view.job for view in order].index(first) :]
@@ -147,7 +147,7 @@ def _exchanged(
 def _missing_part(
     view: JobView, place: Mapping[str, int], has: Mapping[str, int], nodes: Mapping[str, Node]
 ) -> JobView:
-    """The job without the workers that it has already, at its place and on its GPU type."""
+    """Return the job without the workers that it has already, at its place and on its GPU type."""
     low = max(view.min_workers - sum(has.values()), 1)
     left = {node: workers - has.get(node, 0) for node, workers in place.items()}
     part = dataclasses.replace(_of_type(view, place, nodes), min_workers=low, held_at=None)
@@ -155,7 +155,7 @@ def _missing_part(
 
 
 def _off_spot_nodes(view: JobView) -> JobView:
-    """The job, kept off spot nodes."""
+    """Return the job, kept off spot nodes."""
     return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
 
 
@@ -164,7 +164,7 @@ def _off_spot(view: JobView) -> Mapping[str, str]:
 
 
 def _of_type(view: JobView, place: Mapping[str, int], nodes: Mapping[str, Node]) -> JobView:
-    """The job, kept on the GPU type of its place, where that is one and has a name."""
+    """Return the job, kept on the GPU type of its place, where that is one and has a name."""
     types = {nodes[node].gpu_type for node in place}
     if len(types) != 1 or "" in types:
         return view

@@ -19,8 +19,9 @@ from placement.policies.shared.base import count
 
 
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
-    """The job as the allocation policy sees it: with the workers that the policy itself gave it, never below its
-    minimum where it has that.
+    """Return the job as the allocation policy sees it.
+
+    It has the workers that the policy itself gave it, never below its minimum where it has that.
 
     Args:
         view: the job.
@@ -152,5 +153,5 @@ class _FreeSlots:
         return any(len(self.allocation[other.job]) > 1 for each in nodes for other in self._others(view, each))
 
     def _others(self, view: JobView, node_id: str) -> Sequence[JobView]:
-        """Jobs beside it on a node."""
+        """Return jobs beside it on a node."""
         return [self._views[job] for job, at in self.allocation.items() if node_id in at and job != view.job]

@@ -103,7 +103,7 @@ def _coordinator() -> Any | None:
 
 
 def _through(coordinator: Any, wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> Any:
-    """The coordinator's pending answer (an object reference) to asking for these nodes, or for none any more."""
+    """Return the coordinator's pending answer (an object reference) to asking for these nodes, or for none any more."""
     if not wanted:
         return coordinator.cancel_request.remote(_REQUESTER)
     from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
@@ -159,7 +159,7 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """The cluster as jobs are to see it: a node that is given up is one that drains."""
+        """Return the cluster as jobs are to see it: a node that is given up is one that drains."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
@@ -214,5 +214,5 @@ class ClusterScaler:
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def forget(self, job: str) -> float:
-        """The job has ended; what it has cost [USD]."""
+        """Forget a job that has ended; return its cost [USD]."""
         return self._autoscaler.forget(job)

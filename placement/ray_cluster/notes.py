@@ -113,7 +113,7 @@ def _ended_s(key: bytes) -> float:
 
 
 def key_of(controller: str, name: str) -> bytes:
-    """Key of a note.
+    """Return the key of a note.
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.

@@ -119,7 +119,7 @@ class Metadata:
         self._machine = ""
 
     def find_cloud(self) -> str | None:
-        """The first cloud whose own question is answered; None if none is, or not by HTTP."""
+        """Return the first cloud whose own question is answered; None if none is, or not by HTTP."""
         candidates = ("gcp", "azure", "aws") if self._config.cloud == "auto" else (self._config.cloud,)
         for cloud in candidates:
             try:
@@ -132,7 +132,7 @@ class Metadata:
         return None
 
     def look(self, cloud: str) -> Notice | None:
-        """The notice of this machine's end; None while there is none.
+        """Return the notice of this machine's end; None while there is none.
 
         Raises:
             OSError, http.client.HTTPException: no answer, or one that is none.
@@ -153,7 +153,7 @@ class Metadata:
         return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
-        """The body of the answer; None where there is nothing of that name."""
+        """Return the body of the answer; None where there is nothing of that name."""
         asked = urllib.request.Request(
             self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
         )

@@ -28,7 +28,7 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Groups to release of jobs that the allocator does not know (pure but for ``since_s``, which it keeps).
+    """Return groups to release of jobs that the allocator does not know (pure but for ``since_s``, which it keeps).
 
     One whose process is dead serves nobody any more, one that no process holds after ``_ORPHANED_S`` neither.
 
@@ -58,7 +58,10 @@ async def _release(group_id: str) -> None:
 
 
 def _controllers() -> int:
-    """Controllers of jobs and trials that Ray knows, restarting ones among them. Blocks for some milliseconds."""
+    """Return the number of controllers of jobs and trials that Ray knows, restarting ones included.
+
+    Blocks for a moment.
+    """
     return len(names_of_actors("job:"))
 
 

@@ -45,7 +45,7 @@ class Call:
     given_up: bool = False
 
     def heard(self) -> bool:
-        """A piece is done; whether its caller still waits for the others."""
+        """Note that a piece is done; True if its caller still waits for the others."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
@@ -144,7 +144,7 @@ class StorageCalls:
             return max((call.heard_s for call in self._running), default=0.0)
 
     def waiting(self) -> str:
-        """The call that storage has not answered for longest, as a sentence; empty where it answers."""
+        """Return the call that storage has not answered for longest, as a sentence; empty where it answers."""
         with self._news:
             calls = [*self._running, *(call for call in self._queue if not call.given_up)]
         if not calls:
@@ -179,7 +179,7 @@ class StorageCalls:
             del call
 
     def _next(self) -> Call | None:
-        """The next call; None ends the thread."""
+        """Return the next call; None ends the thread."""
         with self._news:
             if not self._queue:
                 self._idle += 1

@@ -309,7 +309,7 @@ class Experiment:
 
 
 def _agreed(promise: Promise | None, mode: str) -> Promise | None:
-    """The promise, if it finds the same trials good as NNI does."""
+    """Return the promise, if it finds the same trials good as NNI does."""
     if isinstance(promise, Promise) and promise.mode != mode:
         raise ValueError(
             f"promise.mode must be {mode!r}, the experiment's mode, but got {promise.mode!r}: trials would grow that "

@@ -11,7 +11,7 @@ class TextIds:
     """NNI 3.0 compares the numbers of parameters to find those of a resumed experiment; its advisors' are text."""
 
     def is_created_in_previous_exp(self, param_id: Any) -> bool:
-        """Advisors keep nothing of an earlier run."""
+        """Return False: advisors keep nothing of an earlier run."""
         return False
 
 

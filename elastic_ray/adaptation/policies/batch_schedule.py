@@ -47,19 +47,19 @@ class BatchSchedule(ReadyPolicy):
         self.asked: int | None = None
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The first batch."""
+        """Return the first batch."""
         return self._at(view, ahead=0)
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """The batch of the epoch."""
+        """Return the batch of the epoch."""
         return self._at(view, ahead=0)
 
     def after_step(self, view: PolicyView) -> Answer:
-        """The batch of the step after the next one."""
+        """Return the batch of the step after the next one."""
         return self._at(view, ahead=1)
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
-        """The request for the batch that is due, unless it was made."""
+        """Return the request for the batch that is due, unless it was made."""
         now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress}[self.by]
         due = [size for begin, size in self.schedule if now is not None and begin <= now]
         if not due or due[-1] == self.asked:
@@ -77,7 +77,7 @@ def _begins(text: str) -> dict[float, int]:
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
-    """KungFu's ``"value:length,value:length"``: values that hold one after the other, each for some length.
+    """Parse KungFu's ``"value:length,value:length"``: values that hold one after the other, each for some length.
 
     >>> parse_schedule("10:2,100:4")
     ((10, 2.0), (100, 4.0))

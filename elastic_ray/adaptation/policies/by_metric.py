@@ -21,7 +21,7 @@ class _ByMetric(ReadyPolicy):
         self.seen = self.bad = 0
 
     def _reported(self, view: PolicyView) -> float | None:
-        """The metric's value, if there is a new one."""
+        """Return the metric's value, if there is a new one."""
         new, self.seen = view.reports > self.seen, view.reports
         return view.metrics.get(self.metric) if new else None
 

@@ -76,7 +76,7 @@ def load_model_state(
 
 
 def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
-    """The newest complete automatic checkpoint of a run, and where it lies.
+    """Return the newest complete automatic checkpoint of a run, and where it lies.
 
     Raises:
         FileNotFoundError: there is none.
@@ -103,13 +103,13 @@ def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; a model in shards has kept them apart."""
+    """Return parameters and buffers by name; a model in shards has kept them apart."""
     apart = isinstance(tree.get("buffers"), Mapping)
     return {**tree.get("parameters", {}), **tree["buffers"]} if apart else dict(tree)
 
 
 def _table_names(model: torch.nn.Module | None, keys: Sequence[str], where: str) -> list[str]:
-    """Names of the weights of a model's sharded tables, in order.
+    """Return names of the weights of a model's sharded tables, in order.
 
     Raises:
         RuntimeError: ``model`` has not as many.

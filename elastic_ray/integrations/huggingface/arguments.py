@@ -47,7 +47,7 @@ def elastic(theirs: TrainingArguments) -> TrainingArguments:
 
 
 def accumulated(theirs: TrainingArguments) -> int:
-    """Micro-batches a step, as the user's arguments say."""
+    """Return micro-batches a step, as the user's arguments say."""
     return int(vars(theirs)["gradient_accumulation_steps"])
 
 

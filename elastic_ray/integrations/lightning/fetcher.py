@@ -116,7 +116,7 @@ class ElasticFetcher(_DataFetcher):
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""
+        """Return micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

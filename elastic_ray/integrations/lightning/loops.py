@@ -196,7 +196,7 @@ class ElasticFitLoop(_FitLoop):
         states.start_from(begun)
 
     def _count_epochs(self) -> int:
-        """Epochs to train, for progress and what follows it."""
+        """Return epochs to train, for progress and what follows it."""
         known = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
         if self.max_steps < 0:
             if known is None:

@@ -80,7 +80,7 @@ def start_coordinator(
 
 
 def find_coordinator(name: str, patience_s: float) -> Any:
-    """The coordinator of this name, which may be a moment later than the workers.
+    """Return the coordinator of this name, which may appear a moment later than the workers.
 
     Raises:
         RuntimeError: there is none within that time.
@@ -116,7 +116,7 @@ class DatasetCoordinator:
         self._main = self._loop.create_task(self._watch())
 
     async def describe(self, dataset: str) -> int | None:
-        """Rows of an epoch, where Ray Data knows them without reading; None where it does not.
+        """Return the number of rows of an epoch, where Ray Data knows it without reading; else None.
 
         Raises:
             KeyError: the job has no dataset of this name.
@@ -188,7 +188,7 @@ class DatasetCoordinator:
                 news.set_result(None)
 
     def _stream_for(self, wanted: RowsWanted) -> RowStream:
-        """The stream that still has the rows, which the reader reads from now on; a new one where none has."""
+        """Return the stream that still has the rows, which the reader reads from now on; a new one where none has."""
         reader, streams = wanted.reader, self._streams[wanted.dataset]
         for each in [each for each in streams if each.failed and each.generation < 0 and each.epoch == wanted.epoch]:
             self._close(each)  # it was begun before anybody needed it, and that it could not be read concerns nobody

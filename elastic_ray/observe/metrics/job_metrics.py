@@ -174,7 +174,7 @@ class JobLabels:
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """The present value of every gauge that has one; an ended job has no speed any more."""
+    """Return the present value of every gauge that has one; an ended job has no speed any more."""
     whose = labels.values
     spent = [(part.removesuffix("_s"), getattr(status, part, None)) for part in _PARTS]
     found = [

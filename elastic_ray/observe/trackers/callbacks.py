@@ -93,7 +93,7 @@ class TrialView:
         os.makedirs(self.local_path, exist_ok=True)
 
     def get_ray_actor_ip(self) -> str:
-        """Address of the controller's node."""
+        """Return the address of the controller's node."""
         return self.node_ip
 
     def __hash__(self) -> int:
@@ -239,7 +239,7 @@ class _Target(Protocol):
     """A callback of one of the two kinds."""
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """The run begins, or continues from this state; numbers of reports that the callback is known to have."""
+        """Begin the run, or continue it from this state; return the reports that the callback is known to have."""
 
     def report(self, report: Report, time_s: float, numbers: Mapping[str, float]) -> None:
         """Rank 0 has reported; how the job stands, by name."""
@@ -318,7 +318,7 @@ class _LoggerCallback:
         )
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """Tune's order: set up, then the trial starts."""
+        """Set up the logger and start the trial, in Tune's order."""
         before_setup(self._callback)
         self._callback.setup(experiment_path=self._trial.local_path)
         if state is not None:
@@ -446,7 +446,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 
 
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
-    """Reports that its run has, where the tracker can be asked: a process may die before it notes what it has told."""
+    """Return the reports that its run has, where the tracker can be asked: a process may die before it notes them."""
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
         return frozenset()

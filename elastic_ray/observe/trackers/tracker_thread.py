@@ -112,7 +112,7 @@ class TrackerThread:
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
-        """Nobody waits for it any more; what it has not done, as a sentence."""
+        """Give up the tracker; return what it has not done, as a sentence."""
         with self._news:
             waiting, running = len(self._calls), self._running
             self._given_up = True

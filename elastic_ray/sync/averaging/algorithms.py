@@ -26,7 +26,7 @@ class AveragedModel(Protocol):
         """Trained parameters of this rank by name, in the same order on every rank."""
 
     def mean(self) -> list[torch.Tensor]:
-        """The mean of all ranks' parameters, at least in float32; overwritten by the next call."""
+        """Return the mean of all ranks' parameters, at least in float32; overwritten by the next call."""
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
         """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
@@ -61,7 +61,7 @@ class Averager(Protocol):
 
 
 def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
-    """The partner of each rank in one meeting; None for one that rests.
+    """Return the partner of each rank in one meeting; None for one that rests.
 
     ``world_size - 1`` meetings (of an odd number of ranks ``world_size``, each with another rank that rests) make a
     tournament in which everyone meets everyone once, by the circle method: one stays, the others go round. Every
@@ -98,7 +98,7 @@ class Stateless:
         """Do nothing: the algorithm has no state."""
 
     def capture(self) -> Any:
-        """See ``Averager``."""
+        """Return an empty state."""
         return {}
 
     def restore(self, tree: Any) -> None:
@@ -192,7 +192,7 @@ class DiLoCoAverager:
         _take(model, anchor, 1.0)
 
     def capture(self) -> Any:
-        """See ``Averager``."""
+        """Return the anchor and the momentum."""
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
@@ -201,7 +201,7 @@ class DiLoCoAverager:
 
 
 def make_averager(average: Average) -> Averager:
-    """The algorithm that a strategy names."""
+    """Return the algorithm that a strategy names."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)

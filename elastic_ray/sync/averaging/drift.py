@@ -183,7 +183,7 @@ class Drift:
         self._changed, self._settled_at = False, self._context.ledger.steps
 
     def capture(self) -> dict[str, Any]:
-        """State for joiners and checkpoints; nothing where nothing was ever averaged."""
+        """Return state for joiners and checkpoints; nothing where nothing was ever averaged."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
@@ -226,7 +226,7 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """The smallest scale of those ranks that count, which no rank's gradients have overflowed; a collective.
+    """Agree on the smallest scale of the ranks that count, which no rank's gradients have overflowed; a collective.
 
     Args:
         communicator: the group.
@@ -300,7 +300,7 @@ class Replica:
         return self._context.group.communicator
 
     def mean(self) -> list[torch.Tensor]:
-        """See ``AveragedModel``."""
+        """Return the mean of all ranks' parameters; see ``AveragedModel``."""
         self._fill()
         group = self._communicator
         if group.world_size > 1:
@@ -316,7 +316,7 @@ class Replica:
         return _in_order(self._flats)
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """See ``AveragedModel``."""
+        """Return the parameters of a partner; see ``AveragedModel``."""
         group = self._communicator
         if group.world_size == 1:
             return None
@@ -350,7 +350,7 @@ class Replica:
 
 
 def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
-    """A buffer for each kind of parameters."""
+    """Return a buffer for each kind of parameters."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, p in enumerate(params):
         kinds.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(index)
@@ -364,7 +364,7 @@ def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
 
 
 def _like(flats: Sequence[_Flat]) -> list[_Flat]:
-    """Buffers of the same layout."""
+    """Return buffers of the same layout."""
     made = []
     for each in flats:
         flat = torch.zeros_like(each.flat)
@@ -375,6 +375,6 @@ def _like(flats: Sequence[_Flat]) -> list[_Flat]:
 
 
 def _in_order(flats: Sequence[_Flat]) -> list[torch.Tensor]:
-    """The views of all buffers, in the parameters' order."""
+    """Return the views of all buffers, in the parameters' order."""
     found = {index: view for each in flats for index, view in zip(each.members, each.views, strict=True)}
     return [found[index] for index in sorted(found)]

@@ -122,7 +122,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """The inverse of :meth:`to_state`."""
+        """Invert :meth:`to_state`."""
         given = {
             "strategy": Strategy.from_json(tree["strategy"]),
             "phase": Phase(tree["phase"]),
@@ -142,7 +142,7 @@ def begin(strategy: Strategy) -> Choice:
 
 
 def resume(choice: Choice) -> Choice:
-    """The group was left and formed anew: what was measured of it stays, a trial in progress begins anew."""
+    """Resume in a group that was formed anew: measurements stay, a trial in progress begins anew."""
     return dataclasses.replace(choice, times=())
 
 
@@ -223,7 +223,7 @@ def _median(times: Sequence[float]) -> float:
 
 
 def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """The present strategy was measured: try the first of the others, and plain all-reduce."""
+    """End profiling of the present strategy: try the first of the others, and plain all-reduce."""
     options = consider(dict(choice.rows), choice.strategy)
     present = dataclasses.replace(next(each for each in options if each.present), measured_s=_median(choice.times))
     others = [each for each in options if not each.present]
@@ -236,7 +236,7 @@ def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> C
 
 
 def _tried(choice: Choice) -> Choice:
-    """A trial has ended: continue with the next, or try the best once more against the present one.
+    """End a trial: continue with the next, or try the best once more against the present one.
 
     The present one was measured first, and the best is also the luckiest: both three times more, in turn.
     """
@@ -254,7 +254,7 @@ def _tried(choice: Choice) -> Choice:
 
 
 def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
-    """The present one, or its rival, was tried once more; in the end the rival is kept if it was faster each time."""
+    """End a repeated trial of the present strategy or its rival, which is kept if it was faster each time."""
     best, before = min(choice.options, key=_seconds), choice.present
     assert before is not None
     final = (*choice.final, _median(choice.times))
@@ -272,7 +272,7 @@ def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
 
 
 def _kept(choice: Choice, option: Option, why: str) -> Choice:
-    """The end: with the reason."""
+    """Return the final choice, with the reason."""
     reason = f"{_shown(option)}: {why}; {len(choice.options) + 1} of {len(choice.considered)} were tried"
     return dataclasses.replace(choice, phase=Phase.KEPT, strategy=option.strategy, reason=reason, times=())
 

@@ -160,7 +160,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """State for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
+        """Return state for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
         if self._local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}

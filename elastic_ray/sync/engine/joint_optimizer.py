@@ -90,7 +90,7 @@ def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimiz
 
 
 def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
-    """Places of each optimizer's parameter groups among those of all."""
+    """Return places of each optimizer's parameter groups among those of all."""
     found, first = [], 0
     for each in optimizers:
         found.append(slice(first, first + len(each.param_groups)))
@@ -154,7 +154,7 @@ class JointTiles:
         return self._owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """The parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        """Return the parts of each parameter, and the ranks that own them; all parameters are in tiles."""
         found: dict[int, list[OwnedSpan]] = {}
         for each in self._parts:
             held = {id(p) for p in each.tiled}

@@ -23,10 +23,10 @@ class GradientCollectives(Protocol):
         """Ranks."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """The sum over all ranks, in place."""
+        """Sum the tensor over all ranks, in place."""
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
 
     def all_to_all(
         self,
@@ -35,13 +35,13 @@ class GradientCollectives(Protocol):
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
     ) -> Any:
-        """Piece ``i`` of ``tensor`` to rank ``i``; what comes lies in ``output`` in rank order.
+        """Send piece ``i`` of ``tensor`` to rank ``i``; what arrives lies in ``output`` in rank order.
 
         Without splits all pieces are equal; splits count along the first dimension.
         """
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+        """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Rank ``root``'s tensor, in place."""
@@ -170,7 +170,7 @@ class GradientBucket(MeasuredGradient, Protocol):
         """Return the squared norm of the gradients, each times the preconditioner's element; a scalar tensor."""
 
     def total(self) -> torch.Tensor:
-        """The sum of all that it holds, a scalar float32 tensor: not finite where an element is not."""
+        """Return the sum of all that it holds, a scalar float32 tensor: not finite where an element is not."""
 
     def is_finite(self) -> bool:
         """True if all gradients in the bucket are finite."""
@@ -235,7 +235,7 @@ class WireForm:
         self._buffer: torch.Tensor | None = None
 
     def of(self, dtype: torch.dtype) -> torch.dtype:
-        """The form in which gradients of a dtype travel: never a wider one."""
+        """Return the form in which gradients of a dtype travel: never a wider one."""
         return dtype if self._dtype is None or dtype.itemsize <= self._dtype.itemsize else self._dtype
 
     def pack(self, flat: torch.Tensor) -> torch.Tensor:

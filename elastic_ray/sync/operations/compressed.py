@@ -74,7 +74,7 @@ class CompressedOperation(OwingOperation):
         return self.compression.launch(bucket.params, vector, group)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The next round of the compression."""
+        """Launch the next round of the compression."""
         vector = self._vector
         assert vector is not None, "no pass was launched"
         if not self._plain:

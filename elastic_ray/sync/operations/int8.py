@@ -35,7 +35,7 @@ class Int8Compression:
         self._rank = 0
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
-        """Every rank's share to it."""
+        """Launch the exchange of every rank's share."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
@@ -51,7 +51,7 @@ class Int8Compression:
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
     ) -> Sequence[Any]:
-        """The sum of this rank's share to all of them; then everything is there."""
+        """Launch the sum of this rank's share to all of them; then everything is there."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)

@@ -31,11 +31,11 @@ class OwingOperation(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """See ``BucketOperation``."""
+        """Launch the operation; see ``BucketOperation``."""
 
     @abc.abstractmethod
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """See ``BucketOperation``."""
+        """Continue the operation; see ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
         """Add the residual to the gradients of a group of one rank, which reduces nothing, if all of them are there.

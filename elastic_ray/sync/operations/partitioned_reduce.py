@@ -46,7 +46,7 @@ class PartitionedReduceOperation:
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The sums, back in their places."""
+        """Copy the sums back to their places."""
         if self._axis == 0:
             self._form.unpack(bucket.flat_gradient())
         else:
@@ -85,7 +85,7 @@ class PartitionedReduceOperation:
 
 
 def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> int:
-    """The axis along which a tensor is divided, 0 for one that has none.
+    """Return the axis along which a tensor is divided, 0 for one that has none.
 
     Args:
         shape: of the tensor.
@@ -119,7 +119,7 @@ class OwnerOperation:
         return (group.reduce(self._sent, self._owner),)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Back to all."""
+        """Launch the way back to all ranks."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
         self._form.unpack(bucket.flat_gradient())
@@ -146,11 +146,11 @@ class CastReduceOperation:
         self._form = form
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """The rounded gradients."""
+        """Launch the reduction of the rounded gradients."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The sum, back in the bucket's own form."""
+        """Copy the sum back in the bucket's own form."""
         self._form.unpack(bucket.flat_gradient())
         return ()
 

@@ -18,7 +18,7 @@ State: TypeAlias = dict[str, Any]
 
 
 def part_of(param: Tensor, span: Span) -> Tensor:
-    """The span's elements, sharing memory with the parameter."""
+    """Return the span's elements, sharing memory with the parameter."""
     whole = param.detach()
     return whole if span.whole else whole.view(-1)[span.start : span.start + span.length]
 
@@ -42,7 +42,7 @@ def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
 
 
 def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
-    """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet.
+    """Join a whole parameter's state of its own memory from all its spans; empty where it has none yet.
 
     Args:
         param: the parameter.
@@ -168,7 +168,7 @@ class HeldTiles:
 
 
 def _owned(value: Any) -> Any:
-    """A tensor that keeps no larger one in memory; what was read of a checkpoint never did."""
+    """Return a tensor that keeps no larger one in memory; what was read of a checkpoint never did."""
     larger = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if larger else value
 
@@ -176,7 +176,7 @@ def _owned(value: Any) -> Any:
 def cut_tile(
     tiling: Tiling, tile: int, params: Mapping[str, Parameter], whole: Mapping[Any, Mapping[str, Any]]
 ) -> list[State]:
-    """States of a tile's spans from those of whole parameters."""
+    """Return states of a tile's spans from those of whole parameters."""
     return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
 
 
@@ -186,7 +186,7 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """The state of all parameters, by name, from that of all tiles; without those that have none yet.
+    """Return the state of all parameters, by name, from that of all tiles; without those that have none yet.
 
     Args:
         tiling: of the parameters.

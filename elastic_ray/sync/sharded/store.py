@@ -30,7 +30,7 @@ class TileStore:
 
     @classmethod
     def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
-        """Memory for some tiles of tensors such as these."""
+        """Return memory for some tiles of tensors such as these."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
@@ -44,7 +44,7 @@ class TileStore:
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """A copy of rows that are here."""
+        """Return a copy of rows that are here."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:

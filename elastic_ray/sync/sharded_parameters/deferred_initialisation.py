@@ -154,7 +154,7 @@ def _untouched(name: str, key: str) -> ValueError:
 
 
 def _blank(like: Tensor | None, device: torch.device) -> Tensor:
-    """Memory in which it can be seen whether it was filled."""
+    """Return memory in which it can be seen whether it was filled."""
     assert like is not None, "only of what is there"
     filling = torch.nan if like.is_floating_point() else 0
     return torch.full(tuple(like.shape), filling, dtype=like.dtype, device=device)

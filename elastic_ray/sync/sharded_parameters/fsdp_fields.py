@@ -135,7 +135,7 @@ def _missing_fields() -> tuple[str, ...]:
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
-    """Fields that are used here and that a sharded module's parts have not, as ``Class.field``."""
+    """Return fields that are used here and that a sharded module's parts have not, as ``Class.field``."""
     found = list(_lacking(module, ("_get_fsdp_state",)))
     if found:
         return tuple(found)
@@ -158,7 +158,7 @@ def _lacking(target: object, names: Sequence[str]) -> Iterator[str]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Parameters that a sharded module gathers together; more than one group where it has several meshes."""
+    """Return parameters that a sharded module gathers together; more than one group where it has several meshes."""
     several, one = _GROUPS
     if hasattr(state, several):
         return list(getattr(state, several))
@@ -177,17 +177,17 @@ def states_of(module: nn.Module) -> list[Any]:
 
 
 def units_of(module: nn.Module) -> list[FSDPModule]:
-    """The sharded modules in a model."""
+    """Return the sharded modules in a model."""
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Parameters that are gathered together, as torch keeps them."""
+    """Return parameters that are gathered together, as torch keeps them."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
-    """The sharded parameters of a model, in its order."""
+    """Return the sharded parameters of a model, in its order."""
     fields = {id(field.sharded_param): field for group in groups_of(module) for field in group.fsdp_params}
     return [
         ShardedParam(name, param, tuple(fields[id(param)]._orig_size), fields[id(param)])
@@ -379,7 +379,7 @@ def reduce_rest(module: nn.Module) -> None:
 
 
 def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """A shard's memory for torch.
+    """Return a shard's memory for torch.
 
     Args:
         param: the parameter.
@@ -446,7 +446,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
-    """Rows of this rank as a tensor that goes into the parameter's place."""
+    """Return rows of this rank as a tensor that goes into the parameter's place."""
     shard: Any = DTensor
     return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 

@@ -198,7 +198,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Numbers of all ranks, added up."""
+        """Sum numbers of all ranks."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -210,7 +210,7 @@ class ShardCollectives:
         return found
 
     def _sum_over_owners(self, output: Tensor, unit: int) -> bool:
-        """The sum of ``output`` over the groups, in place; False in a step that is lost. Each owner adds up a part."""
+        """Sum ``output`` over the groups, in place; False in a step that is lost. Each owner adds up a part."""
         owners = self.layout.owners(self.layout.owned_by(self._run.group.rank).index)
         what = f"{unit} {_like(output)}"
         mine = output.new_empty(-(-output.numel() // len(owners)))
@@ -345,7 +345,7 @@ class GatherShards:
         self._collectives, self._unit = collectives, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Allocate memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
@@ -360,7 +360,7 @@ class ScatterGradients:
         self._collectives, self._unit = collectives, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Allocate memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -375,7 +375,7 @@ def _like(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A tensor's memory: gloo does not know all types."""
+    """Return a tensor's memory as bytes, because gloo does not know all types."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

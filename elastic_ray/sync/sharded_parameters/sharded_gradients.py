@@ -355,7 +355,7 @@ class ShardedGradients:
             each.param.grad = None
 
     def capture(self) -> Any:
-        """For joiners and checkpoints: nothing."""
+        """Return None: joiners and checkpoints need nothing."""
         return {}
 
     def restore(self, tree: Any) -> None:

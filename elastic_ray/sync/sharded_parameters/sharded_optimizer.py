@@ -276,7 +276,7 @@ class ShardedOptimizer:
             self._by_hand.note()
 
     def _whole(self) -> Whole | None:
-        """The whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
+        """Return the whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
         if not self.divided:
             return self._holder.whole()
         if not self._open and not self._run.ledger.replaying:  # others have done what a joiner only goes by
@@ -285,7 +285,7 @@ class ShardedOptimizer:
         return self._gathered
 
     def whole_states(self) -> dict[Tensor, State]:
-        """The optimizer's states by parameter, on rank 0, and none on the others.
+        """Return the optimizer's states by parameter, on rank 0, and none on the others.
 
         Raises:
             RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a model
@@ -335,7 +335,7 @@ class ShardedOptimizer:
         }
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """The optimizer's whole states where this rank has them."""
+        """Return the optimizer's whole states where this rank has them."""
         whole = self.gathered_whole()
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
@@ -356,7 +356,7 @@ class ShardedOptimizer:
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
-        """The shards that this rank holds, for a rerun in this process."""
+        """Return the shards that this rank holds, for a rerun in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:

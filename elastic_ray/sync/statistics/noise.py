@@ -245,7 +245,7 @@ class NoiseTracker:
         self.invalidate()
 
     def capture(self) -> Any:
-        """State for joiners and checkpoints."""
+        """Return state for joiners and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self._shared, self._whole)]
         return {
             "smoothed": self._smoothed.to_dict(),
@@ -269,7 +269,7 @@ class NoiseTracker:
 
 
 def _added(first: Sequence[NoiseScale], second: Sequence[NoiseScale], scale: float) -> tuple[NoiseScale, ...]:
-    """Noise of a sum of two losses: ``second`` saw the sum's mean with the second loss's noise only.
+    """Return the noise of a sum of two losses: ``second`` saw the sum's mean with the second loss's noise only.
 
     Their noises count as independent: var = var1 + var2, and sqr2 still holds var1 / scale of the first's noise.
     """

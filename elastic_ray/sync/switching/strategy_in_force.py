@@ -139,7 +139,7 @@ class StrategyTuner:
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
-        """The slowest rank's time and the most rows, the same on all ranks; 0 s for what was not measured."""
+        """Agree on the slowest rank's time and the most rows; 0 s for what was not measured."""
         touched = self._model.touched
         own = [round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
@@ -183,7 +183,7 @@ class StrategyTuner:
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
-        """State for joiners and checkpoints, as plain values."""
+        """Return state for joiners and checkpoints, as plain values."""
         return {
             "settings": dataclasses.asdict(self._settings),
             "topology": self._topology,
@@ -353,7 +353,7 @@ class StrategyInForce:
             self._wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True) -> SyncPlan:
-        """Buckets are laid out: what was asked for is in force from here on.
+        """Put the requested plan into force, for which buckets are laid out.
 
         Args:
             switch: whether another strategy can take over now; else it is asked for still.
@@ -396,7 +396,7 @@ class StrategyInForce:
         self._stepped = steps, now_s
 
     def enter_group(self) -> bool:
-        """A group was entered, in which all ranks hold the same state; whether buckets are to be laid out anew."""
+        """Enter a group, in which all ranks hold the same state; True if buckets are to be laid out anew."""
         self._stepped = None
         self.takes, self._entering = 0, True
         if self._asked is not None and self._asked.tuner is not None:
@@ -420,7 +420,7 @@ class StrategyInForce:
             self._wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """The strategy where it is another than at the beginning, and the tuner's state."""
+        """Return the strategy where it is another than at the beginning, and the tuner's state."""
         asked = self._asked
         strategy = (asked.strategy if asked is not None else self._wanted or self.plan.strategy).to_json()
         tuner = asked.tuner if asked is not None else self.tuner

@@ -136,7 +136,7 @@ class RowBucket:
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
-        """The sum of all elements, in float32."""
+        """Return the sum of all elements, in float32."""
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:

@@ -165,7 +165,7 @@ class TableGradient:
         self._known = weakref.ref(grad), grad._version, ids
 
     def _touched(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of a dense gradient that may not be zero; None where that is not known."""
+        """Return the rows of a dense gradient that may not be zero; None where that is not known."""
         if self._known is None or grad is None:
             return None
         known, version, ids = self._known

@@ -161,7 +161,7 @@ def _usd(kind: NodeType, view: JobView) -> float:
 
 
 def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> NodeTypeOption | None:
-    """The job on nodes of one type; its minimum on those of ``base``, where that is another one."""
+    """Return the job on nodes of one type; its minimum on those of ``base``, where that is another one."""
     per_node = kind.slots(view)
     on_demand = 0 if base is kind else view.min_workers
     free = dataclasses.replace(view, growth_limit=None)
@@ -194,7 +194,7 @@ def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache:
 
 
 def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCache) -> Floats:
-    """Goodput [samples/s], beyond the largest size that was measured as if synchronisation took no longer than there.
+    """Return goodput [samples/s], beyond the largest measured size as if synchronisation took no longer than there.
 
     A ring moves the same number of bytes through every link whatever its length. The fitted model, which lets the time
     grow by as much for each replica as between the sizes seen, would keep a job from sizes that it has not tried; one
@@ -224,7 +224,7 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """The part of a job's work that losing some of so many nodes leaves it.
+    """Return the part of a job's work that losing some of so many nodes leaves it.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 
@@ -245,7 +245,7 @@ def work_left(view: JobView) -> float | None:
 
 
 def _price(offer: NodeTypeOption) -> tuple[float, str]:
-    """USD per useful sample on the smallest size that runs."""
+    """Return USD per useful sample on the smallest size that runs."""
     runs = np.flatnonzero(offer.rate > 0)
     if not len(runs):
         return float("inf"), offer.kind.name

@@ -54,7 +54,7 @@ class Budget:
         return "budget"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         value = self.value_usd_per_h(demand.account, len(demand.jobs))
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0

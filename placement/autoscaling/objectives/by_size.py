@@ -29,7 +29,7 @@ class BySize:
         return self.policy.name
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         views, nodes = [], {}
         prices: dict[str, float] = {}
         for view in demand.jobs:

@@ -71,7 +71,7 @@ class CostPerProgress:
         return "cost_per_progress"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
@@ -143,7 +143,7 @@ class CostPerProgress:
 def _within(
     forecasts: list[CompletionForecast], left_s: float | None, left_usd: float | None
 ) -> tuple[list[CompletionForecast], str]:
-    """The forecasts with what misses a deadline or a budget put last, and what to say if all do.
+    """Return the forecasts with what misses a deadline or a budget put last, and what to say if all do.
 
     With a deadline the cheapest counts, with a budget alone the fastest. Where none meets both, the fastest of those
     within the budget, else the cheapest.
@@ -204,7 +204,7 @@ def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> f
 
 
 def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
-    """A job that nothing is known of, or whose user has decided."""
+    """Return the size of a job that nothing is known of, or whose user has decided."""
     k = offer.limit if view.held_at is None else len(offer.rate)
     k = max(min(k, len(offer.rate)), view.min_workers)
     why = "held at that size" if view.held_at is not None else "to find out how fast it is"

@@ -25,7 +25,7 @@ class FairSharePolicy:
         return "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             return -float(workers) if curve[workers + 1] > curve[workers] else None

@@ -160,7 +160,7 @@ class Provider:
             self.give_back(node_id, now_s)
 
     def _rent(self, kind: NodeType, now_s: float) -> Machine | None:
-        """A new machine, paid for from now on; None where the spot market has no free place for it."""
+        """Return a new machine, paid for from now on; None where the spot market has no free place for it."""
         place, gone_s = None, math.inf
         if kind.spot:
             busy = {m.place for m in self.machines.values() if m.kind.name == kind.name}

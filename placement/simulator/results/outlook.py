@@ -53,7 +53,7 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
+    """Return nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
 
     Raises:
         InputError: the string does not parse.
@@ -135,7 +135,7 @@ def outlook(
 def _share_out(
     core: AllocatorCore, running: Mapping[str, JobView], at_s: float
 ) -> dict[str, tuple[Mapping[str, int], str]]:
-    """Nodes and reason of every job."""
+    """Return nodes and reason of every job."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
     core.handle(TimePassed(), at_s)
@@ -152,7 +152,7 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
-    """A job as it is; what the allocator is about to change is said in its reason."""
+    """Return a job as it is; what the allocator is about to change is said in its reason."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
     reason = f"{decided.workers} workers are decided: {decided.reason}"
@@ -191,7 +191,7 @@ def _missing(view: JobView) -> float:
 
 
 def _advanced(view: JobView, nodes: Mapping[str, int], done: float) -> JobView:
-    """The job after so many iterations with these workers."""
+    """Return the job after so many iterations with these workers."""
     placed = dataclasses.replace(view.placed(nodes), most_workers=max(view.most_workers, sum(nodes.values())))
     if view.progress is None or not done:
         return placed

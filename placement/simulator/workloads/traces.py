@@ -44,7 +44,7 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """The jobs of a CSV file in the order of their submission (of their lines, where times are equal).
+    """Return the jobs of a CSV file in the order of their submission (of their lines, where times are equal).
 
     Args:
         path: a file with the columns of ``COLUMNS``, in any order.
@@ -82,7 +82,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """The jobs in the order of their submission.
+    """Return the jobs in the order of their submission.
 
     Raises:
         InputError: a name occurs twice, or an application has no profile.

@@ -159,12 +159,12 @@ class PolluxRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
+        """Return the cost of a change; see ``Rules``."""
         same = before is not None and dict(before.nodes) == dict(after.nodes)
         return ChangeCost(pause_s=0.0 if same else self.restart)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
+        """Return the expected restart time; see ``Rules``."""
         return self.restart
 
 
@@ -188,16 +188,16 @@ class SiaRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
+        """Return the cost of a change; see ``Rules``."""
         same = before is not None and before.gpu == after.gpu and sorted(before.counts) == sorted(after.counts)
         return ChangeCost(pause_s=0.0 if same else self.expected_restart_s(application))
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
+        """Return the expected restart time; see ``Rules``."""
         return _SIA_RESTART_S.get(application, 60.0) * self.factor
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
+        """Return the divisor of progress; see ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2)
 
 
@@ -238,7 +238,7 @@ class LiveRules(Rules):
     def change(
         self, application: str, before: Location | None, training: Location | None, after: Location
     ) -> ChangeCost:
-        """See ``Rules``."""
+        """Return the cost of a change; see ``Rules``."""
         trained = {} if training is None else training.nodes
         stay = {n: min(w, after.nodes[n]) for n, w in trained.items() if n in after.nodes}
         if not stay or training is None or (training.gpu != after.gpu and not after.types):
@@ -249,15 +249,15 @@ class LiveRules(Rules):
         return ChangeCost(pause_s=leaves, meanwhile=training.only(stay), joins_after_s=self.start)
 
     def expected_restart_s(self, application: str) -> float:
-        """See ``Rules``."""
+        """Return the expected restart time; see ``Rules``."""
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
-        """A job that is preempted saves its state between two steps; new workers start with it."""
+        """Return the stop cost: a preempted job saves its state between two steps, and new workers start with it."""
         return self.start + self.pause
 
     def divisor(self, application: str) -> float:
-        """See ``Rules``."""
+        """Return the divisor of progress; see ``Rules``."""
         return _SIA_DIVISOR.get(application, 1.2) if self.slow_sia else 1.0
 
 
@@ -266,7 +266,7 @@ RULES: Mapping[str, Callable[[], Rules]] = MappingProxyType({"live": LiveRules, 
 
 
 def make_rules(rules: str | Rules) -> Rules:
-    """The rules of that name, or the rules themselves.
+    """Return the rules of that name, or the rules themselves.
 
     Raises:
         InputError: no rules have that name.
