@@ -108,7 +108,10 @@ def check_answers(there: str, address: str) -> None:
 
 
 def split(address: str) -> tuple[str, int] | None:
-    """Host and port of a cluster's control store; None for what is no such address (``auto``, ``ray://...``)."""
+    """Return the host and port of a cluster's control store.
+
+    None for what is no such address (``auto``, ``ray://...``).
+    """
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return None

@@ -332,7 +332,10 @@ class Report:
     steps: int = 0
 
     def to_json(self) -> str:
-        """The report as one line of JSON, the format of ``reports.jsonl``; what JSON cannot hold is its ``repr``."""
+        """Return the report as one line of JSON, the format of ``reports.jsonl``.
+
+        What JSON cannot hold is its ``repr``.
+        """
         values = {
             "index": self.index,
             "checkpoint": self.checkpoint,

@@ -111,7 +111,9 @@ def elastic(
     keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
-    """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
+    """Make a trainable for ``ray.tune.Tuner``.
+
+    Each trial is an elastic job, sized by the cluster's allocator.
 
     ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the
     train loop gets the trial's parameters in its config, and what it reports with ``elastic_ray.report(metrics,
@@ -246,7 +248,10 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """The last checkpoint that the train loop reported, where the job has stored it; none if it reported none."""
+        """Return the last checkpoint that the train loop reported, where the job has stored it.
+
+        None if it reported none.
+        """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
@@ -434,7 +439,10 @@ def _why_stopped(controller: TuneController) -> str:
 
 
 def _elastic_of(controller: TuneController) -> tuple[Any, ...]:
-    """The class of an elastic trial of the experiment, and the directory name of the experiment; empty for none."""
+    """Return the class of an elastic trial of the experiment, and the directory name of the experiment.
+
+    Empty for none.
+    """
     trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
     return () if trial is None else (trial.get_trainable_cls(), trial.storage.experiment_dir_name)
 

@@ -160,7 +160,10 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A trial's parameters for people: numbers and the beginning of texts, those of nested ones as ``"net/width"``."""
+    """Return a trial's parameters for people.
+
+    Numbers and the beginning of texts, those of nested ones as ``"net/width"``.
+    """
     shown: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -287,7 +290,10 @@ class TrialJob:
         self._tell("tell", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
-        """A new job of the trial in a run directory of its own; the note names it, so that it can be found again."""
+        """Start a new job of the trial in a run directory of its own.
+
+        The note names it, so that it can be found again.
+        """
         template, base = self._template, self._template.spec
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)

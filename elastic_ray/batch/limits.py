@@ -79,7 +79,9 @@ class BatchLimits:
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Global batch of a cut on R workers [samples]: R m (s + 1), or the largest that is allowed where that is less.
+        """Return the global batch of a cut on R workers [samples].
+
+        R m (s + 1), or the largest that is allowed where that is less.
 
         Some micro-steps then have fewer samples than m, but no worker has fewer than its least.
         """

@@ -173,7 +173,10 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
+        """Return the batch for a new generation on nodes of this type.
+
+        None where the loader decides (a fixed batch).
+        """
         if self.loader is None:
             return None
         self._before = (self._choice, self._replicas, self._gpu)

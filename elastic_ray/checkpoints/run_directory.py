@@ -166,7 +166,10 @@ class RunStorage:
         self._events.append(lines)
 
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
-        """The last ``most`` events written so far, or all; not proofs of passes, nor a line cut short by a crash."""
+        """Return the last ``most`` events written so far, or all.
+
+        Not proofs of passes, nor a line cut short by a crash.
+        """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -190,7 +193,10 @@ class RunStorage:
         self._reports.append(lines)
 
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
-        """Reports of these numbers, in order; a restart repeats those after its checkpoint: the later ones count."""
+        """Return reports of these numbers, in order.
+
+        A restart repeats those after its checkpoint: the later ones count.
+        """
         found = {report.index: report for report in self._each_report(first, last)}
         return dict(sorted(found.items()))
 

@@ -234,7 +234,10 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Jobs that ended within the last hour, as far as their notes can be read; failures first, then the newest."""
+    """Return jobs that ended within the last hour, as far as their notes can be read.
+
+    Failures first, then the newest.
+    """
     found: list[EndedJobNote] = []
     for text in notes.ended(time.time()):
         with contextlib.suppress(ValueError):
@@ -263,7 +266,10 @@ def snapshot() -> CoreSnapshot | None:
 
 
 def views() -> tuple[JobView, ...]:
-    """Every job that could run, where it is to be, with what others know of its model; none without an allocator."""
+    """Return every job that could run, where it is to be, with what others know of its model.
+
+    None without an allocator.
+    """
     answer: tuple[JobView, ...] | None = _ask_allocator("views")
     return answer or ()
 

@@ -111,7 +111,10 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def _field(mapping: Any, field: str) -> Any:
-    """YAML's node of a field of the outermost mapping: it has what is written, whatever type YAML takes that for."""
+    """Return YAML's node of a field of the outermost mapping.
+
+    It has what is written, whatever type YAML takes that for.
+    """
     return next(value for key, value in mapping.value if key.value == field)
 
 

@@ -36,7 +36,10 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their longest cell, two spaces apart; no line is cut, so that other programs can read it."""
+    """Return columns padded to their longest cell, two spaces apart.
+
+    No line is cut, so that other programs can read it.
+    """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(

@@ -29,7 +29,9 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """The client of the cluster's dashboard: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
+    """Return the client of the cluster's dashboard.
+
+    RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
 
     Raises:
         ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.

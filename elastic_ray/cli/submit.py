@@ -117,7 +117,10 @@ def _from_file(path: Path) -> JobFile:
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """The shell command that Ray runs; the variables reach the script's process only, not what it starts on Ray."""
+    """Return the shell command that Ray runs.
+
+    The variables reach the script's process only, not what it starts on Ray.
+    """
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 

@@ -44,7 +44,10 @@ class SweepStatus:
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
-    """The trials among rows, by sweep; of sweeps of one name those of the last one, which has a folder of its own."""
+    """Return the trials among rows, by sweep.
+
+    Of sweeps of one name those of the last one, which has a folder of its own.
+    """
     found: dict[str, dict[str, list[JobRow]]] = {}
     for row in rows:
         if row.trial is not None:
@@ -134,7 +137,9 @@ def sweep_line(status: SweepStatus, best: str) -> str:
 
 
 def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]:
-    """Rows with one more for each sweep, before its trials that run; those that have ended are in that row alone.
+    """Return rows with one more for each sweep, before its trials that run.
+
+    Those that have ended are in that row alone.
 
     Args:
         rows: of ``job_rows``.

@@ -150,7 +150,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Text of the error of a rank that is about to begin a step after which another rank's training has ended.
+    """Return the error text of a rank about to begin a step after which another rank's training has ended.
 
     Args:
         rank: the one that has returned.
@@ -165,7 +165,7 @@ def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
 
 
 def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
-    """Text of the error of ranks that do in a step what takes all, where only the first ``have`` have samples."""
+    """Return the error text of ranks that do in a step what takes all, where only the first ``have`` have samples."""
     return (
         f"step {step} (steps of all loaders counted) has samples for {have} of {world_size} workers, and these do what "
         f"takes all of them: {told}. In such a step models may be called, and Accumulators added to. To train, to loop "

@@ -145,7 +145,10 @@ class SaveAgreement:
     # -- on the control sums ---------------------------------------------------------------------------------------
 
     def size(self, world_size: int) -> int:
-        """Values that ride along; as many in every group, for gradients are laid out anew where it changes."""
+        """Return the number of values that travel with the control sums.
+
+        Equal in every group, as they shape its buckets.
+        """
         return _RIDING
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

@@ -226,7 +226,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def describe_sample(dataset: Any) -> str:
-    """A dataset's samples, as far as they can be told without loading one (it may be slow, or draw random numbers)."""
+    """Describe a dataset's samples, as far as possible without loading one (it may be slow, or draw random numbers)."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())

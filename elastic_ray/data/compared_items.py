@@ -100,7 +100,10 @@ def _of_classes(dataset: Any) -> dict[str, Any]:
 
 
 def _length(value: Any) -> int:
-    """Number of entries of what they can be read from at no cost, else -1; no code of the user's is called."""
+    """Return the number of entries of what they can be read from at no cost, else -1.
+
+    No code of the user's is called.
+    """
     kind = type(value)
     if kind is torch.Tensor:
         readable = value.layout == torch.strided and value.dim() > 0 and value.device.type == "cpu"
@@ -201,7 +204,7 @@ def _paths(entry: Any) -> list[str]:
 
 
 def _cut(entry: Any, root: str) -> Any:
-    """An entry with paths as they are below ``root``, or their last part, and without the middle of long texts."""
+    """Return an entry with paths below ``root``, or their last part, and without the middle of long texts."""
     if isinstance(entry, list):
         return [_cut(value, root) for value in entry]
     if not isinstance(entry, str):

@@ -475,7 +475,9 @@ class AdaptiveDataLoader(ResumableLoader):
         return step.fetches
 
     def _present_cut(self, changes: int) -> tuple[BatchChoice, StepSplit, bool]:
-        """The setting for the next step, and whether this loader leads; it moves with the group and the batch only.
+        """Return the setting for the next step, and whether this loader leads.
+
+        It moves with the group and the batch only.
 
         Args:
             changes: that these have made.

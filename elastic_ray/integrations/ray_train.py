@@ -315,7 +315,9 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """AMP's gradient scaler, where there is one; raises RuntimeError where there are several, which no model knows of.
+    """Return AMP's gradient scaler, where there is one.
+
+    Raises RuntimeError where there are several, which no model knows of.
 
     One that is not enabled scales nothing.
     """

@@ -57,7 +57,10 @@ def session_of_new_model() -> Session:
 
 
 def session_to_build() -> Session:
-    """The session of what is registered before the first epoch; outside a trainer never one whose opening failed."""
+    """Return the session of what is registered before the first epoch.
+
+    Outside a trainer never one whose opening failed.
+    """
     session = current_session()
     return _run_after(session) if session.opening_failed and not session.elastic else session
 

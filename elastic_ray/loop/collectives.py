@@ -101,7 +101,9 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
 
 
 def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """The type in which ranks add up tensors of this one: gloo and NCCL know few, and take an error for a lost rank.
+    """Return the type in which ranks add up tensors of this one.
+
+    Gloo and NCCL know few, and take an error for a lost rank.
 
     Raises:
         TypeError: there is none.

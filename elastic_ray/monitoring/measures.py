@@ -86,7 +86,10 @@ def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """A row of zeros but for the place of ``rank``, so that a sum over all ranks holds every worker's measures."""
+    """Return a row of zeros but for the place of ``rank``.
+
+    A sum of the rows over all ranks holds every worker's measures.
+    """
     values = [0.0] * (len(FIELDS) * world_size)
     first = len(FIELDS) * rank
     values[first : first + len(FIELDS)] = [getattr(own, name) for name in FIELDS]

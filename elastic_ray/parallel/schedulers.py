@@ -94,7 +94,10 @@ class Schedulers:
 
 
 def _with_inner(scheduler: Any) -> list[Any]:
-    """A scheduler, and those that it holds: ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others."""
+    """Return a scheduler, and those that it holds.
+
+    ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others.
+    """
     found, seen, waiting = list[Any](), set[int](), [scheduler]
     while waiting:
         each = waiting.pop()

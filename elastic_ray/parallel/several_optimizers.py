@@ -56,7 +56,9 @@ def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> li
 def joint_noise(
     whole: NoiseScale | None, parts: Sequence[tuple[Sequence[NoiseScale | None], int]]
 ) -> NoiseScale | None:
-    """Noise scale of a model whose optimizers are measured in units of their own; None before there is an estimate.
+    """Return the noise scale of a model whose optimizers are measured in units of their own.
+
+    None before there is an estimate.
 
     Each optimizer's parameters count by their number of elements n, in units where the gradient of one batch has the
     squared norm n, as Adam's preconditioned one has::

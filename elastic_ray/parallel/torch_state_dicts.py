@@ -152,7 +152,10 @@ def _known(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
 
 
 def _as_given(info: Any) -> Any:
-    """The options of loading whole tensors that each rank has: torch would divide them over a mesh of its own."""
+    """Return the options of loading whole tensors that each rank has.
+
+    Torch would divide them over a mesh of its own.
+    """
     return dataclasses.replace(info, full_state_dict=False, broadcast_from_rank0=False)
 
 

@@ -323,7 +323,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         return not amp and self._run.run_out_of_memory()
 
     def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
-        """The module's output, a part of the samples at a time; of a step that is lost where the model trains."""
+        """Return the module's output, a part of the samples at a time.
+
+        Of a step that is lost where the model trains.
+        """
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
@@ -422,7 +425,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
-        """Statistical gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
+        """Return the gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
 
         Between 1 and ``scale``; 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
         """
@@ -543,7 +546,10 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
-        """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
+        """Call ``apply``, and measure how far it moves the parameters, where that was asked for.
+
+        Then update tables' rows.
+        """
         meter = self._statistics.meter
         if meter.on and meter.wants_update:
             result = own.measured(functools.partial(own.tiles.update, apply, **kwargs))

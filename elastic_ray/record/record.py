@@ -127,7 +127,10 @@ class JobRecord:
         return self._states[0] if self._states and self._keeps_last else None
 
     def _left_state(self, phase: JobPhase) -> str:
-        """Directory of the automatic checkpoints that a job leaves which ends in this phase; empty for none."""
+        """Return the directory of the automatic checkpoints that a job leaves which ends in this phase.
+
+        Empty for none.
+        """
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         return posixpath.dirname(left.path) if left is not None else ""
 

@@ -86,7 +86,10 @@ class ReportQueue:
         return self._reports.get(after + 1)
 
     def _past_a_hole(self, number: int, now_s: float) -> Report | None:
-        """The report after a missing one, if that has been missing for a while: its controller has died with it."""
+        """Return the report after a missing one, if that has been missing for a while.
+
+        Its controller has died with it.
+        """
         if self._reports.last <= number:
             self._hole = None
             return None

@@ -188,7 +188,10 @@ class RecordWriter:
         return stored
 
     async def report(self, number: int, last: int) -> Report | None:
-        """The first report from this number on to ``last``, which memory does not keep; None if the file has none."""
+        """Return the first report from this number on to ``last``, which memory does not keep.
+
+        None if the file has none.
+        """
         if number not in self._block:
             try:
                 self._block = await self._calls.run(

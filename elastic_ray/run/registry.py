@@ -369,7 +369,10 @@ class Registry:
         return max((each.marker for each in self._gradients), default=0)
 
     def drift_layout(self, *, trained: bool) -> int:
-        """A digest of what the ranks must have in common to average models after a step; 0 where none is averaged."""
+        """Return a digest of what the ranks must have in common to average models after a step.
+
+        0 where none is averaged.
+        """
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 

@@ -99,7 +99,7 @@ class UserCollectives:
         return self._run.states.progress
 
     def next_known(self) -> bytes | None:
-        """The result of the next collective between steps where this worker catches up with others; else None."""
+        """Return the next collective's result between steps where this worker catches up; else None."""
         progress, kept = self._progress, self._results
         if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
             return None

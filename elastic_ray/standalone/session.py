@@ -222,7 +222,10 @@ def _node_of(rank: int) -> str:
 
 
 def session_after(earlier: Session) -> Session:
-    """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
+    """Return a session for another run of the same process, or group of processes.
+
+    The earlier one's group is let go.
+    """
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.membership.close(broken=False)
     earlier.group.follow()

@@ -102,7 +102,10 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
 
 def only_pieces(tree: Any) -> Any:
-    """The dicts of a tree with no other leaves than `Pieces` that hold something; a list as a dict by position."""
+    """Return the dicts of a tree with no other leaves than `Pieces` that hold something.
+
+    A list as a dict by position.
+    """
     if type(tree) in (list, tuple):
         tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):

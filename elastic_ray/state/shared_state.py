@@ -171,7 +171,9 @@ class SharedState:
         return {"run": self.progress.to_state(), "shape": shape}
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """Tensors that all ranks hold alike between two steps, by name: whole parameters, and optimizers' states.
+        """Return tensors that all ranks hold alike between two steps, by name.
+
+        Whole parameters, and optimizers' states.
 
         Not rows, tiles and slices of which each rank has its own, nor buffers, which a pass may move on each rank.
         """

@@ -44,7 +44,10 @@ class UnreadTensor:
         return self.part(start * width, stop * width).view(stop - start, *self.shape[1:])
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements between two places of the flattened tensor, [stop - start]; errors are those of :meth:`read`."""
+        """Return elements between two places of the flattened tensor, [stop - start].
+
+        Errors are those of :meth:`read`.
+        """
         return self.elements(start, stop).to(self.device, self.rows_dtype)
 
     def whole(self) -> Tensor:

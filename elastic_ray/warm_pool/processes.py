@@ -154,7 +154,10 @@ class Processes:
         return pool_client(self._spec, self._owner)
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """A process on the node that is ready: a warm one, one that the sweep lends, one of the pool, or a new one."""
+        """Return a process on the node that is ready.
+
+        A warm one, one that the sweep lends, one of the pool, or a new one.
+        """
         warm = self._warm.get(node, [])
         while warm:
             actor = warm.pop()

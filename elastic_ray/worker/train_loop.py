@@ -129,7 +129,10 @@ def call(packed: bytes) -> Any:
 
 
 def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error, with the node and Python that lack the package and how it gets there; as it is where they have it."""
+    """Return the error, with the node and Python that lack the package and how it gets there.
+
+    As it is where they have it.
+    """
     package = (error.name or "").partition(".")[0]
     if not package or package in sys.modules or importlib.util.find_spec(package) is not None:
         return error

@@ -111,7 +111,10 @@ class WorkerActors:
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Names of the workers' processes, by worker; empty of those that a sweep lends and has started itself."""
+        """Return names of the workers' processes, by worker.
+
+        Empty of those that a sweep lends and has started itself.
+        """
         return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:

@@ -321,7 +321,10 @@ class Allocator:
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        """Return every job that could run, where it is to be, with what others know of its model.
+
+        What the policy sees.
+        """
         return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
@@ -417,7 +420,10 @@ class Allocator:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
-        """The nodes as Ray names them, now the last in the history; None where they cannot be read, or are none."""
+        """Read the nodes as Ray names them, now the last in the history.
+
+        None where they cannot be read, or are none.
+        """
         try:
             nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
         except Exception as error:  # the control store may be away for a moment; the last view stays

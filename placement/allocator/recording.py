@@ -165,7 +165,10 @@ def _number(value: Any) -> Any:
 
 
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
-    """A value of this type as JSON has it; of a dataclass all fields, or only those that differ from their defaults."""
+    """Return a value of this type as JSON has it.
+
+    Of a dataclass all fields, or only those that differ from their defaults.
+    """
     if value is None:
         return None
     plain = functools.partial(_plain, whole=whole)
@@ -218,7 +221,10 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
 
 def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decided: list[DecisionRecord]) -> Life:
-    """A life from its first line and what followed; raises KeyError, TypeError or ValueError for a bad first line."""
+    """Return a life from its first line and what followed.
+
+    Raises KeyError, TypeError or ValueError for a bad first line.
+    """
     was_set = any(steady_s != now_s for now_s, steady_s, _ in events)
     if start["format"] != FORMAT:
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")

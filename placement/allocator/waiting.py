@@ -19,7 +19,9 @@ class StartTimes:
         self._looked_s: float | None = None
 
     def of(self, job: str, now_s: float) -> float | None:
-        """Seconds until the job has its smallest size, of one that has no workers; None where that cannot be told.
+        """Return seconds until the job has its smallest size, of one that has no workers.
+
+        None where that cannot be told.
 
         Args:
             job: its name.

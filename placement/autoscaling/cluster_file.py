@@ -109,7 +109,10 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
 
 def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
-    """The type at its market's price; raises InputError unless labels and GPUs agree with market and instance type."""
+    """Return the type at its market's price.
+
+    Raises InputError unless labels and GPUs agree with market and instance type.
+    """
     where = f"cluster file {path}, node type {raw.name!r}"
     try:
         price = prices.instance(raw.instance)

@@ -87,7 +87,10 @@ class _Builder:
     def _cheapest(
         self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool
     ) -> str | None:
-        """The type on which so many workers cost least; one of which there are some already, if it is hardly dearer."""
+        """Return the type on which so many workers cost least.
+
+        One of which there are some already, if it is hardly dearer.
+        """
         best: tuple[float, int, str] | None = None
         if self._most is not None and sum(self.counts.values()) >= self._most:
             return None

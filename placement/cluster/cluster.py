@@ -86,7 +86,10 @@ class Cluster:
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:
-        """The cluster with these nodes on their way out: they get no new workers, and those on them are moved."""
+        """Return the cluster with these nodes on their way out.
+
+        They get no new workers, and those on them are moved.
+        """
         if not node_ids:
             return self
         nodes = (dataclasses.replace(n, draining=True) if n.node_id in node_ids else n for n in self.nodes)

@@ -104,7 +104,10 @@ class FreeResources:
         return self._kinds[key]
 
     def _new_kind(self, view: JobView) -> _KindSlots:
-        """The job's kind, counted on all nodes; without ``needs`` and slots where no node has one of the resources."""
+        """Return the job's kind, counted on all nodes.
+
+        Without ``needs`` and slots where no node has one of the resources.
+        """
         wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
         matching = None
         if view.selector:

@@ -43,7 +43,10 @@ class Price:
 
 
 def _defaults() -> dict[str, Price]:
-    """Rounded prices [USD/h]: of one GPU under the names of GPU types, of the whole machine under instance types."""
+    """Return rounded prices [USD/h].
+
+    Of one GPU under the names of GPU types, of the whole machine under instance types.
+    """
     cards = {
         ("aws", "t4"): Price(on_demand=0.98, spot=0.35),
         ("rtx",): Price(on_demand=0.50, spot=0.20),
@@ -135,7 +138,10 @@ def read_prices(path: str | Path) -> PriceTable:
 
 
 def _prices(rows: Iterable[Mapping[str, Any]], source: str) -> dict[str, Price]:
-    """Prices by type; raises InputError with the row's number where one lacks a column, repeats a type or is wrong."""
+    """Return prices by type.
+
+    Raises InputError with the row's number where one lacks a column, repeats a type or is wrong.
+    """
     prices: dict[str, Price] = {}
     for number, row in enumerate(rows, start=1):
         where = f"prices {source}, row {number}"

@@ -150,7 +150,10 @@ class _Regression:
         self.bounds = least[self.free], most[self.free]
 
     def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
-        """(ties, offset, indices of the free parameters): what the data cannot tell is tied to others, or to 0 or 1."""
+        """Return (ties, offset, indices of the free parameters).
+
+        What the data cannot tell is tied to others, or to 0 or 1.
+        """
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
         grows_n, grows_r = (self.remote & third).any(), (local & third).any()

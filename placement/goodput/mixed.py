@@ -117,7 +117,9 @@ class MixedGroup:
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Samples of each worker in a micro-step, from the largest on, for each part; they add up to ``samples``.
+        """Return samples of each worker in a micro-step, from the largest on, for each part.
+
+        They add up to ``samples``.
 
         Raises:
             ValueError: samples is below 1, or above ``most``.
@@ -142,7 +144,9 @@ class MixedGroup:
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """T_step [s] of a batch of so many samples in ``accum_steps`` + 1 micro-steps; infinity where it is too large.
+        """Return T_step [s] of a batch of so many samples in ``accum_steps`` + 1 micro-steps.
+
+        Infinity where it is too large.
 
         Raises:
             ValueError: the batch is below 1, or accum_steps below 0.

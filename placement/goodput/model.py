@@ -230,7 +230,9 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> FloatOrArray:
-        """Goodput at a global batch, at the best one (see `best`) where it does not fit or is None; 0 where none fits.
+        """Return goodput at a global batch, at the best one (see `best`) where it does not fit or is None.
+
+        0 where none fits.
 
         Raises:
             TypeError: an argument is of another type.
@@ -262,7 +264,7 @@ class GoodputModel:
         return np.where(fits, rate, -1.0), m, k
 
     def _search(self, ask: _BatchQuery) -> _BestBatches:
-        """The best batch of each column within the limits, by coarse steps, then by fine ones around the best."""
+        """Return each column's best batch within the limits, by coarse steps, then by fine ones around the best."""
         # Samples per replica and step, over all k = s + 1 micro-steps.
         most = np.maximum(np.floor(ask.limit / ask.replicas), 1.0)
         least = np.minimum(np.maximum(np.ceil(self.init_batch_size / ask.replicas), ask.low), most)

@@ -58,7 +58,9 @@ def likely_left(progress: Progress | None) -> float | None:
 
 
 def gittins_left(done: float, ends: Sequence[float]) -> float:
-    """The inverse of Gittins' index: work to be invested for each end that is reached, at the best place to stop.
+    """Return the inverse of Gittins' index.
+
+    Work to be invested for each end that is reached, at the best place to stop.
 
         min over t of  E[min(X, t) - done | X > done] / P(X <= t | X > done)
 

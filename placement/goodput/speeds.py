@@ -151,7 +151,10 @@ def spread(view: JobView) -> float:
 
 
 def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
-    """Geometric means of measured over modelled step times, by shape; each time counts within a factor ``_LIMIT``."""
+    """Return geometric means of measured over modelled step times, by shape.
+
+    Each time counts within a factor ``_LIMIT``.
+    """
     columns = np.array(
         [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
         dtype=np.float64,

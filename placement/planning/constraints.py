@@ -239,7 +239,10 @@ def _decide_once(
     guaranteed: Collection[str],
     running: Collection[str],
 ) -> Plan:
-    """The plan under all constraints; a guarantee whose job gets nothing is dropped and the policy asked again."""
+    """Return the plan under all constraints.
+
+    A guarantee whose job gets nothing is dropped and the policy asked again.
+    """
     worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
     inner: Solver = functools.partial(in_whole_nodes, solve=solve, worth=worth) if worth else solve

@@ -74,7 +74,10 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
 ) -> dict[str, str]:
-    """Jobs that are not to start so that others have their minimum on demand, with the reason; empty if none can."""
+    """Return jobs that are not to start so that others have their minimum on demand, with the reason.
+
+    Empty if none can.
+    """
     # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
     present = {view.job for view in problem.views if view.workers}
     starting = [job for job in unsettled if job not in present]
@@ -98,7 +101,9 @@ def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
 
 
 def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
-    """The plan with workers exchanged so that these jobs have their minimums on demand; those that cannot, last first.
+    """Return the plan with workers exchanged so that these jobs have their minimums on demand.
+
+    Those that cannot, last first.
 
     ``least`` is in the order of precedence: the last job gives way first.
     """

@@ -216,7 +216,7 @@ def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, 
 
 
 def _parts(problem: Problem) -> list[Problem]:
-    """The whole, and those parts of it that are all that the labels of some job allow, with the jobs that they bind."""
+    """Return the whole, and its parts that are all that the labels of some job allow, with the jobs they bind."""
     nodes = problem.cluster.nodes
     reach = {
         view.job: frozenset(node.node_id for node in nodes if node.matches(view.selector)) for view in problem.views

@@ -116,7 +116,10 @@ class _FreeSlots:
                     del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
-        """The node of its next worker: where it has one now, one of its own, or the fullest; None if there is none."""
+        """Return the node of its next worker: where it has one now, one of its own, or the fullest.
+
+        None if there is none.
+        """
         if self._quota_is_used(view):
             return None
         free = dict(zip(self._room.node_ids, self._room.slots(view).tolist(), strict=True))

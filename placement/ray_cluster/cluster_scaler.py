@@ -75,7 +75,10 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Launches that failed after this time [s since the epoch]; none where Ray's autoscaler (v2) does not tell."""
+    """Return launches that failed after this time [s since the epoch].
+
+    None where Ray's autoscaler (v2) does not tell.
+    """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
 

@@ -58,7 +58,10 @@ class NNISearch(Searcher):
             self._open(self._space)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Called by Tune; False if there is a space already and ``config`` has another one."""
+        """Set the metric, the mode and the space for Tune.
+
+        False if there is a space already and ``config`` has another one.
+        """
         searched, _ = from_tune(config)
         if self._space is not None and searched:
             return False

@@ -213,7 +213,10 @@ class Accelerator(OnMainProcess, Collectives):
         return theirs
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """A model that is wrapped with its optimizer when training begins; with ``evaluation_mode``, it never is."""
+        """Return a model that is wrapped with its optimizer when training begins.
+
+        With ``evaluation_mode``, it never is.
+        """
         known = [each for each in self._models if each is model or plain_model(each) is model]
         if known:
             return known[0]

@@ -272,7 +272,10 @@ class DatasetCoordinator:
 
 
 def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
-    """The datasets, and what is wrong with them, for those who ask: an actor that fails to start tells nobody why."""
+    """Return the datasets, and what is wrong with them, for those who ask.
+
+    An actor that fails to start tells nobody why.
+    """
     try:
         return unpack(packed), ""
     except Exception as error:

@@ -150,7 +150,10 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def note(self, reader: Reader, stream: object) -> object | None:
-        """A client asks for rows of a stream; the one that it has read before, where that is another."""
+        """Note a client's request for rows of a stream.
+
+        Return the stream that it has read before, where that is another.
+        """
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))

@@ -348,7 +348,10 @@ def _matrix(chunk: Any) -> Any:
 
 
 def tensor(values: np.ndarray[Any, Any]) -> Any:
-    """A column as a tensor [rows, ...]; what torch has no type for (text, bytes, times, nulls) as a list of values."""
+    """Convert a column to a tensor [rows, ...].
+
+    What torch has no type for (text, bytes, times, nulls) becomes a list.
+    """
     if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
         shapes = {each.shape for each in values}
         if len(shapes) > 1:

@@ -102,7 +102,10 @@ def _speeds(
 
 
 def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
-    """The first of these numbers, largest first, that have room for so many workers: the others change no speed."""
+    """Return the first of these numbers, largest first, that have room for so many workers.
+
+    The others change no speed.
+    """
     room = 0
     for count, each in enumerate(slots, start=1):
         room += each

@@ -209,7 +209,10 @@ def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where the next thing begins; IndexError where the message ends before."""
+    """Return the number that begins there, and where the next thing begins.
+
+    IndexError where the message ends before.
+    """
     number = shift = 0
     while True:
         byte = message[at]

@@ -29,7 +29,10 @@ class AveragedModel(Protocol):
         """Return the mean of all ranks' parameters, at least in float32; overwritten by the next call."""
 
     def of_partner(self, partners: Sequence[int | None]) -> list[torch.Tensor] | None:
-        """The parameters of the rank that ``partners`` names for this one, as :meth:`mean`; None where it rests."""
+        """Return the parameters of the rank that ``partners`` names for this one, as :meth:`mean`.
+
+        None where it rests.
+        """
 
 
 class Averager(Protocol):

@@ -23,7 +23,7 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 
 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
-    """Bytes that each rank gives to collectives in a step for some buckets of a plan, in the form in which they travel.
+    """Return the bytes that each rank gives to collectives in a step for some buckets, as they travel.
 
     Of tables whose rows travel it is a guess, until rows were seen; of averaged models a step's share of a period.
     """
@@ -80,7 +80,7 @@ def _touched_rows(table: ParamInfo) -> int:
 
 
 def _low_rank_bytes(param: ParamInfo, rank: int) -> int:
-    """PowerSGD's factors P (rows x rank) and Q (columns x rank), or the whole where these are no smaller."""
+    """Return the bytes of PowerSGD's factors P (rows x rank) and Q (columns x rank), or of the whole if smaller."""
     if len(param.shape) < 2:
         return param.nbytes
     rows = param.shape[0]

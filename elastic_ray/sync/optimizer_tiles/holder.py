@@ -39,7 +39,9 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Owners for the time being: those of the target that hold their tile, and others that do in place of the rest.
+    """Return owners for the time being.
+
+    Those of the target that hold their tile, and others that do in place of the rest.
 
     Args:
         target: owners by tile.

@@ -172,7 +172,10 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 
 
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """32 bits that tell apart which parameters have a gradient, and learning rates: all ranks must have the same."""
+    """Return 32 bits that tell apart which parameters have a gradient, and learning rates.
+
+    All ranks must have the same.
+    """
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
 
 

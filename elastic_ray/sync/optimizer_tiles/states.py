@@ -24,7 +24,10 @@ def part_of(param: Tensor, span: Span) -> Tensor:
 
 
 def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
-    """A span's part of a parameter's state; tensors of the parameter's shape share memory with it, or are read."""
+    """Return a span's part of a parameter's state.
+
+    Tensors of the parameter's shape share memory with it, or are read.
+    """
     if span.whole:
         return {key: read_all(value) for key, value in state.items()}
     found: State = {}
@@ -258,7 +261,10 @@ class StoredStates:
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
-        """Whole states of parameters by name, of memory of their own on the CPU; without those that have none."""
+        """Return whole states of parameters by name, of memory of their own on the CPU.
+
+        Without those that have none.
+        """
         known = self.states()
         return {
             name: {key: _copy(value) for key, value in known[param].items()}
@@ -272,7 +278,9 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
-    """A state whose tensors are where torch has them, or will be once they are read; a checkpoint's are on the CPU.
+    """Return a state whose tensors are where torch has them, or will be once they are read.
+
+    A checkpoint's are on the CPU.
 
     Args:
         state: of a parameter.

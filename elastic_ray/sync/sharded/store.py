@@ -48,7 +48,10 @@ class TileStore:
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
-        """A tile's part of one tensor, [height, width], to read and to write; the place after a short tile is free."""
+        """Return a tile's part of one tensor, [height, width], to read and to write.
+
+        The place after a short tile is free.
+        """
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
 

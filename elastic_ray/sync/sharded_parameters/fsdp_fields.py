@@ -197,7 +197,7 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 
 
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
-    """The parameters of a sharded module whose gradients torch scatters together, in the order in which they lie.
+    """Return the parameters whose gradients torch scatters together in a sharded module, in the order they lie.
 
     Returns:
         Each with the elements of this rank's rows, and those of what lies there, which zeros fill up.

@@ -134,7 +134,10 @@ class Layout:
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
 
     def follower_of(self, index: int) -> int | None:
-        """The rank that follows the owner of the shard at a place; None where there are other owners, or no others."""
+        """Return the rank that follows the owner of the shard at a place.
+
+        None where there are other owners, or no others.
+        """
         if self.is_replicated or self.parts == 1:
             return None
         return self.followers[index] if self.followers else (index + 1) % self.parts

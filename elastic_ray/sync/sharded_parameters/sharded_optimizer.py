@@ -138,7 +138,10 @@ class ShardedOptimizer:
         self._open, self._gathered, self._compared = False, None, False
 
     def _grads_of_followed(self) -> list[Grads]:
-        """The gradients that others have for shards that this rank follows, in return for its own to its follower."""
+        """Exchange gradients with followers.
+
+        Returns those that others have for shards that this rank follows, in return for its own to its follower.
+        """
         layout, own = self._collectives.layout, self._own_grads()
         if layout.follower_of(0) is None:  # the other owners have the same
             return []

@@ -40,7 +40,10 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """The present one; it takes the memory of the one ``before``. None where the optimizer divides by nothing yet."""
+    """Return the present preconditioner, in the memory of ``before``.
+
+    None where the optimizer divides by nothing yet.
+    """
     state = {key: value for key, value in optimizer.state.get(table, {}).items() if key in _USED}
     group = next((each for each in optimizer.param_groups if any(p is table for p in each["params"])), {})
     every = max(1, table.shape[0] // _SAMPLED_ROWS)

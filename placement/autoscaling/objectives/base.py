@@ -237,7 +237,10 @@ def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Flo
 
 
 def work_left(view: JobView) -> float | None:
-    """Samples (at the initial batch) to the end; None if the job does not say how long it is, or cannot know yet."""
+    """Return samples (at the initial batch) to the end.
+
+    None if the job does not say how long it is, or cannot know yet.
+    """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):
         return None

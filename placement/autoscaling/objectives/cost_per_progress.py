@@ -185,7 +185,10 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 
 
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
-    """Scores with those that miss the target after all others, the fastest first: exploration may allow no other."""
+    """Return scores with those that miss the target after all others, the fastest first.
+
+    Exploration may allow no other.
+    """
     behind = 1e12 * (1.0 + forecast.time_s)
     finite: Floats = np.where(np.isfinite(score), score, behind)
     return finite

@@ -77,7 +77,10 @@ class PolluxPolicy:
     def _share(
         self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Targets of the running jobs: sizes by ``knapsack`` on named nodes, or minimums where none can be placed."""
+        """Return targets of the running jobs.
+
+        Sizes by ``knapsack`` on named nodes, or minimums where none can be placed.
+        """
         room = FreeResources(cluster)
         slots = room.slots(running[0])
         share = max(1, round(int(slots.sum()) / len(running)))

@@ -279,7 +279,10 @@ class MixedTypes:
         return found
 
     def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str]:
-        """The best workers on other types beside those on its own, and why; none where they do not bring more."""
+        """Return the best workers on other types beside those on its own, and why.
+
+        None where they do not bring more.
+        """
         nodes, (gpu,) = self.cluster.by_id(), self._parts(own)
         present = {n: k for n, k in view.allocation.items() if n in nodes and n not in own and nodes[n].gpu_type != gpu}
         alone = self._goodput(view, own)
@@ -333,7 +336,10 @@ class MixedTypes:
             yield everything
 
     def _goodput(self, view: JobView, place: Mapping[str, int]) -> float:
-        """Goodput there [samples/s] by the model of mixed groups; 0 where a worker would have too few samples."""
+        """Return goodput there [samples/s] by the model of mixed groups.
+
+        0 where a worker would have too few samples.
+        """
         model = view.goodput
         assert model is not None, f"job {view.job} has a model"
         parts, low = [], _LEAST_SHARE

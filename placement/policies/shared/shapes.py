@@ -52,7 +52,9 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
 def goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> Floats:
-    """Useful samples per second of each shape at the batch held, or else the best, within limits; 0 where none fits.
+    """Return useful samples per second of each shape at the batch held, or else the best, within limits.
+
+    0 where none fits.
 
     Read-only.
     """

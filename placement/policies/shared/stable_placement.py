@@ -147,7 +147,9 @@ def use_idle(
 
 
 def restart_factor(view: JobView, now_s: float, least: float) -> float:
-    """Pollux's penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``; not below ``least``.
+    """Return Pollux's penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``.
+
+    Not below ``least``.
 
     Source: Qiao et al., OSDI 2021, section 4.2.1; Sia uses it too.
     """

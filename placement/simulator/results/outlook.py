@@ -169,7 +169,10 @@ def _config(constraints: Constraints) -> AllocatorConfig:
 
 
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
-    """Iterations at M0 per second, by measured times before the model, as policies have it; None without a model."""
+    """Return iterations at M0 per second, by measured times before the model, as policies have it.
+
+    None without a model.
+    """
     by_id = cluster.by_id()
     gpu = min((by_id[node].gpu_type for node in nodes if node in by_id), default="")
     model = model_of(view, gpu)
@@ -182,7 +185,10 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Iterations to its end; infinity where that is unknown: no epochs declared, or none over to tell their length."""
+    """Return iterations to its end.
+
+    Infinity where that is unknown: no epochs declared, or none over to tell their length.
+    """
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf

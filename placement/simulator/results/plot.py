@@ -111,7 +111,10 @@ def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
-    """Every bar with the GPUs that it is drawn on: (first lane, lanes), in one piece where there is room for it."""
+    """Yield every bar with the GPUs that it is drawn on.
+
+    (first lane, lanes), in one piece where there is room for it.
+    """
     busy: dict[str, list[tuple[float, frozenset[int]]]] = {node: [] for node in sizes}
     for bar in sorted(bars(report), key=lambda bar: (bar[2], bar[0], bar[1])):
         node, _, start_s, end_s, workers = bar

@@ -68,7 +68,10 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 
 
 def _job(row: dict[str, str | None], where: str) -> TraceJob:
-    """The job in a row; raises InputError with ``where`` for a field that is empty, no number or out of range."""
+    """Return the job in a row.
+
+    Raises InputError with ``where`` for a field that is empty, no number or out of range.
+    """
     try:
         return TraceJob(
             name=(row["name"] or "").strip(),

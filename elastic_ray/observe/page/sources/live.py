@@ -151,7 +151,10 @@ class LiveCluster:
         self._answers = {job: each for job, each in self._answers.items() if job in here}
 
     def _ask_controllers(self) -> tuple[JobLook, ...]:
-        """Answers of those whose turn it is; one that does not answer in time is asked again in its next turn."""
+        """Return answers of controllers whose turn it is.
+
+        One that does not answer in time is asked in its next turn.
+        """
         actors = sorted(self._controllers)
         if len(actors) > _MOST_ASKED:
             begin = self._turn % len(actors)
