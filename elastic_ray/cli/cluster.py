@@ -268,7 +268,7 @@ def snapshot() -> CoreSnapshot | None:
 def views() -> tuple[JobView, ...]:
     """Return every job that could run, where it is to be, with what others know of its model.
 
-    None without an allocator.
+    Empty without an allocator.
     """
     answer: tuple[JobView, ...] | None = _ask_allocator("views")
     return answer or ()

@@ -323,10 +323,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return not amp and self._run.run_out_of_memory()
 
     def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
-        """Return the module's output, a part of the samples at a time.
-
-        Of a step that is lost where the model trains.
-        """
+        """Return the output, a part of the samples at a time; if the model trains, that of a lost step."""
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
@@ -546,10 +543,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
-        """Call ``apply``, and measure how far it moves the parameters, where that was asked for.
-
-        Then update tables' rows.
-        """
+        """Call ``apply``, measure how far it moves parameters if that was asked for, then update tables' rows."""
         meter = self._statistics.meter
         if meter.on and meter.wants_update:
             result = own.measured(functools.partial(own.tiles.update, apply, **kwargs))

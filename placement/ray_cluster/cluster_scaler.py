@@ -77,7 +77,7 @@ class NodeRequests:
 def refusals(since_s: float) -> tuple[Refusal, ...]:
     """Return launches that failed after this time [s since the epoch].
 
-    None where Ray's autoscaler (v2) does not tell.
+    Empty where Ray's autoscaler (v2) does not tell.
     """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status

@@ -64,10 +64,7 @@ def _time(row: JobRow) -> str:
 
 
 def _gpus(row: JobRow) -> str:
-    """Return text such as ``GPUs: 31.2 GiB used, 40.0 reserved; nccl; 512 samples/s each; MFU 38%.
-
-    32 samples at once``.
-    """
+    """Return text such as ``GPUs: 31.2 GiB used, 40.0 reserved; nccl; 512 samples/s each; MFU 38%``."""
     parts = []
     if row.gpu_memory_used_bytes is not None and row.gpu_memory_reserved_bytes is not None:
         used, reserved = (each / (1 << 30) for each in (row.gpu_memory_used_bytes, row.gpu_memory_reserved_bytes))

@@ -281,7 +281,7 @@ class MixedTypes:
     def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str]:
         """Return the best workers on other types beside those on its own, and why.
 
-        None where they do not bring more.
+        No such workers where they do not bring more.
         """
         nodes, (gpu,) = self.cluster.by_id(), self._parts(own)
         present = {n: k for n, k in view.allocation.items() if n in nodes and n not in own and nodes[n].gpu_type != gpu}
