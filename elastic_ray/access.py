@@ -1,4 +1,4 @@
-"""SHELL: whether a Ray cluster is there and lets this process in, asked before Ray itself does.
+"""SHELL: checks that a Ray cluster is there and lets this process in, before Ray itself does.
 
 Ray would try for a minute, print pages from C++ or end the process, where one question over gRPC is answered at once.
 Ray takes a token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
@@ -27,7 +27,7 @@ HOW_TO_SEND = f"set {_MODE}=token, and put the token in {_SOURCES}; {_HEAD}"
 
 
 class AccessRefusedError(ConnectionError):
-    """The Ray cluster does not let this process in: its token is missing or wrong, or the cluster knows none."""
+    """Error raised if the Ray cluster refuses this process: a token is missing or wrong, or the cluster has none."""
 
 
 def join() -> None:

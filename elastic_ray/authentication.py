@@ -1,4 +1,4 @@
-"""Message authentication: who signs knows a job's secret, which travels through Ray alone (pure)."""
+"""Message authentication: signers know a job's secret, which travels through Ray only (pure)."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def number_in(metrics: Any, name: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """For how long a change of its group kept a rank from training, by what it was waiting for [s, >= 0].
+    """Pause of a rank's training by a change of its group, by what it waited for [s, >= 0].
 
     Attributes:
         vote_s: from the last committed step until the ranks had agreed on the change, or its failure was noticed; the
@@ -103,7 +103,7 @@ class Pause:
 
     @property
     def pause_s(self) -> float:
-        """The whole of it [s]."""
+        """Length of the whole pause [s]."""
         return self.vote_s + self.group_s + self.state_s
 
     @property

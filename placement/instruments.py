@@ -93,7 +93,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Runs what measures, so that nothing that goes wrong there reaches what is measured; the first error is logged.
+    """Guard of measuring code, whose errors never reach what is measured; the first error is logged.
 
     Args:
         what: whose metrics they are, for the log.

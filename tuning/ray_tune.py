@@ -174,7 +174,7 @@ def elastic(
 
 
 class _WhereItIs(Checkpoint):
-    """A checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
+    """Checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:

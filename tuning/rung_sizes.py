@@ -79,7 +79,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungSizes:
-    """Workers of a trial in each rung, and what the rest of the sweep then takes.
+    """Sizes of a trial in each rung, and what the rest of the sweep then takes.
 
     Attributes:
         sizes: by rung.
@@ -170,7 +170,7 @@ def _front(found: Sequence[_Point]) -> list[_Point]:
 
 
 class SweepPlanner:
-    """Gives trials their sizes while a sweep runs.
+    """Planner of trials' sizes while a sweep runs.
 
     Args:
         sweep: its limits.

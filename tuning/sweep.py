@@ -44,7 +44,7 @@ _SILENT_S = 60.0  # the same for one with trials: a searcher may keep its loop b
 
 
 class SweepStoppedError(RuntimeError):
-    """The sweep was stopped: it starts no trial any more."""
+    """Error raised if the sweep was stopped and starts no trial any more."""
 
     def __init__(self, sweep: str, reason: str) -> None:
         super().__init__(f"sweep {sweep!r} was stopped and starts no trial any more: {reason}")
@@ -179,7 +179,7 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Finds out, without waiting, whether sweeps were stopped that this process drives."""
+    """Watch, without waiting, of whether sweeps driven by this process were stopped."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}

@@ -27,7 +27,7 @@ class _Process:
 
 
 class SweepProcesses:
-    """Lends processes to runs of trials and takes them back.
+    """Pool that lends processes to runs of trials and takes them back.
 
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
     never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and

@@ -1,4 +1,4 @@
-"""SHELL: one trial as an elastic job: started or found again, its reports one by one, stopped with all it holds.
+"""SHELL: one trial as an elastic job: started or found again, reporting, and stopped with all it holds.
 
 The one way from a sweep to the allocator, for Ray Tune and NNI alike. What holds a :class:`TrialJob` is light: it
 imports neither torch nor the user's code, and renews the job's lease from a thread.

@@ -16,7 +16,7 @@ _SETTINGS = {"watches", "strict", "deadline_s"}
 
 
 class PolicyError(RuntimeError):
-    """A strict policy raised, answered what cannot be done, took too long, or decided differently on some rank."""
+    """Error raised if a strict policy fails, answers what is impossible, takes too long, or differs between ranks."""
 
 
 class Policy:
@@ -111,7 +111,7 @@ def name_of(policy: Policy) -> str:
 
 
 class HookTimeoutError(TimeoutError):
-    """A hook has not returned within its deadline."""
+    """Error raised if a hook has not returned within its deadline."""
 
 
 class HookCaller:

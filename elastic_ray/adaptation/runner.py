@@ -1,4 +1,4 @@
-"""The policies of one run on one rank: asks them, keeps their state, and finds out what all ranks ask for.
+"""Policies of one run on one rank: calls them, keeps their state, and finds what all ranks ask for.
 
 Every rank asks its own copies with equal views. What they say is pending until the sums of a step that is committed
 tell that all ranks say the same.
@@ -386,7 +386,7 @@ class Verdict(enum.Enum):
 
 
 class PolicyBallot:
-    """A part of the control sums: for each policy whether this rank has something to say, and a digest of it.
+    """Control values for policies: for each, a flag if this rank asks for something, and a digest of it.
 
     Each digit d of a digest rides with its square: all ranks have the same one exactly when W sum(d^2) = sum(d)^2
     (Cauchy-Schwarz). So what a step's sums say is known to all ranks that commit the step, and no collective is needed

@@ -13,7 +13,7 @@ from placement.goodput.model import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyView:
-    """A run between two steps.
+    """View of a run between two steps.
 
     Everything in it is the same on all ranks, clock included. Times are of the step before the one that has just
     ended where the workers' own measures say so.

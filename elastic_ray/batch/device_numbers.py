@@ -1,4 +1,4 @@
-"""Single numbers that lie on devices: added up there, and read with one wait for each device (torch).
+"""Single numbers on devices: summed there, and read with one wait for each device (torch).
 
 To read a number of a GPU is to wait for all that the GPU has yet to do.
 """

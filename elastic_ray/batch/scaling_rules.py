@@ -1,4 +1,4 @@
-"""Learning-rate rules: by what factor the rate grows when the batch is ``scale`` times the initial one.
+"""Learning-rate rules: the factor on the rate when the batch is ``scale`` times the initial one.
 
 A rule is a pure value: it gets the scale, the noise of each parameter group and the progress, and returns one
 factor per group. The optimizer wrapper multiplies by it inside ``optimizer.step`` and restores the rate
@@ -107,7 +107,7 @@ class Legw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unscaled:
-    """factor = 1: the rate is the user's own business."""
+    """factor = 1: the rate is left to the user."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (1.0,) * len(noise)

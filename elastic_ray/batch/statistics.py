@@ -1,4 +1,4 @@
-"""Gradient statistics on flat buckets: what the synchronisation engine calls, a few kernels per bucket.
+"""Gradient statistics on flat buckets for the synchronisation engine, a few kernels per bucket.
 
 Every result is a tensor on the gradients' device and costs no synchronisation with the host until somebody
 reads it. Values that are not finite (an overflow under AMP) pass through and are left out where they are
@@ -193,7 +193,9 @@ class _Piece:
 
 
 class FlatPreconditioner:
-    """See :func:`preconditioner`. Nothing of it is kept but a floor for each parameter.
+    """Diagonal preconditioner of a flat gradient, computed on demand; see :func:`preconditioner`.
+
+    Nothing of it is kept but a floor for each parameter.
 
     Denominators are made from the optimizer's state as it is when they are asked for, some at a time. They lie as in
     ``torch.cat([p.reshape(-1) for p in params])``; the two parts of a complex number by themselves, as these optimizers

@@ -1,4 +1,4 @@
-"""The batch tuner: remembers how long steps took, and says when another batch is worth the change.
+"""Batch tuner: remembers step times, and decides when another batch is worth the change.
 
 Pure: it has no clock, no threads, and knows neither Ray nor torch. Fits take milliseconds to tens of them;
 callers with a training loop to protect run ``fit_snapshot(tuner.snapshot())`` in a thread and hand the result

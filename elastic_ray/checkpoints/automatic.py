@@ -34,7 +34,7 @@ _LONGEST_NAME = 1024
 
 
 class CorruptStateError(UnreadableStateError):
-    """An automatic checkpoint cannot be used: torn, changed since, or not what it says."""
+    """Error raised if an automatic checkpoint cannot be used: torn, changed since, or not what it says."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -452,7 +452,7 @@ def _index(report: Report) -> int:
 
 
 class BadNoteError(ValueError):
-    """A file that says where a checkpoint stands says something else, or is none."""
+    """Error raised if a checkpoint's note is unreadable."""
 
 
 def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:

@@ -44,7 +44,7 @@ _PREFIX = "job:"
 
 
 class RefusedError(click.ClickException):
-    """The cluster does not let this process in."""
+    """Error raised if the cluster refuses this process."""
 
 
 def connect() -> None:
@@ -174,7 +174,7 @@ class JobClient:
 
 
 class JobGoneError(click.ClickException):
-    """The job has ended meanwhile, and its controller with it."""
+    """Error raised if the job has ended meanwhile, with its controller."""
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job!r} has just ended")

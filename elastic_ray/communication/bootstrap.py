@@ -20,7 +20,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class BootstrapRefusedError(Exception):
-    """A call was not made by a member of a generation that is to be, or asks for too much."""
+    """Error raised if a call is not by a member of a future generation, or asks for too much."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: what gloo and NCCL take for a rendezvous store: calls to the job's controller."""
+"""SHELL over torch.distributed: rendezvous store of gloo and NCCL by calls to the job's controller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Caller(Protocol):
 
 
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
-    """A store for the forming of one group, by one member. What was heard once is not asked for again.
+    """Store of one member for forming one group; a value that was received is not requested again.
 
     torch calls it from C++, from whatever thread forms; it must be referred to for as long as the group that was
     formed through it.

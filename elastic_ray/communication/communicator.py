@@ -40,7 +40,7 @@ _PARTING_POLL_S = 2e-3
 
 
 class CommunicationFailedError(Exception):
-    """A collective could not be completed: a peer died, timed out, or the generation was called off."""
+    """Error raised if a collective cannot complete: a peer died or timed out, or the generation was called off."""
 
 
 class Communicator:
@@ -500,7 +500,7 @@ def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) ->
 
 
 class GradientGroup:
-    """Starts collectives of the gradient group, which nothing but synchronisation uses; of one rank, it starts none.
+    """Collectives of the gradient group, which only synchronisation uses; a group of one rank starts none.
 
     The works are for ``Communicator.wait``.
 

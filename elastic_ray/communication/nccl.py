@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: NCCL's groups, that never hold a process for ever."""
+"""SHELL over torch.distributed: NCCL groups that never block a process for ever."""
 
 from __future__ import annotations
 

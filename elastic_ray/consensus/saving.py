@@ -30,7 +30,7 @@ class Saving(enum.Enum):
 
 
 class PartWriter(Protocol):
-    """Writes this rank's part."""
+    """Writer of this rank's part of a checkpoint."""
 
     def readiness(self, rank: int, world_size: int, *, now: bool) -> Readiness:
         """Return whether this rank can write its part.

@@ -29,7 +29,7 @@ _SHOWN: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderArguments:
-    """Arguments of a loader; those that torch's DataLoader has mean there the same, but for the global batch.
+    """Arguments of a loader with the meaning they have in torch's DataLoader, except for the global batch.
 
     Attributes:
         shuffle: None where the user has not said.

@@ -183,7 +183,7 @@ class ArrowDataset:
 
 
 class WindowedOrder:
-    """Rows of the row groups of one window after another, each window's in random order; computed when asked for.
+    """Order of rows by windows of row groups, random within each window; computed on demand.
 
     Args:
         starts: first row of each row group, and the number of rows.

@@ -177,7 +177,7 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class BringsBatches(Protocol):
-    """An iterable dataset that shares its samples out among the ranks by itself.
+    """Iterable dataset that divides its samples among the ranks by itself.
 
     Attributes:
         known_rows: samples of an epoch; None where they are not known.

@@ -34,8 +34,7 @@ _COMPARED = 1024  # indices of an order, from the first on
 
 @runtime_checkable
 class EpochOrder(Protocol):
-    """Gives the order of an epoch. A dataset that has this method brings its own order (`ArrowDataset`
-    does)."""
+    """Protocol of an order of epochs. A dataset that has this method brings its own order (`ArrowDataset` does)."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
         """Return indices [n] in the order of use; equal arguments give equal indices in every process."""
@@ -68,8 +67,7 @@ class IndexOrder:
 
 
 class SamplerOrder:
-    """The order that a sampler, or any iterable that can be read again, gives: weighted, with replacement, a
-    subset...
+    """Order given by a sampler, or any iterable that can be read again: weighted, with replacement, a subset...
 
     Once per epoch `set_epoch(epoch)` is called where it exists, and the sampler is read to its end while
     every random generator that it can use (torch's on the CPU, NumPy's, Python's, and those among its own

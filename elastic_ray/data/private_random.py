@@ -1,4 +1,4 @@
-"""SHELL: random numbers of one's own, from the global generators that other people's code draws from."""
+"""SHELL: private random numbers, separate from the global generators that other code draws from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from elastic_ray.data import sharding
 
 
 class PrivateRandom:
-    """Random generators of one's own: within the context, code that uses the global ones draws from these
-    instead.
+    """Private random generators: within the context, code that uses the global ones draws from these instead.
 
     Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes.
     The context may be entered again and continues where it was left; the generators outside never notice.

@@ -1,4 +1,4 @@
-"""SHELL: the batches of a loader that go to one rank each, whole."""
+"""SHELL: batches of a loader that go whole to one rank each."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ def _table(status: JobStatus) -> Table:
 
 
 class Interrupts:
-    """Notices Ctrl-C within its block, also where other code swallows the KeyboardInterrupt: a callback, a destructor.
+    """Catcher of Ctrl-C within its block, even if other code swallows the KeyboardInterrupt: a callback, a destructor.
 
     A context manager. Where the program handles SIGINT by itself, or in another thread than the main one, it does
     nothing.

@@ -1,4 +1,4 @@
-"""SHELL: what a driver holds of a submitted job."""
+"""SHELL: handle of a submitted job for a driver."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def find_controller(job: str) -> Any | None:
 
 
 class JobHandle:
-    """A submitted job: ask it, hold it at a size, wait for it, stop it.
+    """Handle of a submitted job: query it, hold it at a size, wait for it, stop it.
 
     While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
     ``ElasticConfig.lease_s``, or continues if another process attaches in time. After the job's end all methods

@@ -91,7 +91,7 @@ class BatchOptions:
 
 
 class LoggedValues:
-    """Reports what a framework logs: the job's metrics, its page, its trackers and ``Result`` have it.
+    """Reporter of a framework's logged values to the job's metrics, its page, its trackers and ``Result``.
 
     A report holds the last value of every name, since evaluation and training log at different times. A trial's reports
     are its scheduler's rounds, which the train function counts itself: there nothing is added to them.

@@ -59,7 +59,7 @@ def plain_model(model: Any) -> Any:
 
 
 class LoaderOnDevice(DataLoader[Any]):
-    """Stands for an ``AdaptiveDataLoader`` whose batches come on the worker's device; what that has is to be had here.
+    """Wrapper of an ``AdaptiveDataLoader`` whose batches come on the worker's device; it has the loader's attributes.
 
     It is a ``DataLoader`` to those who ask, as what the libraries themselves give is one; nothing of torch's is used.
     """

@@ -255,7 +255,7 @@ class RayTrainLoader(LoaderOnDevice):
 
 
 class _Sampler:
-    """The loader's sampler; the order of an epoch follows the epoch by itself."""
+    """Sampler of a prepared loader, whose order follows the epoch by itself."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler

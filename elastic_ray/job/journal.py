@@ -1,4 +1,4 @@
-"""SHELL: what a job's controller notes down for the controller that Ray starts in its place, in Ray's control store.
+"""SHELL: notes of a job's controller in Ray's control store, for the controller that Ray starts in its place.
 
 It is small and plain (JSON): the truth about training is with the workers. It lives as long as the control store does,
 with Redis behind that also through its restart. It is deleted when the controller ends; where that is ended for good
@@ -64,7 +64,7 @@ def delete_train_loop(key: str) -> None:
 
 
 class Journal:
-    """Written by a thread of its own, so that a control store that is away holds nothing up.
+    """Journal of a controller, written by a thread, so that an absent control store delays nothing.
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.

@@ -1,4 +1,4 @@
-"""SHELL: what a job's workers tell it, each message to whom it concerns."""
+"""SHELL: messages of a job's workers, passed on to the component that each concerns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
 class HearingJob(Protocol):
-    """The job, as far as its workers may end or suspend it."""
+    """Protocol of the job, as far as its workers may end or suspend it."""
 
     def returned(self, worker: str, value: Sealed | None) -> None:
         """Take the return value of a worker's train function."""
@@ -61,7 +61,7 @@ class HearingJob(Protocol):
 
 
 class WorkerMessages:
-    """The one place where workers' messages are told apart.
+    """Dispatcher of workers' messages, the only place where they are told apart.
 
     Args:
         job: the job.

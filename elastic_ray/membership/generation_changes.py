@@ -15,7 +15,7 @@ from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    """Times in seconds.
+    """Configuration of the membership machine; times in seconds.
 
     Attributes:
         min_workers: fewest workers that the first generation begins with.
@@ -54,7 +54,7 @@ class _Deadline:
 
 
 class GenerationChanges(Roster):
-    """The base of :class:`elastic_ray.membership.machine.JobMembership`: all but who is wanted where.
+    """Base of :class:`elastic_ray.membership.machine.JobMembership`: all except where workers are wanted.
 
     Args:
         config: times.

@@ -1,4 +1,4 @@
-"""The job's membership as a state machine: stimuli in, instructions out; no clock, no Ray, no torch (pure).
+"""State machine of a job's membership: stimuli in, instructions out; no clock, no Ray, no torch (pure).
 
 Only this machine issues generations, and every one it issues supersedes the ones before (docs/protocol.md, pitfall 9).
 """
@@ -146,7 +146,7 @@ class JobMembership(GenerationChanges):
 
     @property
     def target_workers(self) -> int:
-        """Workers the job is heading for."""
+        """Number of workers that the job is heading for."""
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:

@@ -45,7 +45,7 @@ class RankInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """A worker whose train function has returned.
+    """Return value and place of a worker whose train function has returned.
 
     Attributes:
         rank: its last one.
@@ -125,14 +125,14 @@ class GenerationSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """A planned generation that will not come to be: a joiner died or was late."""
+    """Message: a planned generation will not exist, because a joiner died or was late."""
 
     generation: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProposal:
-    """The controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
+    """Message: the controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
 
     generation: int
     batch: BatchChoice
@@ -140,7 +140,7 @@ class BatchProposal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
-    """End the job cleanly after the present step.
+    """Message: end the job cleanly after the present step.
 
     Attributes:
         save: it is only preempted: rank 0 saves its state first, and the job continues from there another time.

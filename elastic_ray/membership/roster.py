@@ -150,7 +150,7 @@ class InFlight:
 
     @property
     def pause(self) -> Pause:
-        """The longest over its workers; nothing of a first generation, before which nothing was trained."""
+        """Longest pause over the workers; zero for a first generation, before which nothing was trained."""
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 

@@ -34,7 +34,7 @@ class LostGroupError(RuntimeError):
 
 
 class WorkerMembership:
-    """Present group, the one that forms ahead, and what the controller has said.
+    """Membership of a worker: its present group, the one that forms ahead, and the controller's messages.
 
     Args:
         worker: id of this worker.

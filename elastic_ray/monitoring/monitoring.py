@@ -185,7 +185,7 @@ class StepMeter:
 
 
 class _Looks:
-    """A time that grows, by step, from looks that are some steps apart.
+    """Interpolation of a growing time to single steps, from looks some steps apart.
 
     Args:
         clock: the time [s]; only differences of it count.

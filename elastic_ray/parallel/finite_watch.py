@@ -1,4 +1,4 @@
-"""Sees gradients that are NaN or infinite before the optimizer applies them (torch)."""
+"""Detection of NaN or infinite gradients before the optimizer applies them (torch)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class FiniteWatch:
 
 
 class LaggingLook:
-    """Numbers of a GPU that are looked at once it has come to them: nobody waits for it."""
+    """Delayed reader of a GPU's numbers, for which nobody waits."""
 
     def __init__(self) -> None:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()

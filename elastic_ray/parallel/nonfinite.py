@@ -1,4 +1,4 @@
-"""Gradients and parameters that are NaN or infinite: the errors, and what a job does about them (pure)."""
+"""Non-finite gradients and parameters: the errors, and what a job does about them (pure)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ NONFINITE = ("warn", "skip", "raise", "ignore")
 
 
 class NonFiniteGradientsError(FloatingPointError):
-    """Gradients that the optimizer was to apply are NaN or infinite, and ``nonfinite="raise"``."""
+    """Error raised if gradients to be applied are NaN or infinite, with ``nonfinite="raise"``."""
 
 
 class NonFiniteParametersError(FloatingPointError):
-    """The train function has returned with parameters that are NaN or infinite: such a job is no success."""
+    """Error raised if the train function returns with NaN or infinite parameters: such a job is no success."""
 
 
 def check_choice(nonfinite: object) -> str:

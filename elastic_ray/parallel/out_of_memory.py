@@ -125,7 +125,7 @@ def _is_real(value: Any) -> bool:
 
 
 class _Lost(torch.autograd.Function):
-    """A tensor as it is, through which some parameters get gradients of zero."""
+    """Identity of a tensor through which some parameters get gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def give_zero_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Untouched:
-    """Finds out whether an optimizer that has failed has changed anything.
+    """Check whether a failed optimizer has changed anything.
 
     Args:
         optimizer: it is about to step.

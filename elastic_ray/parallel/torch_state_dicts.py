@@ -50,7 +50,7 @@ def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer:
 
 
 class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports torch's module as Python does, and replaces its parts."""
+    """Importer of torch's module that replaces some of its functions."""
 
     _loader: Any = None
 

@@ -11,7 +11,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Things by number, of which only the last ones are kept.
+    """Log of numbered items, of which only the last ones are kept.
 
     Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.
 
@@ -67,7 +67,7 @@ _MOST_LINES = 20_000
 
 
 class Backlog:
-    """Lines stay until they are written; of too many, the oldest go, and are counted.
+    """Lines that wait to be written; of too many, the oldest are dropped, and counted.
 
     Attributes:
         dropped: lines that had to go since that was last told.

@@ -88,7 +88,7 @@ _STUCK_FAILURES = 10
 
 
 class SizeHistory:
-    """Times are monotonic [s].
+    """History of a job's sizes; times are monotonic [s].
 
     Attributes:
         most_workers: the largest group that it has had.

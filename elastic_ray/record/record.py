@@ -96,7 +96,7 @@ class JobRecord:
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints that are further than that, newest first."""
+        """Automatic checkpoints that are further than the restart point, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -228,7 +228,7 @@ class JobRecord:
 
     @property
     def last_report(self) -> int:
-        """Number of the last one."""
+        """Number of the last report."""
         return self._reports.last
 
     def restored(self, checkpoint: StoredCheckpoint) -> Report:

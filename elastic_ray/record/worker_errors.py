@@ -73,7 +73,7 @@ class ErrorVerdict:
 
 
 class WorkerErrors:
-    """Judges the exceptions of a job's workers.
+    """Judge of the exceptions of a job's workers.
 
     Args:
         losses: counts those that cost the job a member.

@@ -31,7 +31,7 @@ _THREADS = 4  # one each may hang: writing events and reports, looking for check
 
 
 class _BacklogWriter:
-    """Writes one backlog, one call at a time: a call that hangs is waited for, for it may yet write its lines."""
+    """Writer of one backlog, one call at a time: a call that hangs is waited for, as it may yet write its lines."""
 
     def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
         self.what, self.backlog = what, backlog
@@ -71,7 +71,7 @@ class _BacklogWriter:
 
 
 class RecordWriter:
-    """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
+    """Writer of a record's backlogs, which also reads what is stored and deletes what is not kept.
 
     Args:
         spec: the job.

@@ -12,7 +12,7 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 class ControllerClient(Protocol):
-    """The way out of a training session. All calls return at once unless they say otherwise.
+    """Protocol of a training session's calls to its controller. All return at once unless they say otherwise.
 
     Attributes:
         paced: whether ``report`` waits until a sweep's scheduler has decided.

@@ -110,7 +110,7 @@ class ModelRegistry:
 
 
 class LoaderRegistry:
-    """The loader that leads: its limits are the job's, and it follows the batch that the job chooses.
+    """Registry of loaders; the leading one's limits are the job's, and it follows the batch that the job chooses.
 
     Args:
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
@@ -140,7 +140,7 @@ class LoaderRegistry:
 
     @property
     def is_left(self) -> bool:
-        """True if the loader that led has been let go, or led an opening that failed."""
+        """True if the leading loader has been let go, or led an opening that failed."""
         return self._failed or (self._leading is not None and self._leading() is None)
 
     def fail(self) -> None:
@@ -209,7 +209,7 @@ class Registry:
 
     @property
     def least_share(self) -> int:
-        """Fewest samples that the models are to be trained with at once."""
+        """Smallest number of samples that the models must be trained with at once."""
         return self._least_share
 
     def ask_for_shares(self, least: int) -> None:

@@ -78,14 +78,14 @@ class Adaptation:
 
     @property
     def wish(self) -> tuple[int | None, int | None] | None:
-        """Fewest and most workers that they ask for; None for no wish, and once the training is over."""
+        """Fewest and most workers that the policies ask for; None for no wish, and once the training is over."""
         epochs = self._progress.epochs
         is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
         return None if is_over else self.runner.values.wish
 
     @property
     def held_batch(self) -> int | None:
-        """The global batch that they have set; None where the job chooses."""
+        """Global batch that the policies have set; None where the job chooses."""
         return self.runner.values.batch_size
 
     @property

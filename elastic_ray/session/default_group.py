@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: its default process group, which is the job's present group in every train function.
+"""SHELL over torch.distributed: its default process group is the job's present group in every train function.
 
 Torch's own groups cannot change size. This one has no connections: a collective of it is one of the present
 generation, with the meaning of ``elastic_ray.all_reduce`` (see there). Objects that hold it, as a ``DeviceMesh``,
@@ -311,7 +311,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class Transfer(EndedWork):
-    """A tensor on its way from one rank to another; in a step that is lost nothing is sent, and nothing comes.
+    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received.
 
     Args:
         start: starts it.
@@ -461,7 +461,7 @@ def _tag(tag: int) -> int:
 
 
 class _AllRanks(dict[int, int]):
-    """Ranks of the world by rank of the group, which are the same, of the present group."""
+    """Mapping of group ranks to the same world ranks, for the present group."""
 
     def _present(self) -> dict[int, int]:
         return {rank: rank for rank in range(dist.get_world_size())}

@@ -169,7 +169,7 @@ class Session:
 
     @property
     def opening_failed(self) -> bool:
-        """True if this run was refused before its first step, or a model of it while it was being wrapped."""
+        """True if this run was refused before its first step, or a model of it while being wrapped."""
         return self._opening_failed
 
     def fail_opening(self) -> None:

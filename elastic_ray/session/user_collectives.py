@@ -1,4 +1,4 @@
-"""SHELL: collectives that the train function asks for, right through changes of the group.
+"""SHELL: collectives of the train function, which continue through changes of the group.
 
 Inside a step, one that fails voids the step, as any other of its collectives does. Between two steps nothing is drawn
 again: there they are numbered, and a rank that has missed the end of one gets its result from one that has it. So does
@@ -28,7 +28,7 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Results since all ranks were last known to be at one place, in order.
+    """Results of collectives since all ranks were last known to be at one place, in order.
 
     Attributes:
         first: number of the first of them.

@@ -113,7 +113,7 @@ _FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
-    """Takes the controller's place: reports go to the log, and rank 0's own planner adapts the batch.
+    """Substitute for the controller: reports go to the log, and rank 0's own planner adapts the batch.
 
     Args:
         replicas: world size.

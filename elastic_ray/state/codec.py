@@ -1,4 +1,4 @@
-"""Plain values as bytes: what ranks tell each other of a state beside its tensors. Reading them runs no code.
+"""Encoding of plain values as bytes, for states beside their tensors. Reading them runs no code.
 
 A value is one byte that names its type, then its content; a length or a number of items is 8 bytes. Every type
 that is not listed here is refused, so that nothing a peer sends is ever unpickled. Values are exact: a float keeps
@@ -25,19 +25,19 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class NotPlainError(TypeError):
-    """A value has a type that is not sent between ranks; the message says which, and where it is."""
+    """Error raised if a value has a type that is not sent between ranks; the message says which, and where it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Stands for the n-th tensor of a state."""
+    """Stand-in for the n-th tensor of a state."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseIndex:
-    """Stands for a sparse tensor, which is two tensors of a state: where its elements are, and what they are."""
+    """Stand-in for a sparse tensor, which is two tensors of a state: indices and values."""
 
     indices: TensorIndex
     values: TensorIndex
@@ -198,7 +198,7 @@ _READ_MAPPING: dict[bytes, Callable[[], Any]] = {
 
 
 class _Reader:
-    """Takes bytes apart; believes no length that they name."""
+    """Reader of bytes that trusts no length in them."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -23,7 +23,7 @@ _WAY_OUT = (
 
 
 class ReplicasDifferError(RuntimeError):
-    """The ranks of a job hold different parameters, though each has applied the same steps, or different data."""
+    """Error raised if ranks hold different parameters after the same steps, or different data."""
 
 
 def digest(what: object) -> int:

@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Stands in a tree for a tensor of which this rank writes some elements.
+    """Stand-in in a tree for a tensor of which this rank writes some elements.
 
     Attributes:
         shape: of the whole tensor.

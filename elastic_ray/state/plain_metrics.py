@@ -1,4 +1,4 @@
-"""Reported metrics as plain, bounded data (pure): what leaves a worker is read by processes that are not its user's."""
+"""Conversion of reported metrics to plain, bounded data (pure): processes of other users read them."""
 
 from __future__ import annotations
 

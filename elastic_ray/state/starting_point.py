@@ -50,13 +50,13 @@ class StartingPoint:
 
     @property
     def epochs_behind(self) -> int:
-        """Epochs that such code has to go by before it is where the others are, as far as that is known."""
+        """Number of epochs that the code must skip before it is where the others are, as far as known."""
         return max(0, (self._others_at or 0) - self.first_epoch())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Captured states that a worker begins with, and that make it a holder of state.
+    """Captured states that a worker starts with, and that make it a holder of state.
 
     Attributes:
         states: from before a rerun in this process, or of an automatic checkpoint.

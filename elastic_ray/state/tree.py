@@ -33,7 +33,7 @@ _MOST_DIMENSIONS = 64
 
 
 class Stateful(Protocol):
-    """Something whose state every rank must share."""
+    """Protocol of an object whose state every rank must share."""
 
     def capture(self) -> Any:
         """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
@@ -91,7 +91,7 @@ class _Spec:
 
 
 class UnsafeStateError(TypeError):
-    """A state holds what could only be sent, or loaded, by running code."""
+    """Error raised if a state holds what could only be sent, or loaded, by running code."""
 
 
 def check_plain(trees: Mapping[str, Any]) -> None:

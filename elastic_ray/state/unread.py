@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnreadTensor:
-    """Stands in a captured tree for a tensor of a checkpoint.
+    """Stand-in in a captured tree for a tensor of a checkpoint.
 
     Attributes:
         shape: of the whole tensor.
@@ -69,7 +69,7 @@ class UnreadTensor:
 
 @runtime_checkable
 class TakesUnread(Protocol):
-    """A state to be restored."""
+    """State that can be restored from unread tensors."""
 
     @property
     def takes_unread(self) -> bool:

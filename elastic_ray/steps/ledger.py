@@ -1,4 +1,4 @@
-"""The ledger of one rank's steps: which one is in progress, what of it counts, what a lost one takes back (pure)."""
+"""Ledger of one rank's steps: the one in progress, what is committed, and what to undo if it is lost (pure)."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class StepLedger:
 
     @property
     def accumulator_scope(self) -> int:
-        """Epoch that an accumulator belongs to which is made now; -1 before the first."""
+        """Epoch of an accumulator that is made now; -1 before the first."""
         return self._state.progress.epoch if self._in_epoch else -1
 
     def begin_epoch(self) -> None:

@@ -1,4 +1,4 @@
-"""Errors of allocators that have no memory left: how to know them, and how to free what a failed pass holds (torch)."""
+"""Errors of allocators without memory: how to recognise them, and how to free what a failed pass holds (torch)."""
 
 from __future__ import annotations
 

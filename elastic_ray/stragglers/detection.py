@@ -37,7 +37,7 @@ def lower_median(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTrace:
-    """Moving averages of what the ranks of one group take for their steps, since its members or shares have changed.
+    """Moving averages of the ranks' step times in one group, since its members or shares have changed.
 
     A rank's time t is compared with the median's as it would be for as much work. Steps have a part that does not grow
     with their work, of unknown size, so that of a healthy rank with q times the median's work only this is known:

@@ -1,4 +1,4 @@
-"""Looks after the stragglers of one group: all ranks do so alike, from measures that all of them have (pure)."""
+"""Watch of one group's stragglers, equal on all ranks, from measures that all of them have (pure)."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def _measured_again(slow: SlowWorker, times: float) -> SlowWorker:
 
 
 class Tell(Protocol):
-    """Tells the job's user something."""
+    """Protocol of a report to the job's user."""
 
     def __call__(self, text: str, detail: Mapping[str, Any]) -> None: ...
 

@@ -278,7 +278,7 @@ class AdaptiveSGD:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """The fastest strategy, found while training: the likeliest are tried for some steps each, and one is kept.
+    """Search for the fastest strategy while training: the likeliest are tried for some steps each, and one is kept.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.

@@ -12,7 +12,7 @@ _MOST_TEXT = 1 << 20
 
 
 class StrategyError(ValueError):
-    """A strategy cannot be used as it is, or not with this model, optimizer or group."""
+    """Error raised if a strategy cannot be used as it is, or not with this model, optimizer or group."""
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:

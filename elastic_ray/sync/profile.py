@@ -41,7 +41,7 @@ class ParamInfo:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -100,5 +100,5 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.nodes)

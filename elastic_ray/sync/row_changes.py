@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that an update is being made of.
+    """Rows that are part of an update in progress.
 
     Attributes:
         places: position of each of the model's parameters, by ``id``.
@@ -111,7 +111,7 @@ def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list
 
 
 class HandChanges:
-    """Notices rows that a rank owns and that were changed besides updates, where others hold copies of them.
+    """Detector of owned rows that were changed besides updates, while others hold copies of them.
 
     It looks at a few elements of each parameter: enough for averages, and for decay by hand. What they do not show, as
     clipping of single weights, is found when a pass ends.

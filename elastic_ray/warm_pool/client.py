@@ -1,4 +1,4 @@
-"""SHELL: a controller's (or a sweep's) way to the cluster's pool of warm worker processes."""
+"""SHELL: client of a controller (or a sweep) for the cluster's pool of warm worker processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Takes processes from the pool, and starts those that it wants.
+    """Client that takes processes from the pool, and starts those that the pool wants.
 
     Args:
         owner: in whose name processes are taken.

@@ -88,7 +88,7 @@ def process_name(environment: str, node: str) -> str:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _PoolEntry:
-    """A process that no job has: its actor, None until its controller has started it, and until when it may do so."""
+    """Entry of a free process: its actor, None until its controller has started it, and the deadline for that."""
 
     process: PooledProcess
     actor: Any = None

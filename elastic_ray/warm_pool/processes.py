@@ -1,4 +1,4 @@
-"""SHELL: where a job's worker processes come from and go: its own, those of its sweep, and the cluster's warm pool."""
+"""SHELL: worker processes of a job: its own, those of its sweep, and those of the cluster's warm pool."""
 
 from __future__ import annotations
 

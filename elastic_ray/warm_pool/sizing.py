@@ -93,7 +93,7 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """A process that no job has.
+    """Process of the pool that no job has.
 
     Attributes:
         name: its actor's.
@@ -137,7 +137,7 @@ class ProcessRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A process is to be started."""
+    """Instruction: start a process."""
 
     node: str
     environment: str
@@ -146,7 +146,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """A process is to be ended."""
+    """Instruction: end a process."""
 
     name: str
     reason: str

@@ -1,4 +1,4 @@
-"""SHELL: what ``ray.train``'s own functions find in a worker: there they mean ``elastic_ray``'s."""
+"""SHELL: functions of ``ray.train`` in a worker, which mean ``elastic_ray``'s there."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class _TrainFnUtils:
 
 
 class _Context:
-    """``ray.train.get_context()``: values are those of the moment, as ``elastic_ray.get_context()``'s."""
+    """Context that ``ray.train.get_context()`` returns: values are current, as ``elastic_ray.get_context()``'s."""
 
     def __init__(self, workers: int | None = None) -> None:
         self._workers = workers

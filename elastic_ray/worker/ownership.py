@@ -1,4 +1,4 @@
-"""SHELL: whom a worker process belongs to: the pool at first, then one job, or one sweep, until it ends.
+"""SHELL: ownership of a worker process: by the pool at first, then by one job, or one sweep, until it ends.
 
 A process of the cluster's pool was started in the name of an earlier job. What Ray has set in it for that one is
 replaced: where modules are found, whose driver shows its output, and where names of actors are looked up.

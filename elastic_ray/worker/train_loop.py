@@ -59,7 +59,7 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
 
 
 class _ByValue(ray.cloudpickle.CloudPickler):
-    """Pickles what a script defines by value, and modules by name, whatever their class.
+    """Pickler that stores what a script defines by value, and modules by name, whatever their class.
 
     cloudpickle takes along each submodule whose name code mentions: ``torch`` and an attribute ``classes`` are
     ``torch.classes`` to it, an object that is a module of a class of its own and cannot be pickled.

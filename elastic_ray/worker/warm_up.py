@@ -1,4 +1,4 @@
-"""SHELL: what a worker process does before it belongs to a job, so that no first step waits for it.
+"""SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for it.
 
 What it imports is work for a processor alone. Where more processes start on a machine than there are processors, they
 take turns: all of them would else be ready at the end only, and the first step would wait for the last import.

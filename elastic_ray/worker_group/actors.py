@@ -33,7 +33,7 @@ _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a secon
 
 
 class WorkerActors:
-    """Carries out what the membership machine wants done with workers, and says what became of it.
+    """Workers of a job: carries out the membership machine's instructions, and reports the results.
 
     A worker's resources are reserved by a placement group of its own; its process is an actor beside the group that
     asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, and the next one adopts

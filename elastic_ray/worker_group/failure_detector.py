@@ -11,7 +11,7 @@ _LONGEST_GAP_S = 0.3
 
 
 class FailureDetector:
-    """Silence of workers (or of the driver) on a clock that stands still while the controller itself is held up.
+    """Failure detector by silence of workers (or the driver), whose clock stops while the controller is held up.
 
     Args:
         timeout_s: silence after which a member of a group counts as hung.
@@ -73,7 +73,7 @@ class FailureDetector:
 
 
 class ExpectedRanks:
-    """Tells workers their expected rank when they start, each another one.
+    """Expected ranks of workers that start, each a different one.
 
     Before the first generation exactly one living worker is told rank 0, so that ``if rank == 0: download()`` runs
     once; a worker that joins a group that trains is never told 0. The ranks that they get in the end may be others.

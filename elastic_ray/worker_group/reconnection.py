@@ -1,4 +1,4 @@
-"""SHELL: a restarted controller waits until the workers of the one before have told it who they are."""
+"""SHELL: restart of a controller, which waits until the workers of the one before have registered."""
 
 from __future__ import annotations
 

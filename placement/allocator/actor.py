@@ -81,7 +81,7 @@ logger = logging.getLogger("placement.allocator")
 
 
 class PolicyConflictError(ValueError):
-    """The allocator shares the cluster out by another policy, and has jobs."""
+    """Error raised if the allocator runs another policy, and has jobs."""
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:

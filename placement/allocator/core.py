@@ -1,4 +1,4 @@
-"""The allocator's brain: a state machine that is told what happened and answers with instructions."""
+"""Core of the allocator: a state machine that takes events and returns instructions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SURE = 0.05  # a speed that varies by this much or more is not followed more of
 
 
 class AllocatorCore:
-    """Decides who gets what; pure: the clock comes with each event, and instructions are data.
+    """State machine of the allocation; pure: the clock comes with each event, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
     rarely without a cause. One decision serves all that comes within ``gather_s``; ``due_s`` says when it is due, and

@@ -14,7 +14,7 @@ from placement.planning.tenants import Tenant
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobHeartbeat:
-    """A job's controller says how the job stands; the first one is the job's arrival.
+    """Event: a job's controller reports the job's state; the first report is the job's arrival.
 
     Attributes:
         view: the job.
@@ -28,7 +28,7 @@ class JobHeartbeat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """A job is over and gives back everything.
+    """Event: a job is over and releases everything.
 
     Attributes:
         job: its name.
@@ -43,7 +43,7 @@ class JobEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodesChanged:
-    """The cluster as it is now.
+    """Event: the cluster as it is now.
 
     Attributes:
         cluster: its nodes.
@@ -57,7 +57,7 @@ class NodesChanged:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Time has passed."""
+    """Event: time has passed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +69,14 @@ class Recalled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeForgiven:
-    """An operator has mended a node: its failures are forgotten."""
+    """Event: an operator has mended a node, whose failures are forgotten."""
 
     node: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged:
-    """An operator has changed the settings of the cluster.
+    """Event: an operator has changed the settings of the cluster.
 
     Attributes:
         tenants: as ``AllocatorConfig`` has them.

@@ -19,7 +19,7 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """An answer for people; ``str`` of it is a short text.
+    """Explanation for people; ``str()`` of it is a short text.
 
     Attributes:
         job: name.

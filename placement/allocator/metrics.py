@@ -147,7 +147,7 @@ class Core(Protocol):
 
 
 class AllocatorMetrics:
-    """Says when what is written.
+    """Writer of the allocator's metrics, and its timing.
 
     Args:
         write: takes samples; None writes nothing.

@@ -122,7 +122,7 @@ def decision_line(record: DecisionRecord) -> str:
 
 
 class Recorder:
-    """Says what happens to a core, in lines.
+    """Recorder of a core's events and decisions, in lines.
 
     Args:
         write: takes the lines; None records nothing.
@@ -346,7 +346,7 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """The time of day for what is shown and stored, and one for intervals that knows no steps.
+    """Pair of clocks: the time of day for what is shown and stored, and a steady one for intervals.
 
     Both are seconds since the epoch, and the same until the time of day is set for the first time.
 

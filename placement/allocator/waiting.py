@@ -11,7 +11,7 @@ EVERY_S = 5.0
 
 
 class StartTimes:
-    """Answers for many jobs from one look at the cluster."""
+    """Start times of many jobs from one look at the cluster."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
         self._look = look

@@ -83,7 +83,7 @@ class ScalingDecision:
 
 
 class Autoscaler:
-    """Decides about nodes; soft state: made anew beside a running cluster it takes what is there for what was asked.
+    """Autoscaler with soft state: made anew beside a running cluster, it takes what is there as requested.
 
     Args:
         types: node types on offer.

@@ -1,4 +1,4 @@
-"""Node types out of a cluster file: Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``; what is wrong is said at once.
+"""Node types of a cluster file: Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``; errors are reported at once.
 
 ``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints what it offers. ``ray up`` checks
 Ray's own schema; here is what that does not look at: a worker type, its price, and the labels that jobs and allocator

@@ -101,7 +101,7 @@ class Cluster:
 
 
 class AllocationError(ValueError):
-    """An allocation breaks a rule.
+    """Error raised if an allocation breaks a rule.
 
     Attributes:
         rule: short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,

@@ -377,7 +377,7 @@ def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """Truth that no live job knows.
+    """True data that no live job knows.
 
     Attributes:
         step_s: true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes

@@ -1,4 +1,4 @@
-"""Kinds of nodes that may be asked for: what they have, what they cost, and how long they last."""
+"""Types of nodes that may be requested: resources, prices, and lifetimes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NodeType:
 
     @property
     def gpu_type(self) -> str:
-        """Type of its GPUs, empty where it does not say."""
+        """Type of the node's GPUs; empty where it has none."""
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:

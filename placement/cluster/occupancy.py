@@ -1,4 +1,4 @@
-"""The nodes while a decision puts jobs onto them: who is where, what is left, and the two ways to choose a node.
+"""Occupancy of nodes while a decision places jobs: workers, free room, and the two ways to choose a node.
 
 ``best_fit`` takes the tightest node that holds all, so that large gaps stay whole; ``worst_fit`` takes the roomiest, so
 that a job spans few nodes. Both are bin packing's. Who keeps its place, and who comes first, is the caller's to say.

@@ -1,4 +1,4 @@
-"""Numbers of workers that a job may have, where not all between its least and its most will do."""
+"""Allowed numbers of workers of a job, where not all between its least and its most are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fitting the throughput model to measured steps, with optimism about what was never seen.
+"""Fit of the throughput model to measured steps, optimistic about what was never seen.
 
 Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"): a job that has never run
 on more resources is taken to scale perfectly onto them, so that the allocator tries, and then knows.

@@ -99,7 +99,7 @@ class MixedGroup:
 
     @property
     def workers(self) -> int:
-        """R, of all types."""
+        """Number R of workers of all types."""
         return sum(part.workers for part in self.parts)
 
     @property

@@ -1,4 +1,4 @@
-"""SHELL: what jobs have measured, kept as Parquet files beside their results.
+"""SHELL: measurements of jobs, kept as Parquet files beside their results.
 
 ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``: every allocator (one per cluster) writes a file of its own
 under each storage path that its jobs use, with what it knows of those jobs' models, and reads all files there before

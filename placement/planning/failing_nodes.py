@@ -1,4 +1,4 @@
-"""Nodes on which workers have failed are closed to the jobs that avoid them (pure)."""
+"""Avoidance of failing nodes, which are closed to the jobs that avoid them (pure)."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ def _parts(problem: Problem) -> list[Problem]:
 
 
 class _Filling:
-    """Workers are given out one by one, or a minimum at a time, to see how much each tenant may use."""
+    """Trial distribution of workers, one by one or a minimum at a time, to see how much each tenant may use."""
 
     def __init__(self, problem: Problem, tenants: Mapping[str, Tenant], totals: Resources) -> None:
         self._order = by_precedence(problem)

@@ -1,4 +1,4 @@
-"""Sizes that jobs' own policies ask for: served from what is left once the allocation policy has shared out everything.
+"""Sizes requested by jobs' own policies, served from what the allocation policy leaves over.
 
 The allocation policy sees neither wishes nor the workers that were granted for them: it decides about the others as if
 these slots were free. So a wish takes no worker from another job, and what was granted goes as soon as the policy has a

@@ -40,7 +40,7 @@ class Refusal:
 
 
 class NodeRequests:
-    """The nodes that the cluster should have, told to Ray whenever they change and every 20 s. Calls block shortly."""
+    """Requests for the cluster's nodes, sent to Ray whenever they change and every 20 s. Calls block shortly."""
 
     def __init__(self) -> None:
         self._told: list[tuple[dict[str, float], dict[str, str]]] | None = None

@@ -1,4 +1,4 @@
-"""SHELL: actors of ours that others find by name: how they are made, found, listed and asked again."""
+"""SHELL: named actors: how they are made, found, listed and asked again."""
 
 from __future__ import annotations
 

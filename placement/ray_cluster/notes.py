@@ -1,4 +1,4 @@
-"""SHELL: where controllers and the allocator keep notes in Ray's control store, and the end of those none will read.
+"""SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned ones.
 
 A controller that ends deletes its own. One that is ended for good from outside (``ray.kill``, its namespace cleared)
 cannot, and Redis behind the control store would keep them over restarts of the cluster.

@@ -1,4 +1,4 @@
-"""SHELL: looks, on a spot node, for the cloud's notice of its end, and then lets Ray drain the node.
+"""SHELL: watcher of the cloud's notice of a spot node's end, upon which Ray drains the node.
 
 All parts know what a draining node is: the allocator moves jobs off it, Ray puts nothing new on it. An actor
 keeps a node from being idle, hence only nodes that elastic jobs use are watched.

@@ -55,7 +55,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A node is about to go.
+    """Notice that a node is about to go.
 
     Attributes:
         deadline_s: when, in seconds since the epoch.

@@ -1,4 +1,4 @@
-"""SHELL: gives back what jobs have left whose controller is gone for good: placement groups, and notes.
+"""SHELL: release of what jobs without a controller have left: placement groups, and notes.
 
 Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
 a worker that has lost its controller saves the job first and then gives back its own. What is left is a reservation
@@ -66,7 +66,7 @@ def _controllers() -> int:
 
 
 class Orphans:
-    """Looks for such groups every few seconds, and for such notes at first, every few minutes, and with cause.
+    """Search for orphaned groups every few seconds, and for orphaned notes at first, every few minutes, and with cause.
 
     Args:
         timeout_s: for how long a process without a controller, which may be saving the job, keeps its group [s].

@@ -1,4 +1,4 @@
-"""SHELL: what Ray says about its nodes; and, pure, what of them elastic jobs may use."""
+"""SHELL: Ray's view of its nodes; and, pure, the part that elastic jobs may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replays a trace: time stands in a heap, nothing sleeps, and nothing reads a clock."""
+"""Replay of a trace: time stands in a heap, nothing sleeps, and nothing reads a clock."""
 
 from __future__ import annotations
 

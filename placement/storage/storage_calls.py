@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 class StorageTimeoutError(TimeoutError):
-    """Storage has not answered in time."""
+    """Error raised if storage has not answered in time."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""NNI's algorithms on this stack: which run, which do not and what to take instead, and how they are told the mode."""
+"""NNI's algorithms on this stack: supported ones, alternatives to others, and how they get the mode."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class _ByMetric(ReadyPolicy):
-    """Follows the best value of a metric; each report that the view tells of counts once."""
+    """Base of policies that follow the best value of a metric; each report counts once."""
 
     def __init__(self, metric: str, *, mode: str, strict: bool, deadline_s: float) -> None:
         super().__init__(strict=strict, deadline_s=deadline_s)

@@ -13,7 +13,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class _Scaling(ReadyPolicy):
-    """Measures each size that the search comes by, and asks for the next one every so many steps."""
+    """Base of the scaling policies: measures each size of the search, and asks for the next one at intervals."""
 
     def __init__(
         self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int, strict: bool, deadline_s: float

@@ -1,4 +1,4 @@
-"""SHELL: the end of a sharded checkpoint: all ranks' parts are there, and its manifest says so, last (torch)."""
+"""SHELL: completion of a sharded checkpoint: once all parts are there, its manifest is written, last (torch)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
-    """Ranks have not written their parts.
+    """Error raised if ranks have not written their parts.
 
     Args:
         text: which, and for how long they were waited for.

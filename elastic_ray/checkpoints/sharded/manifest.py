@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class ManifestError(ValueError):
-    """A manifest, or a rank's account of its part, says what cannot be."""
+    """Error raised for a manifest, or a rank's account of its part, with impossible contents."""
 
 
 def part_name(rank: int) -> str:

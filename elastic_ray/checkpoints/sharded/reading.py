@@ -226,7 +226,7 @@ class PartFile:
 
 
 class _Blocks:
-    """Check sums of the blocks of what passes by."""
+    """Checksums of consecutive blocks of data."""
 
     def __init__(self) -> None:
         self._sums, self._running, self._left = array.array("I"), 0, BLOCK_BYTES

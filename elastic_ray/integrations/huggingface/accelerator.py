@@ -28,7 +28,7 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Accelerate asks a state of the process, where each worker is alone; here the rank is asked whenever it counts.
+    """Accelerate's process state that asks for the job's rank on every use; accelerate itself sees each worker alone.
 
     Trackers are begun by the first rank 0, and by a later one when it first logs.
     """

@@ -32,7 +32,7 @@ class SavesAlone:
 
 
 class Collectives(SavesAlone, accelerate.Accelerator):
-    """Accelerate's processes are one here, each worker's; these go through elastic-ray's collectives."""
+    """Accelerate's collectives over all workers of the job; accelerate itself sees each worker as one process."""
 
     flag_tensor: Any
 

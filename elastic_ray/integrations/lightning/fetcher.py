@@ -1,4 +1,4 @@
-"""Gives Lightning's training loop the batches of an ``AdaptiveDataLoader``, each step's end in its place."""
+"""Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop, with the ends of steps."""
 
 from __future__ import annotations
 

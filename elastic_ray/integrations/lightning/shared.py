@@ -126,11 +126,11 @@ def _check_group(group: Any) -> None:
 
 
 class ElasticRayEnvironment(ClusterEnvironment):
-    """Ranks and sizes of the present group: each look tells those of now."""
+    """Environment with the present ranks and sizes of the group."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The job has started this process."""
+        """True: the job has started this process."""
         return True
 
     @property

@@ -93,7 +93,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """1: the job knows of nodes."""
+        """1, because the job manages the nodes."""
         return 1
 
     @num_nodes.setter

@@ -1,4 +1,4 @@
-"""SHELL: the actor that executes a job's datasets of Ray Data, and tells workers where the rows are that they ask for.
+"""SHELL: the actor that executes a job's datasets of Ray Data, and tells workers where requested rows are.
 
 There is one for a job, on the head node. It holds references only: workers fetch the blocks themselves. It is soft
 state: where its process dies, Ray starts another, which executes the epoch anew and skips what the group has used. It
@@ -35,7 +35,7 @@ _TALKATIVE = {"ray._private.worker": "inside async actor", "ray.data._internal.p
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsWanted:
-    """A worker's question.
+    """Request of a worker for rows.
 
     Attributes:
         dataset: name of the dataset.

@@ -18,7 +18,7 @@ _AHEAD = 2  # blocks read beyond what readers want: the next ones are there when
 
 
 class StreamClosed(Exception):
-    """Nobody reads the stream on: it has no further rows."""
+    """Error raised if a stream is closed, because nobody reads it any more."""
 
 
 class RowStream:
@@ -64,7 +64,7 @@ class RowStream:
 
     @property
     def floor(self) -> int:
-        """Rows from this one on are still there."""
+        """Position of the first row that is still held."""
         return self._window.floor
 
     @property

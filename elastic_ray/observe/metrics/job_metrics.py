@@ -146,7 +146,7 @@ class JobMetrics:
 
     @property
     def _labels(self) -> JobLabels:
-        """The loader names the model once it is known; before, and where it names none, the user does."""
+        """Labels of the job; the loader names the model once it is known, and else the user does."""
         loader, name = self._speed.loader, self._spec.model_fingerprint
         if name is None and loader is not None:
             name = "+".join(dict.fromkeys(model.kind for model in loader.models))

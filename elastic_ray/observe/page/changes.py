@@ -1,4 +1,4 @@
-"""The snapshot as JSON, and what differs between two of them (pure)."""
+"""JSON of the snapshot, and the difference between two of them (pure)."""
 
 from __future__ import annotations
 

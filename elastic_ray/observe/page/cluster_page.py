@@ -1,4 +1,4 @@
-"""The page of a cluster that runs: takes one look after the other, remembers, and says what is shown (pure)."""
+"""Page of a running cluster: takes one look after the other, remembers, and gives what is shown (pure)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """Bounded: of a long time the oldest bars go first.
+    """History with a bound: of a long time the oldest bars go first.
 
     Args:
         most_bars: bars that have ended and are kept.

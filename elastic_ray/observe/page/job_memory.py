@@ -22,7 +22,7 @@ _PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
-    """Bounded: of a long run every other point of its series is left out, again and again.
+    """Memory of one job with a bound: of a long run every other point of its series is dropped, repeatedly.
 
     Args:
         job: its name.

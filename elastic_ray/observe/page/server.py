@@ -365,7 +365,7 @@ async def _close_late(doors: Doors) -> None:
 
 
 class _Counted(asyncio.Protocol):
-    """A connection that is counted; all else is aiohttp's."""
+    """Connection handler that is counted; all else is aiohttp's."""
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors, self._inner = doors, inner
@@ -390,7 +390,7 @@ class _Counted(asyncio.Protocol):
 
 
 class _Few(logging.Filter):
-    """Lets some lines a minute through: whoever sends what is no HTTP would else fill the log."""
+    """Log filter that passes some lines a minute: whoever sends what is no HTTP would else fill the log."""
 
     def __init__(self) -> None:
         super().__init__()

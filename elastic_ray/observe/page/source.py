@@ -90,7 +90,7 @@ class JobAnswer:
 
 
 class ActionRefusedError(Exception):
-    """A job does not do what it was asked to; the message is the reason."""
+    """Error raised if a job refuses an action; the message is the reason."""
 
 
 class Source(Protocol):
@@ -125,7 +125,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Shows what was read once; a ``Source``.
+    """Page of stored data; a ``Source``.
 
     Args:
         snapshot: everything but what belongs to one job.

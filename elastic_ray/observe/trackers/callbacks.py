@@ -65,12 +65,12 @@ class TrialView:
 
     @property
     def local_experiment_path(self) -> str:
-        """A job is its own experiment."""
+        """Path of the experiment: a job is its own experiment."""
         return self.local_path
 
     @property
     def experiment_dir_name(self) -> str:
-        """A job is its own experiment."""
+        """Directory name of the experiment: a job is its own experiment."""
         return self.trial_name
 
     @property
@@ -85,7 +85,7 @@ class TrialView:
 
     @property
     def evaluated_params(self) -> dict[str, Any]:
-        """No sampled ones."""
+        """Sampled parameters: none."""
         return {}
 
     def init_local_path(self) -> None:

@@ -56,7 +56,7 @@ def frame(record: bytes) -> bytes:
 
 
 class Readable(Protocol):
-    """A file that is read."""
+    """Protocol of a file that is read."""
 
     def read(self, size: int, /) -> bytes:
         """Return the next bytes, fewer than ``size`` only at the end."""

@@ -56,7 +56,7 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """Calls a tracker. Its own methods return at once.
+    """Thread that calls a tracker. Its own methods return at once.
 
     Args:
         name: of the tracker, for messages.

@@ -19,7 +19,7 @@ class AveragedModel(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
@@ -155,7 +155,7 @@ class PairAverager(Stateless):
 
 
 class DiLoCoAverager:
-    """An outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
+    """Outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
 
     With the anchor a, the outer momentum m, both equal on all ranks, and the mean w of the ranks' models:
     d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv 2311.08105.

@@ -286,7 +286,7 @@ class Replica:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self._communicator.world_size
 
     @property

@@ -1,4 +1,4 @@
-"""The way to a strategy: steps of the present one, trials of others, and one that is kept (pure).
+"""Choice of a strategy: profiling of the present one, trials of others, and one that is kept (pure).
 
 A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
 comes to its end after a known number of steps.

@@ -1,4 +1,4 @@
-"""Gradients that user code adds up over several steps of a loader: state of the run between these steps (torch)."""
+"""Gradients that user code accumulates over several loader steps: state of the run between these steps (torch)."""
 
 from __future__ import annotations
 

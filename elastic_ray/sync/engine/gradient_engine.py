@@ -127,7 +127,7 @@ class GradientEngine:
 
     @property
     def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        """Key of strategies whose step times must not be mixed; None while one is being chosen."""
         return self._in_force.key
 
     @property

@@ -23,7 +23,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Debtor:
-    """A bucket that owes, with names for its parameters that hold in every layout.
+    """Bucket with a residual, with parameter names that hold in every layout.
 
     Attributes:
         bucket: it.

@@ -163,7 +163,7 @@ class Reduction:
 
     @property
     def add_up(self) -> Callable[[Sequence[float]], list[float]] | None:
-        """Adds up numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
+        """Function that sums numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
         return self._add_up if self._layout.sliced else None
 
     def _add_up(self, values: Sequence[float]) -> list[float]:

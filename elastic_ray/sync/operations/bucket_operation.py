@@ -20,7 +20,7 @@ class GradientCollectives(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Sum the tensor over all ranks, in place."""
@@ -52,7 +52,7 @@ class MeasuredGradient(Protocol):
 
     @property
     def index(self) -> int:
-        """Tells it from others of the model."""
+        """Index that tells the gradients from others of the model."""
 
     @property
     def group(self) -> int:
@@ -221,7 +221,7 @@ _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WireForm:
-    """Turns a flat buffer into what travels, and back.
+    """Conversion of a flat buffer into the dtype that travels, and back.
 
     A value beyond fp16's 65504 becomes infinite, and so does the sum on every rank: AMP's scaler then leaves the step
     out and lowers its scale, as it does where autocast overflows.

@@ -19,7 +19,7 @@ _AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 
 
 class Int8Compression:
-    """See ``Compression``, which this is.
+    """All-reduce in 8-bit integers; implements ``Compression``.
 
     Each rank sends every other its share of the vector as 8-bit numbers (all-to-all), adds up the shares that it gets
     in float32, rounds the sum again, and all gather these: 2 (W - 1) / W bytes an element and rank at W ranks, against

@@ -39,7 +39,7 @@ class _Matrix:
 
 
 class LowRankCompression:
-    """See ``Compression``, which this is.
+    """All-reduce in low-rank factors (PowerSGD); implements ``Compression``.
 
     One step of subspace iteration on M = sum_r M_r, from the factor Q of the step before, which is the same on all
     ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. What rank r leaves out is

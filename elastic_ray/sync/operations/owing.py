@@ -14,7 +14,7 @@ from elastic_ray.sync.operations.residual import Residual
 
 
 class OwingOperation(abc.ABC):
-    """A ``BucketOperation`` that adds what is owed to a pass's gradients."""
+    """Base of the operations that add a residual to a pass's gradients."""
 
     def __init__(self) -> None:
         self.residual = Residual()

@@ -13,7 +13,7 @@ from elastic_ray.sync.operations.bucket_operation import GradientBucket, Gradien
 
 
 class PartitionedReduceOperation:
-    """See ``BucketOperation``, which this is. It keeps nothing.
+    """Reduction of one bucket in several parts at once; a stateless ``BucketOperation``.
 
     Along the first axis the flat buffer is divided as it lies. Along another one each tensor's slices are packed with
     those of the same number of the others; a tensor with fewer than ``parts`` of them is divided as far as it can be.
@@ -101,7 +101,7 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
 
 
 class OwnerOperation:
-    """See ``BucketOperation``, which this is. It keeps nothing, so that an owner's loss loses nothing.
+    """Reduction to an owner and broadcast back; a stateless ``BucketOperation``, so that an owner's loss loses nothing.
 
     Args:
         owner: the rank that collects the bucket.
@@ -136,7 +136,7 @@ class OwnerOperation:
 
 
 class CastReduceOperation:
-    """See ``BucketOperation``, which this is. Weights count before the rounding; it keeps nothing.
+    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding.
 
     Args:
         form: of the gradients on their way.

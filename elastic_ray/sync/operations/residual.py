@@ -9,7 +9,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owed:
-    """A gradient that is still to be sent.
+    """Residual of a gradient that is still to be sent.
 
     Attributes:
         flat: it, as one vector; None for nothing.

@@ -96,7 +96,7 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """A rank that holds it, by tile."""
+        """Rank that holds each tile."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 

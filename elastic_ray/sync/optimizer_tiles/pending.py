@@ -1,4 +1,4 @@
-"""An update that a rank has voted for and of which it does not know whether it is decided (torch)."""
+"""Pending update: a rank has voted for it and does not know whether it is decided (torch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Tells updates apart."""
+        """Key that tells updates apart."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:

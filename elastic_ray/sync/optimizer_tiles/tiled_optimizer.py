@@ -99,7 +99,7 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """The ranks that own each tile; another object where they are others than before."""
+        """Ranks that own each tile; a new object when the owners change."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:

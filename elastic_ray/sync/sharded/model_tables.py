@@ -1,4 +1,4 @@
-"""The sharded tables of one wrapped model: what training and changes of the group do with all of them (torch)."""
+"""Sharded tables of one wrapped model, in training and changes of the group (torch)."""
 
 from __future__ import annotations
 

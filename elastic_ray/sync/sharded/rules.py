@@ -99,7 +99,7 @@ class RowAdam(RowRule):
 
     @property
     def initial(self) -> Mapping[str, float]:
-        """Two moments."""
+        """Initial values of the two moments."""
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
 

@@ -1,4 +1,4 @@
-"""The rows that one rank holds, by tile, and where rows come from at the beginning (torch)."""
+"""Rows that one rank holds, by tile, and the source of the initial rows (torch)."""
 
 from __future__ import annotations
 

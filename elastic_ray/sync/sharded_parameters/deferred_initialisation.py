@@ -1,4 +1,4 @@
-"""A model that was built on the meta device is initialised one module after the other (torch).
+"""Deferred initialisation of a model that was built on the meta device, one module after the other (torch).
 
 Only one module's own parameters are whole at a time. Torch's recipe, ``to_empty`` of the whole model and then
 ``reset_parameters`` of sharded parameters, would hold all of them, and draw other numbers in each size of group.

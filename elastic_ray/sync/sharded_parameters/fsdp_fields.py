@@ -78,7 +78,7 @@ NO_MEMORY_YET = (
 
 
 class UnknownTorchError(RuntimeError):
-    """The torch that is installed keeps the shards of a module in other fields than are known here."""
+    """Error raised if the installed torch keeps the shards of a module in unknown fields."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

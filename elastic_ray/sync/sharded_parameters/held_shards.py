@@ -1,4 +1,4 @@
-"""The shards that a rank holds: rows of parameters, and what the optimizer keeps of them (torch)."""
+"""Shards that a rank holds: rows of parameters, and their optimizer state (torch)."""
 
 from __future__ import annotations
 

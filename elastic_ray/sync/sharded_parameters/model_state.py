@@ -92,7 +92,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 class StateDicts:
-    """Has ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them."""
+    """Hooks that let ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

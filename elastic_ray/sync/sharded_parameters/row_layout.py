@@ -111,7 +111,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Shards that the rows are cut into."""
+        """Number of shards that the rows are cut into."""
         return len(self.groups[0])
 
     @property

@@ -339,7 +339,7 @@ class ShardCollectives:
 
 
 class GatherShards:
-    """Torch's seam for its all-gathers, of the sharded module of this number."""
+    """Hook of torch for the all-gathers of one sharded module."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
@@ -349,12 +349,12 @@ class GatherShards:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Gather."""
+        """Gather one module's shards into the output tensor."""
         self._collectives.gather(output_tensor, input_tensor, self._unit)
 
 
 class ScatterGradients:
-    """Torch's seam for its reduce-scatters; sums with weights take the place of means."""
+    """Hook of torch for its reduce-scatters; weighted sums take the place of means."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit

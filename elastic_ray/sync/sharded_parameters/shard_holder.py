@@ -1,4 +1,4 @@
-"""Shards of one model between ranks: what this one holds, and how it comes to hold what it is to (torch)."""
+"""Holder of one model's shards on a rank, and moves of shards when the group changes (torch)."""
 
 from __future__ import annotations
 

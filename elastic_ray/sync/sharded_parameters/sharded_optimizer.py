@@ -398,7 +398,7 @@ class ShardedOptimizer:
 
 
 class ShardUpdate:
-    """An update of shards: which parameters they are parts of, and by what gradients.
+    """Update of shards: the parameters they are parts of, and the gradients.
 
     Args:
         optimizer: makes it.

@@ -29,7 +29,7 @@ class _Buffers:
 
 
 class SlicedOperation:
-    """See ``BucketOperation``, which this is. It keeps nothing.
+    """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
 
     A rank hands in its gradients once, and gets of them a share for each tile that it owns: (W - 1) / W and 1 / W of
     the bucket where tiles have two owners, and W ranks, against 2 (W - 1) / W of an all-reduce. Both owners of a piece

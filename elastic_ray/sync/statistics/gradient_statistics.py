@@ -1,4 +1,4 @@
-"""Statistics of one model's backward passes: what the reducer tells of them, the tracker and the meter (torch)."""
+"""Statistics of one model's backward passes: the reducer's input, the noise tracker and the meter (torch)."""
 
 from __future__ import annotations
 

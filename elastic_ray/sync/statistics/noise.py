@@ -1,4 +1,4 @@
-"""Measures the gradient noise scale of one model inside its training steps (torch; the mathematics is elsewhere)."""
+"""Measurement of one model's gradient noise scale in its training steps (torch; the mathematics is elsewhere)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """An optimizer as statistics see it: has ``param_groups`` and ``state`` as well."""
+    """View of an optimizer for statistics, with its ``param_groups`` and ``state``."""
 
     @property
     def state(self) -> Mapping[Any, Any]:

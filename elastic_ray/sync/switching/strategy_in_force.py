@@ -57,7 +57,7 @@ def settings_of(auto: Auto) -> ChoiceSettings:
 
 
 class StrategyTuner:
-    """Finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
+    """Tuner that finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
 
     Args:
         context: the run.
@@ -211,7 +211,7 @@ _KEPT_TIMES = 31
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """A strategy that takes effect with the next step, and who decides over it from then on."""
+    """Requested strategy that takes effect with the next step, and its tuner."""
 
     strategy: Strategy
     tuner: StrategyTuner | None
@@ -273,7 +273,7 @@ class StrategyInForce:
 
     @property
     def topology(self) -> Topology:
-        """The present group."""
+        """Topology of the present group."""
         return Topology(nodes=tuple(self._context.group.nodes))
 
     @property
@@ -309,7 +309,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen.
+        """Key of strategies whose step times must not be mixed; None while one is being chosen.
 
         ``auto/`` stands before what a choice has led to: another group may have another, and both count.
         """

@@ -20,7 +20,7 @@ from elastic_ray.sync.tables.touched_rows import (
 
 
 class RowBucket:
-    """See ``GradientBucket``, which this is, of one table.
+    """Gradient of one table as touched rows; implements ``GradientBucket``.
 
     Args:
         index: position in the order of reduction.
@@ -148,7 +148,7 @@ class RowBucket:
 
     @property
     def is_summed_up(self) -> bool:
-        """See :meth:`sum_up`."""
+        """False: rows are not summed while they are put into the bucket; see :meth:`sum_up`."""
         return False
 
     def own_is_finite(self) -> bool:

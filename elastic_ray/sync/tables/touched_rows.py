@@ -1,4 +1,4 @@
-"""The gradient of a table of which few rows are not zero: these rows, and the arithmetic that it takes (torch)."""
+"""Gradient of a table with few non-zero rows: these rows, and their arithmetic (torch)."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class TouchedRows:
 
     @property
     def count(self) -> int:
-        """Rows that it has."""
+        """Number of touched rows."""
         return self.values.shape[0]
 
     def at(self) -> torch.Tensor:

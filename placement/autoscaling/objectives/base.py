@@ -113,14 +113,14 @@ class Demand:
 
 
 class Objective(Protocol):
-    """Decides how many workers each job should have. ``placement.autoscaling.fleet`` decides which nodes these take.
+    """Objective of the cluster's size: the workers of each job. ``placement.autoscaling.fleet`` chooses the nodes.
 
     Pure, like a policy: no clock, no dice.
     """
 
     @property
     def name(self) -> str:
-        """The name that reasons carry."""
+        """Name of the objective in reasons."""
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:

@@ -25,7 +25,7 @@ class BySize:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return self.policy.name
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:

@@ -1,4 +1,4 @@
-"""``cost_per_progress``: the least money, with time at a price, or as little as a deadline or a budget allows."""
+"""``cost_per_progress``: lowest cost, with time at a price, within a deadline or a budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CompletionForecast:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostPerProgress:
-    """Each job has the size at which the rest of it costs least, time counted as money.
+    """Objective that gives each job the size at which the rest of it costs least, time counted as money.
 
         score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    where nodes have to start first
 
@@ -67,7 +67,7 @@ class CostPerProgress:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return "cost_per_progress"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:

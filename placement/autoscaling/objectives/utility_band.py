@@ -37,7 +37,7 @@ class UtilityBand:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return "utility_band"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:

@@ -70,12 +70,12 @@ class SiaPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "sia"
 
     @property
     def shares_knowledge(self) -> bool:
-        """Sia's jobs know only what they have measured themselves: the simulator gives them no more."""
+        """False: Sia's jobs know only what they have measured themselves, so the simulator gives them no more."""
         return False
 
     def load_solver(self) -> None:

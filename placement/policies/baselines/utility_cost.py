@@ -53,7 +53,7 @@ class UtilityCostPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "utility_cost"
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:

@@ -104,7 +104,7 @@ class GoodputPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "goodput"
 
     @property

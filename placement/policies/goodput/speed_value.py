@@ -15,7 +15,7 @@ from placement.policies.goodput.tables import OptionTable, Placement
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Per job, (J,), and for all.
+    """Utility of speed in a decision: per job, (J,), and for all.
 
     Attributes:
         weight: of the job.

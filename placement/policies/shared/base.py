@@ -45,7 +45,7 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides how many workers each job gets. Which nodes they run on is ``placement.cluster.packing``'s decision.
+    """Policy that decides how many workers each job gets; ``placement.cluster.packing`` decides on which nodes.
 
     Promises that the contract tests hold every registered policy to: a target for every job; never more than
     the cluster has; ``min_workers`` or nothing; never above ``max_workers``; ``held_at`` wherever it fits;
@@ -62,7 +62,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that reasons and errors carry."""
+        """Name of the policy in reasons and errors."""
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:

@@ -104,7 +104,7 @@ class Machine:
 
 
 class Provider:
-    """Rents and returns machines.
+    """Cloud that rents and returns machines.
 
     A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that is taken there at that
     time and not in use here; it is taken away when the record loses it. Without a free place the request waits.

@@ -437,7 +437,7 @@ class MixedSteps:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step."""
+        """Number of samples of a step."""
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:

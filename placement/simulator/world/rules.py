@@ -32,7 +32,7 @@ class Location:
 
     @property
     def workers(self) -> int:
-        """Workers altogether."""
+        """Number of workers."""
         return sum(self.nodes.values())
 
     @property
@@ -232,7 +232,7 @@ class LiveRules(Rules):
 
     @property
     def join_s(self) -> float:
-        """See ``Rules``."""
+        """Pause when new workers join [s]."""
         return self.pause
 
     def change(

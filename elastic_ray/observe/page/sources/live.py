@@ -1,4 +1,4 @@
-"""SHELL: a cluster that runs, through Ray: what the page asks its allocator, its controllers and its control store."""
+"""SHELL: page of a running cluster through Ray: its allocator, its controllers and its control store."""
 
 from __future__ import annotations
 
