@@ -1,4 +1,4 @@
-"""SHELL: whether a Ray cluster is there and lets this process in, asked before Ray itself does.
+"""SHELL: checks that a Ray cluster is there and lets this process in, before Ray itself does.
 
 Ray would try for a minute, print pages from C++ or end the process, where one question over gRPC is answered at once.
 Ray takes a token from RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, if RAY_AUTH_MODE=token.
@@ -27,7 +27,7 @@ HOW_TO_SEND = f"set {_MODE}=token, and put the token in {_SOURCES}; {_HEAD}"
 
 
 class AccessRefusedError(ConnectionError):
-    """The Ray cluster does not let this process in: its token is missing or wrong, or the cluster knows none."""
+    """Error raised if the Ray cluster refuses this process: a token is missing or wrong, or the cluster has none."""
 
 
 def join() -> None:
@@ -67,7 +67,7 @@ def session_warning() -> str:
 
 
 def find_address(address: str) -> str:
-    """HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself.
+    """Return HOST:PORT of the cluster that ``auto`` stands for, which may be long gone; else the address itself.
 
     Of none, as ``ray.init()`` without an address takes it: that of a cluster that ``ray start`` has noted down on this
     machine; empty where there is none, and Ray starts one.
@@ -108,7 +108,10 @@ def check_answers(there: str, address: str) -> None:
 
 
 def split(address: str) -> tuple[str, int] | None:
-    """Host and port of a cluster's control store; None for what is no such address (``auto``, ``ray://...``)."""
+    """Return the host and port of a cluster's control store.
+
+    None for what is no such address (``auto``, ``ray://...``).
+    """
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdigit():
         return None
@@ -149,7 +152,7 @@ def _mode_is_open() -> bool:
 
 
 def _token(mode_is_open: bool) -> str:
-    """The token that Ray would send from here, as an HTTP header has it; empty where it would send none."""
+    """Return the token that Ray would send from here, as an HTTP header has it; empty where it would send none."""
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -211,5 +214,5 @@ def _refused(address: str, token: str) -> str:
 
 
 def _first(error: BaseException) -> str:
-    """The message without Ray's advice after it."""
+    """Return the message without Ray's advice after it."""
     return str(getattr(error, "message", "") or error).strip().splitlines()[0].rstrip(".")

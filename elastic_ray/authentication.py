@@ -1,4 +1,4 @@
-"""Message authentication: who signs knows a job's secret, which travels through Ray alone (pure)."""
+"""Message authentication: signers know a job's secret, which travels through Ray only (pure)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ MAC_BYTES = 32
 
 
 def new_secret() -> str:
-    """A secret for one job."""
+    """Return a secret for one job."""
     return secrets.token_hex(32)
 
 
 def sign(secret: str, *facts: str | int | bytes) -> bytes:
-    """HMAC-SHA256 of these facts under the secret: who holds it can tell that somebody else does.
+    """Return HMAC-SHA256 of these facts under the secret: who holds it can tell that somebody else does.
 
     Args:
         secret: the job's; not empty.

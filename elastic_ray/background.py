@@ -1,4 +1,4 @@
-"""Work beside the one event loop of a controller, held for as long as it lasts: the loop itself may forget a task."""
+"""Background tasks beside a controller's event loop, which itself may forget a task."""
 
 from __future__ import annotations
 

@@ -19,15 +19,15 @@ from placement.text import printable, printable_lines
 
 
 class JobNameTakenError(RuntimeError):
-    """An active job has this name already."""
+    """Error raised if an active job has this name already."""
 
 
 class ImpossibleResourcesError(ValueError):
-    """No node of the cluster, or not the whole cluster, could ever offer what the job asks for."""
+    """Error raised if no node of the cluster, or not the whole cluster, could ever offer what the job asks for."""
 
 
 class JobLostError(TrainingFailedError):
-    """The job's controller is gone, and with it the job's workers.
+    """Error raised if the job's controller is gone, and with it the job's workers.
 
     Attributes:
         job: name of the job.
@@ -81,7 +81,7 @@ class WorkersLostError(WorkerGroupError):
 
 
 class TrainFunctionError(WorkerGroupError):
-    """The user's train function raised on several workers, or on the last one; not retried: it would raise again.
+    """Error raised if the train function raises on several workers, or on the last one; it is not retried.
 
     Instances come from :meth:`of` and are, wherever Python allows it, of the user's type as well:
     both ``except TrainFunctionError`` and ``except ValueError`` catch a ``ValueError`` of the train function.
@@ -128,7 +128,7 @@ def _train_function_error(payload: bytes | None, text: str, rank: int, node: str
 
 
 def _of_both_types(cause: Exception, text: str, rank: int, node: str) -> TrainFunctionError:
-    """An instance of ``TrainFunctionError`` and of the cause's type, with the cause's attributes."""
+    """Return an instance of ``TrainFunctionError`` and of the cause's type, with the cause's attributes."""
     cause_type = type(cause)
     if isinstance(cause, TrainingFailedError | StopIteration | StopAsyncIteration):
         raise TypeError("control flow exceptions would change what our own caller does")

@@ -71,7 +71,7 @@ class TrialFacts:
 
 
 def number_in(metrics: Any, name: str) -> float | None:
-    """A reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
+    """Return a reported metric, nested as in ``"eval/loss"``; None where there is none, or it is no finite number."""
     with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError, OverflowError):
         if name in metrics:
             found = float(metrics[name])
@@ -85,7 +85,7 @@ def number_in(metrics: Any, name: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """For how long a change of its group kept a rank from training, by what it was waiting for [s, >= 0].
+    """Pause of a rank's training by a change of its group, by what it waited for [s, >= 0].
 
     Attributes:
         vote_s: from the last committed step until the ranks had agreed on the change, or its failure was noticed; the
@@ -102,7 +102,7 @@ class Pause:
 
     @property
     def pause_s(self) -> float:
-        """The whole of it [s]."""
+        """Length of the whole pause [s]."""
         return self.vote_s + self.group_s + self.state_s
 
     @property
@@ -139,13 +139,13 @@ class JobEvent:
     detail: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The event as one line of JSON, the format of ``events.jsonl``."""
+        """Return the event as one line of JSON, the format of ``events.jsonl``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return dump({**values, "kind": self.kind.value, "detail": dict(self.detail)}, sort_keys=True, other=str)
 
     @classmethod
     def from_json(cls, line: str) -> JobEvent:
-        """The inverse of :meth:`to_json`.
+        """Invert :meth:`to_json`.
 
         Raises:
             ValueError: if the line is no JSON object of these fields.
@@ -327,7 +327,10 @@ class Report:
     steps: int = 0
 
     def to_json(self) -> str:
-        """The report as one line of JSON, the format of ``reports.jsonl``; what JSON cannot hold is its ``repr``."""
+        """Return the report as one line of JSON, the format of ``reports.jsonl``.
+
+        What JSON cannot hold is its ``repr``.
+        """
         values = {
             "index": self.index,
             "checkpoint": self.checkpoint,
@@ -343,7 +346,7 @@ class Report:
 
     @classmethod
     def from_json(cls, line: str) -> Report:
-        """The inverse of :meth:`to_json`.
+        """Invert :meth:`to_json`.
 
         Raises:
             ValueError: if the line is no JSON object of these fields.

@@ -1,4 +1,4 @@
-"""Scripted faults: what dies, at which step, at which moment (for tests and for trying out a set-up).
+"""Scripted faults: the action, step and moment (for tests and for trying out a set-up).
 
 >>> faults = Faults().kill(rank=1, step=7, moment="allreduce").hang(rank=0, step=9, moment="forward")
 >>> [fault.action for fault in faults.script]

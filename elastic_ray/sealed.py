@@ -21,7 +21,7 @@ class Sealed:
     pickled: bytes = dataclasses.field(repr=False)
 
     def open(self) -> Any:
-        """The object. Only for the user's own processes; raises whatever unpickling it raises."""
+        """Return the object. Only for the user's own processes; raises whatever unpickling it raises."""
         return pickle.loads(self.pickled)
 
 
@@ -63,7 +63,7 @@ def seal_error(error: BaseException, *, rank: int, node: str) -> Raised:
 
 
 def pickled_error(error: BaseException) -> bytes | None:
-    """The exception pickled, or None if it cannot make the round trip (a lock inside...)."""
+    """Return the exception pickled, or None if it cannot make the round trip (a lock inside...)."""
     try:
         pickled = _dumps(error)
         pickle.loads(pickled)

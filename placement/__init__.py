@@ -1,4 +1,4 @@
-"""The cluster's side of elastic jobs: what is a job worth on these resources, and who gets which?
+"""Placement of elastic jobs on a cluster: a job's value on given resources, and the allocation.
 
 Importing this package loads neither Ray nor torch; only ``placement.ray_cluster`` and the allocator's
 ``actor``, ``controllers`` and ``packed_policy`` talk to Ray.

@@ -1,10 +1,10 @@
-"""The one error for input that makes no sense."""
+"""Error of invalid input."""
 
 from __future__ import annotations
 
 
 class InputError(ValueError):
-    """A trace, a profile, a table of prices, a cluster file or an option makes no sense.
+    """Error raised for an invalid trace, profile, table of prices, cluster file or option.
 
     The message says where and what is right.
     """

@@ -90,7 +90,7 @@ WriteSamples: TypeAlias = Callable[[Iterable[Sample]], None]
 
 
 class Guarded:
-    """Runs what measures, so that nothing that goes wrong there reaches what is measured; the first error is logged.
+    """Guard of measuring code, whose errors never reach what is measured; the first error is logged.
 
     Args:
         what: whose metrics they are, for the log.
@@ -111,22 +111,22 @@ class Guarded:
 
 
 def gauge(name: str, description: str, *labels: str) -> Instrument:
-    """A metric that has a present value."""
+    """Make a metric that has a present value."""
     return Instrument(name=name, kind=InstrumentKind.GAUGE, description=description, labels=labels)
 
 
 def counter(name: str, description: str, *labels: str) -> Instrument:
-    """A metric that only grows."""
+    """Make a metric that only grows."""
     return Instrument(name=name, kind=InstrumentKind.COUNTER, description=description, labels=labels)
 
 
 def histogram(name: str, description: str, buckets: tuple[float, ...], *labels: str) -> Instrument:
-    """A metric of single observations, counted by buckets with these upper bounds."""
+    """Make a metric of single observations, counted by buckets with these upper bounds."""
     return Instrument(name=name, kind=InstrumentKind.HISTOGRAM, description=description, labels=labels, buckets=buckets)
 
 
 def label_value(text: str) -> str:
-    """A name as the value of a label: printable ASCII, for Ray takes nothing else, at most 128 characters.
+    """Return a name as the value of a label: printable ASCII, for Ray takes nothing else, at most 128 characters.
 
     One that has to be changed ends with ``~`` and eight characters of its digest, so that two names stay two.
     """

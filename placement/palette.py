@@ -16,7 +16,7 @@ _SPREAD = 0.34
 
 
 def rgb(hue: int, shade: float = 0.5) -> tuple[float, float, float]:
-    """Red, green and blue from 0 to 1.
+    """Return red, green and blue from 0 to 1.
 
     Args:
         hue: which of ``HUES``; they repeat.
@@ -29,15 +29,15 @@ def rgb(hue: int, shade: float = 0.5) -> tuple[float, float, float]:
 
 
 def shade_of(number: int) -> float:
-    """The shade, from 0 to 1, of the n-th job of a hue, from 0: the first has the hue itself."""
+    """Return the shade, from 0 to 1, of the n-th job of a hue, from 0: the first has the hue itself."""
     return (0.5 + number * _GOLDEN) % 1.0
 
 
 def colour(number: int) -> str:
-    """``#rrggbb`` of the n-th job, from 0: hue after hue, and the shade changes with every round."""
+    """Return ``#rrggbb`` of the n-th job, from 0: hue after hue, and the shade changes with every round."""
     return as_hex(rgb(number, shade_of(number // len(HUES))))
 
 
 def as_hex(parts: tuple[float, float, float]) -> str:
-    """``#rrggbb`` of red, green and blue from 0 to 1."""
+    """Return ``#rrggbb`` of red, green and blue from 0 to 1."""
     return "#" + "".join(f"{round(255 * part):02x}" for part in parts)

@@ -19,7 +19,7 @@ _NAME_LENGTH = 24
 
 
 def meant(name: object, known: Collection[str]) -> str:
-    """The end of an error about an unknown name: the known one that is like it, or all of them."""
+    """Return the end of an error about an unknown name: the known one that is like it, or all of them."""
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(known))}"
 
@@ -35,23 +35,23 @@ def printable_lines(text: str) -> str:
 
 
 def printable_json(text: str) -> str:
-    """JSON text, in which such characters can only stand in strings: escaped as JSON does it."""
+    """Return JSON text, in which such characters can only stand in strings: escaped as JSON does it."""
     return "".join(each if each.isprintable() or each == "\n" else _json_escape(each) for each in text)
 
 
 def short_ids(text: str) -> str:
-    """A sentence with Ray's long hex ids cut to their first characters."""
+    """Return a sentence with Ray's long hex ids cut to their first characters."""
     return _LONG_ID.sub(lambda found: found[0][:_ID_LENGTH], text)
 
 
 def clipped(text: str, most: int = 500) -> str:
-    """A sentence with short ids, and without what is beyond so many characters."""
+    """Return a sentence with short ids, and without what is beyond so many characters."""
     short = short_ids(text[: 4 * most])
     return short if len(short) <= most else f"{short[: most - 1]}…"
 
 
 def short_name(name: str) -> str:
-    """A long name without its middle, for lines that must leave room for what they say."""
+    """Return a long name without its middle, for lines that must leave room for what they say."""
     if len(name) <= _NAME_LENGTH:
         return name
     head = (_NAME_LENGTH - 2) // 2

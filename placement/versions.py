@@ -1,4 +1,4 @@
-"""Versions of what is stored, and of what processes tell each other: a newer one is refused by its name."""
+"""Versions of stored data and of messages between processes: a newer one is refused by its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROTOCOL = 1
 
 
 class VersionError(RuntimeError):
-    """Two processes of different releases of elastic-ray cannot work together."""
+    """Error raised if two processes of different releases of elastic-ray cannot work together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ LONG_NAMES, MOST_WORDS = 0, 9
 # Words that a docstring does not begin with, since an editor shows its first line without the lines around it.
 DANGLING = re.compile(
     r"(it|its|itself|they|their|theirs|them|this|that|these|those|he|she|his|her|who|whom|whose|which|whether|what"
-    r"|whatever|how|why|where|as|of|the same|the others?)\b|.*\bsee the module's text",
+    r"|whatever|how|why|where|as|of|see|the same|the others?)\b|.*\bsee the module's text",
     re.IGNORECASE,
 )
 

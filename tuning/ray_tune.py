@@ -38,7 +38,7 @@ _HOME = "ray.train._internal.session"
 
 
 def in_tune(packed: bytes) -> bytes:
-    """A packed train loop in which ``ray.tune.report`` and ``ray.tune.get_checkpoint`` do what ours do."""
+    """Return a packed train loop in which ``ray.tune.report`` and ``ray.tune.get_checkpoint`` do what ours do."""
     return pack(_InTune(packed), {})
 
 
@@ -111,7 +111,9 @@ def elastic(
     keep_s: float = 30.0,
     sweep: str | Sweep | None = None,
 ) -> type[Trainable]:
-    """A trainable for ``ray.tune.Tuner`` each of whose trials is an elastic job, sized by the cluster's allocator.
+    """Make a trainable for ``ray.tune.Tuner``.
+
+    Each trial is an elastic job, sized by the cluster's allocator.
 
     ``Tuner(tuning.elastic(train, scaling_config=ScalingConfig(num_workers=(1, 8))), param_space={"lr": ...})``: the
     train loop gets the trial's parameters in its config, and what it reports with ``elastic_ray.report(metrics,
@@ -172,7 +174,7 @@ def elastic(
 
 
 class _WhereItIs(Checkpoint):
-    """A checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
+    """Checkpoint that Ray's ``restore`` does not fetch: the workers read it."""
 
     @contextlib.contextmanager
     def as_directory(self) -> Iterator[str]:
@@ -226,7 +228,7 @@ class ElasticTrainable(Trainable):
         self._asked_last = False
 
     def step(self) -> dict[str, Any]:
-        """The next report of the train loop."""
+        """Return the next report of the train loop."""
         if self._job is None:
             try:
                 self._job = self._start()
@@ -246,7 +248,10 @@ class ElasticTrainable(Trainable):
         return result
 
     def save(self, checkpoint_dir: str | None = None) -> Any:
-        """The last checkpoint that the train loop reported, where the job has stored it; none if it reported none."""
+        """Return the last checkpoint that the train loop reported, where the job has stored it.
+
+        None if it reported none.
+        """
         if self._reported is not None:
             checkpoint = Checkpoint(self._reported, self._place().storage_filesystem)
             self._saved = _TrainingResult(checkpoint=checkpoint, metrics=copy.copy(self._last_result or {}))
@@ -272,7 +277,7 @@ class ElasticTrainable(Trainable):
         self._saved = checkpoint_path
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Be another trial from now on, or the same with other parameters."""
+        """Become another trial, or the same with other parameters."""
         self.cleanup()
         self._last_result = None  # Ray leaves the last trial's
         self.setup(copy.deepcopy(new_config))
@@ -294,7 +299,7 @@ class ElasticTrainable(Trainable):
         return self._storage
 
     def _start(self) -> TrialJob:
-        """The trial's job, started where Tune keeps its results; constants go over the train loop's own config."""
+        """Start the trial's job where Tune keeps its results; constants go over the train loop's own config."""
         storage, template = self._place(), self._template
         if self._constants:
             spec = template.spec
@@ -312,7 +317,7 @@ class ElasticTrainable(Trainable):
         )
 
     def _end(self, job: TrialJob) -> dict[str, Any]:
-        """The result that ends a trial; raises what its job failed with."""
+        """Return the result that ends a trial; raises what its job failed with."""
         job.raise_error()
         if stopped := job.status.phase is JobPhase.STOPPED:
             time.sleep(_HELD_S)
@@ -434,7 +439,10 @@ def _why_stopped(controller: TuneController) -> str:
 
 
 def _elastic_of(controller: TuneController) -> tuple[Any, ...]:
-    """The class of an elastic trial of the experiment, and the directory name of the experiment; empty for none."""
+    """Return the class of an elastic trial of the experiment, and the directory name of the experiment.
+
+    Empty for none.
+    """
     trial = next((t for t in _trials_of(controller) if issubclass(t.get_trainable_cls(), ElasticTrainable)), None)
     return () if trial is None else (trial.get_trainable_cls(), trial.storage.experiment_dir_name)
 

@@ -79,7 +79,7 @@ class Rung:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungSizes:
-    """Workers of a trial in each rung, and what the rest of the sweep then takes.
+    """Sizes of a trial in each rung, and what the rest of the sweep then takes.
 
     Attributes:
         seconds: until the end.
@@ -167,7 +167,7 @@ def _front(found: Sequence[_Point]) -> list[_Point]:
 
 
 class SweepPlanner:
-    """Gives trials their sizes while a sweep runs.
+    """Planner of trials' sizes while a sweep runs.
 
     Args:
         begun_s: when the sweep began [s].
@@ -186,7 +186,7 @@ class SweepPlanner:
         slots: Mapping[str, Sequence[int]],
         now_s: float,
     ) -> dict[str, int]:
-        """Workers of each trial that runs; empty while no trial has told how fast it is.
+        """Return workers of each trial that runs; empty while no trial has told how fast it is.
 
         Args:
             views: of those that run.
@@ -231,7 +231,7 @@ class SweepPlanner:
 def _rates(
     records: Mapping[str, TrialRecord], views: Sequence[JobView], slots: Mapping[str, Sequence[int]]
 ) -> NDArray[np.float64]:
-    """Reports per second of a trial on 1, 2, ... workers, over the trials that have told; empty if none has."""
+    """Return reports per second of a trial on 1, 2, ... workers, over the trials that have told; empty if none has."""
     seconds: list[NDArray[np.float64]] = []
     for view in views:
         made = len(records[view.job].values) if view.job in records else 0

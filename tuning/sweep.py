@@ -44,7 +44,7 @@ _SILENT_S = 60.0  # the same for one with trials: a searcher may keep its loop b
 
 
 class SweepStoppedError(RuntimeError):
-    """The sweep was stopped: it starts no trial any more."""
+    """Error raised if the sweep was stopped and starts no trial any more."""
 
     def __init__(self, sweep: str, reason: str) -> None:
         super().__init__(f"sweep {sweep!r} was stopped and starts no trial any more: {reason}")
@@ -94,7 +94,7 @@ class SweepDriver:
     trials: int = 0
 
     def planner(self) -> SweepPlanner | None:
-        """Gives the sweep's rungs their sizes; None without limits."""
+        """Return a planner that gives the sweep's rungs their sizes; None without limits."""
         if self.limits is None or not self.limits.planned or self.promise is None:
             return None
         return SweepPlanner(self.limits, self.promise, self.trials, self.begun_s)
@@ -177,7 +177,7 @@ def stop_sweep(name: str, reason: str = "stop_sweep() was called") -> bool:
 
 
 class StopWatch:
-    """Finds out, without waiting, whether sweeps were stopped that this process drives."""
+    """Watch, without waiting, of whether sweeps driven by this process were stopped."""
 
     def __init__(self) -> None:
         self._asked: dict[str, Any] = {}
@@ -202,12 +202,12 @@ class StopWatch:
 
 
 def find_sweep(name: str, promise: Promise | None) -> Any:
-    """The sweep's actor, made on first use."""
+    """Return the sweep's actor, made on first use."""
     return create_on_head(SweepActor, f"sweep:{name}", name, promise, get_if_exists=True)
 
 
 def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[Any, str, Promise | None]:
-    """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared.
+    """Open a controller that runs this trial; return it, its name, and by what the sweep's trials are compared.
 
     It is one that waits for another trial, or a new one.
     """
@@ -236,7 +236,7 @@ def open_controller(name: str, promise: Promise | None, spec: JobSpec) -> tuple[
 
 
 def promised(spec: JobSpec, promise: Promise | None) -> JobSpec:
-    """The job of a trial with what its sweep's promise says of it."""
+    """Return the job of a trial with what its sweep's promise says of it."""
     if promise is None or spec.trial is None:
         return spec
     most, rungs = promise.max_t, promise.rungs
@@ -310,7 +310,7 @@ class SweepActor:
             self._driver = None
 
     async def open(self, spec: JobSpec) -> tuple[Any, str, Promise | None]:
-        """A controller that runs this trial from now on, its name, and by what the sweep's trials are compared."""
+        """Open a controller that runs this trial; return it, its name, and by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are opened here"
         if self._stop_reason:
             raise SweepStoppedError(self._name, self._stop_reason)
@@ -340,7 +340,7 @@ class SweepActor:
         return controller, name, self._promise
 
     async def attached(self, spec: JobSpec, controller: Any) -> Promise | None:
-        """A driver has found a trial's controller that still runs; returns by what the sweep's trials are compared."""
+        """Attach a driver to a trial's controller that still runs; return by what the sweep's trials are compared."""
         assert spec.trial is not None, "only trials are attached here"
         run, kind = spec.trial.controller, _kind(spec)
         self._processes.admit(run, kind)

@@ -27,7 +27,7 @@ class _Process:
 
 
 class SweepProcesses:
-    """Lends processes to runs of trials and takes them back.
+    """Pool that lends processes to runs of trials and takes them back.
 
     A stopped trial's processes are at the survivors' hands at once, where a start would cost them seconds. There are
     never more of them than trials of this kind have had workers on the node at one time. A trial that is paused and
@@ -49,7 +49,7 @@ class SweepProcesses:
         self._lent.setdefault(run, [])
 
     async def lend(self, run: str, node: str) -> tuple[Any, bool] | None:
-        """A process on the node, the one used last or a new one, and whether it has ever answered.
+        """Return a process on the node, the one used last or a new one, and whether it has ever answered.
 
         None for a run that was not admitted, or is settled.
         """

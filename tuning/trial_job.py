@@ -1,4 +1,4 @@
-"""SHELL: one trial as an elastic job: started or found again, its reports one by one, stopped with all it holds.
+"""SHELL: one trial as an elastic job: started or found again, reporting, and stopped with all it holds.
 
 The one way from a sweep to the allocator, for Ray Tune and NNI alike. What holds a :class:`TrialJob` is light: it
 imports neither torch nor the user's code, and renews the job's lease from a thread.
@@ -160,7 +160,10 @@ def make_template(
 
 
 def shown_parameters(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A trial's parameters for people: numbers and the beginning of texts, those of nested ones as ``"net/width"``."""
+    """Return a trial's parameters for people.
+
+    Numbers and the beginning of texts, those of nested ones as ``"net/width"``.
+    """
     shown: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
@@ -222,7 +225,7 @@ class TrialJob:
         return self._handle.last_status
 
     def next_report(self, timeout: float) -> Report | None:
-        """The next report; None if none came within ``timeout`` [s], or the job is over (:attr:`done`).
+        """Return the next report; None if none came within ``timeout`` [s], or the job is over (:attr:`done`).
 
         Asking for it says that the sweep has dealt with those before it. Training waits in ``report`` before it is
         more than ``reports_ahead`` reports ahead of that.
@@ -285,7 +288,10 @@ class TrialJob:
         self._tell("tell", self.job, before, self._values)
 
     def _start(self, config: Mapping[str, Any]) -> JobHandle:
-        """A new job of the trial in a run directory of its own; the note names it, so that it can be found again."""
+        """Start a new job of the trial in a run directory of its own.
+
+        The note names it, so that it can be found again.
+        """
         template, base = self._template, self._template.spec
         if self._start_from is None and _PAUSED in (self._read_note() or {}):
             raise NoCheckpointError(self.job)
@@ -327,7 +333,7 @@ class TrialJob:
         return JobHandle(controller, promised(spec, kept))
 
     def _find(self) -> JobHandle | None:
-        """The trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
+        """Return the trial's job, if it still runs for a driver that is gone, and does what is asked for now."""
         note = self._read_note()
         controller = find_controller(str(note["controller"])) if note else None
         if note is None or controller is None:
@@ -371,7 +377,7 @@ class TrialJob:
         self._call("writing the trial's note", write)
 
     def _read_note(self) -> Mapping[str, str] | None:
-        """The note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
+        """Return the note, with ``controller`` and ``key`` at least; None where there is none, or it cannot be read."""
 
         def read() -> Any:
             with open_whole(self._filesystem, posixpath.join(self._directory, _NOTE)) as stream:

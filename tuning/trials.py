@@ -75,7 +75,7 @@ class Promise:
         return tuple(sorted({*found, self.max_t}))
 
     def next_rung(self, reports: int) -> int:
-        """The first rung after so many reports; ``max_t`` where there is none before it."""
+        """Return the first rung after so many reports; ``max_t`` where there is none before it."""
         if self.max_t is not None and reports >= self.max_t:
             return self.max_t
         passed = math.log(max(reports / self.grace_period, 1.0)) / math.log(self.reduction_factor)
@@ -113,7 +113,7 @@ class TrialWeight:
 
 
 def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str, TrialWeight]:
-    """A weight for every running trial; the better of two that are equally far never weighs less.
+    """Return a weight for every running trial; the better of two that are equally far never weighs less.
 
     Args:
         records: all trials of the sweep that are known, also those that do not run any more.
@@ -137,7 +137,7 @@ def weights(records: Sequence[TrialRecord], promise: Promise | None) -> dict[str
 
 
 def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise) -> float:
-    """s, the chance that the trial passes its next rung, from its rank among those that have come as far."""
+    """Return s, the chance that the trial passes its next rung, from its rank among those that have come as far."""
     eta = promise.reduction_factor
     prior = 1.0 / eta
     at = len(trial.values)
@@ -151,7 +151,7 @@ def chance(trial: TrialRecord, records: Sequence[TrialRecord], promise: Promise)
 
 
 def _score(trial: TrialRecord, at: int, promise: Promise) -> float:
-    """The metric after ``at`` reports, larger is better; what is no number is worst."""
+    """Return the metric after ``at`` reports, larger is better; what is no number is worst."""
     value = trial.values[at - 1] if at else math.nan
     if math.isnan(value):
         return -math.inf
@@ -165,7 +165,7 @@ def _expected(trial: TrialRecord, s: float, promise: Promise, longest: int) -> f
 
 
 def score_of(metrics: Mapping[str, object], *names: str) -> float | None:
-    """The compared metric of a report.
+    """Return the compared metric of a report.
 
     Args:
         names: of the metric; the first one that was reported counts.
@@ -193,7 +193,7 @@ def lacks_metric(metrics: Mapping[str, object], promise: Promise) -> str:
 
 
 def _flat(metrics: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
-    """Metrics by name, nested ones as Ray Tune names them."""
+    """Yield metrics by name, nested ones as Ray Tune names them."""
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}/")
@@ -229,7 +229,7 @@ class CheckpointCache:
             del mine[next(iter(mine))]
 
     def find(self, path: str | None) -> Any | None:
-        """The checkpoint that is stored at this path; None if it is not held."""
+        """Return the checkpoint that is stored at this path; None if it is not held."""
         return next((each[path] for each in self._of_run.values() if path in each), None)
 
     def over(self, run: str, until_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Adaptation policies: control loops of the user's over what is measured inside the step.
+"""Adaptation policies: user-defined control loops during training.
 
 A policy asks for changes as data; all workers apply them between the same two steps, or none does.
 """

@@ -16,7 +16,7 @@ _SETTINGS = {"watches", "strict", "deadline_s"}
 
 
 class PolicyError(RuntimeError):
-    """A strict policy raised, answered what cannot be done, took too long, or decided differently on some rank."""
+    """Error raised if a strict policy fails, answers what is impossible, takes too long, or differs between ranks."""
 
 
 class Policy:
@@ -43,31 +43,31 @@ class Policy:
     deadline_s: float = 10.0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The run is about to train its first step; not called again where it continues from a checkpoint."""
+        """Hook before the run's first training step; not called again where the run continues from a checkpoint."""
         return None
 
     def before_epoch(self, view: PolicyView) -> Answer:
-        """An epoch is about to begin, once for each."""
+        """Hook before an epoch, called once for each."""
         return None
 
     def before_step(self, view: PolicyView) -> Answer:
-        """A step of the training loader is about to begin; again, if it is lost and drawn again."""
+        """Hook before a step of the training loader; called again if the step is lost and drawn again."""
         return None
 
     def after_step(self, view: PolicyView) -> Answer:
-        """A step was committed on all ranks."""
+        """Hook after a step was committed on all ranks."""
         return None
 
     def after_epoch(self, view: PolicyView) -> Answer:
-        """An epoch is over."""
+        """Hook after an epoch."""
         return None
 
     def after_train(self, view: PolicyView) -> Answer:
-        """The train function has returned; only ``Report`` has an effect here."""
+        """Hook after the train function has returned; only ``Report`` has an effect here."""
         return None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state, as plain values; the instance's attributes unless overridden."""
+        """Return the state, as plain values; the instance's attributes unless overridden."""
         return dict(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ def overrides(policy: Policy, hook: str) -> bool:
 
 
 def check_policies(given: object) -> tuple[Policy, ...]:
-    """The policies that a user gave: one or several.
+    """Return the policies that a user gave: one or several.
 
     Raises:
         TypeError: something else is among them.
@@ -111,7 +111,7 @@ def name_of(policy: Policy) -> str:
 
 
 class HookTimeoutError(TimeoutError):
-    """A hook has not returned within its deadline."""
+    """Error raised if a hook has not returned within its deadline."""
 
 
 class HookCaller:

@@ -178,7 +178,7 @@ def to_plain(request: Request) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any]) -> Request:
-    """The inverse of :func:`to_plain`."""
+    """Build a request from the plain values of :func:`to_plain`."""
     given = {name: value for name, value in values.items() if name != "kind"}
     if isinstance(given.get("strategy"), Mapping):
         given["strategy"] = Strategy.from_json(given["strategy"]["json"])

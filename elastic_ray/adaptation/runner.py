@@ -1,4 +1,4 @@
-"""The policies of one run on one rank: asks them, keeps their state, and finds out what all ranks ask for.
+"""Policies of one run on one rank: calls them, keeps their state, and finds what all ranks ask for.
 
 Every rank asks its own copies with equal views. What they say is pending until the sums of a step that is committed
 tell that all ranks say the same.
@@ -268,7 +268,7 @@ class PolicyRunner:
         self.watched.restore(self.values.metrics, self.values.reports)
 
     def _changed(self, number: int, policy: Policy) -> dict[str, Any]:
-        """A copy of what of a policy's state is another than at the beginning: its settings are those of each run.
+        """Return a copy of a policy's state where it differs from the start: settings are those of each run.
 
         Raises PolicyError: it is not plain.
         """
@@ -313,7 +313,7 @@ def _requests(answer: Any) -> list[Request]:
 
 
 def _described(error: Exception) -> str:
-    """An error in words that are the same on all ranks: without addresses of objects."""
+    """Return an error in words that are the same on all ranks: without addresses of objects."""
     return _ADDRESS.sub("", f"{type(error).__name__}: {error}")
 
 
@@ -377,7 +377,7 @@ class Verdict(enum.Enum):
 
 
 class PolicyBallot:
-    """A part of the control sums: for each policy whether this rank has something to say, and a digest of it.
+    """Control values for policies: for each, a flag if this rank asks for something, and a digest of it.
 
     Each digit d of a digest rides with its square: all ranks have the same one exactly when W sum(d^2) = sum(d)^2
     (Cauchy-Schwarz). So what a step's sums say is known to all ranks that commit the step, and no collective is needed
@@ -407,7 +407,7 @@ class PolicyBallot:
         return entered
 
     def size(self, world_size: int) -> int:
-        """Values that ride along."""
+        """Return the number of values that travel with the control sums."""
         return _SIZE * self._policies
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

@@ -57,12 +57,12 @@ class SharedValues:
         self.metrics, self.reports = dict(metrics), reports
 
     def begin_train(self) -> bool:
-        """A step begins; whether it is the run's first."""
+        """Begin a step; True if it is the run's first."""
         begun, self.trains = self.trains, True
         return not begun
 
     def begin_epoch(self, epoch: int) -> bool:
-        """A step of this epoch begins; whether it is the epoch's first."""
+        """Begin a step of this epoch; True if it is the epoch's first."""
         before, self.epoch = self.epoch, max(self.epoch, epoch)
         return before < epoch
 
@@ -95,7 +95,7 @@ class SharedValues:
         self.stopped = (epoch, number)
 
     def add_news(self, text: str, detail: Mapping[str, Any]) -> dict[str, Any]:
-        """Something is to be told; returns its detail with its number, by which the job tells repeated news apart."""
+        """Add news; return its detail with a number, by which the job recognises repeated news."""
         self.events += 1
         numbered = {**detail, "number": self.events}
         self.news.append((text, numbered))
@@ -122,7 +122,7 @@ class SharedValues:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> SharedValues:
-        """The inverse of :meth:`to_state`."""
+        """Invert :meth:`to_state`."""
         values = cls(**state)
         for name in ("wish", "stopped"):
             pair = getattr(values, name)

@@ -13,7 +13,7 @@ from placement.goodput.model import NoiseScale
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyView:
-    """A run between two steps.
+    """View of a run between two steps.
 
     Everything in it is the same on all ranks, clock included. Times are of the step before the one that has just
     ended where the workers' own measures say so.
@@ -150,7 +150,7 @@ class WatchedMetrics:
         """Enter a group."""
 
     def size(self, world_size: int) -> int:
-        """Values that ride along."""
+        """Return the number of values that travel with the control sums."""
         return 1 + 2 * len(self._names) if self._names else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""Single numbers that lie on devices: added up there, and read with one wait for each device (torch).
+"""Single numbers on devices: summed there, and read with one wait for each device (torch).
 
 To read a number of a GPU is to wait for all that the GPU has yet to do.
 """
@@ -69,17 +69,17 @@ def real_shape(tensor: Tensor) -> tuple[int, ...]:
 
 
 def real_count(tensor: Tensor) -> int:
-    """Number of real numbers in a tensor."""
+    """Return the number of real numbers in a tensor."""
     return math.prod(real_shape(tensor))
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A view of a tensor's real numbers; the tensor itself unless it is complex."""
+    """Return a view of a tensor's real numbers; the tensor itself unless it is complex."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def shaped_like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """A view of a vector of real numbers in a tensor's shape, complex if that is."""
+    """Return a view of a vector of real numbers in a tensor's shape, complex if that is."""
     return (
         torch.view_as_complex(numbers.view(real_shape(tensor))) if tensor.is_complex() else numbers.view(tensor.shape)
     )

@@ -49,7 +49,7 @@ _LEAST_GROWTH = 1.1  # smaller ones are no growth
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBack:
-    """A smaller batch, and why.
+    """Smaller batch to return to, with the reason.
 
     Attributes:
         batch_size: global batch to go back to [samples].

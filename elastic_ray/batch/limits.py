@@ -79,7 +79,9 @@ class BatchLimits:
         return self.max_batch_size in (None, self.init_batch_size)
 
     def size_of(self, cut: BatchChoice, replicas: int) -> int:
-        """Global batch of a cut on R workers [samples]: R m (s + 1), or the largest that is allowed where that is less.
+        """Return the global batch of a cut on R workers [samples].
+
+        R m (s + 1), or the largest that is allowed where that is less.
 
         Some micro-steps then have fewer samples than m, but no worker has fewer than its least.
         """
@@ -117,7 +119,7 @@ class BatchChoice:
             raise ValueError(f"accum_steps must be 0 or more, but got {self.accum_steps}")
 
     def batch_size(self, replicas: int) -> int:
-        """Global batch M = R m (s + 1)."""
+        """Return the global batch M = R m (s + 1)."""
         return replicas * self.atomic_bsz * (self.accum_steps + 1)
 
 
@@ -130,7 +132,7 @@ def split(
     accumulation: bool = False,
     limit: int | None = None,
 ) -> BatchChoice:
-    """The cut of a global batch over R workers that comes nearest to it, from above where it does not divide.
+    """Return the cut of a global batch over R workers that comes nearest to it, from above where it does not divide.
 
     share = ceil(M / R) samples per worker, in k = ceil(share / upper) micro-steps of m = ceil(share / k).
 
@@ -154,7 +156,7 @@ def split(
 
 
 def cut_within(limits: BatchLimits, batch_size: int, replicas: int) -> BatchChoice:
-    """The cut of a global batch over R workers that comes nearest to it and that ``limits`` allow.
+    """Return the cut of a global batch over R workers that comes nearest to it and that ``limits`` allow.
 
     Where there is one size only, the cut holds it, and :meth:`BatchLimits.size_of` is that size on any number of
     workers.

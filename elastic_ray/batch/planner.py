@@ -140,7 +140,7 @@ class BatchPlanner:
         return max(0.0, noise.var) * self.loader.limits.init_batch_size / noise.sqr
 
     def goodput(self) -> float | None:
-        """Goodput [samples/s] of the present configuration; None before there is a model."""
+        """Return goodput [samples/s] of the present configuration; None before there is a model."""
         report, model = self.latest, self.model
         if model is None or report is None or report.shape is None:
             return None
@@ -172,7 +172,10 @@ class BatchPlanner:
         return self._tuners[gpu]
 
     def choose(self, group: GenerationSpec, gpu: str | None = "") -> BatchChoice | None:
-        """The batch for a new generation on nodes of this type; None where the loader decides (a fixed batch)."""
+        """Return the batch for a new generation on nodes of this type.
+
+        None where the loader decides (a fixed batch).
+        """
         if self.loader is None:
             return None
         self._before = (self._choice, self._replicas, self._gpu)
@@ -314,7 +317,7 @@ class BatchPlanner:
             self._told[gpu] = told(self._told.get(gpu, ()), snapshot.observations)
 
     def _reconsider(self) -> tuple[BatchChoice, str] | None:
-        """The batch to change to and why; None to continue as it is."""
+        """Return the batch to change to and why; None to continue as it is."""
         tuner, report = self.tuner, self.latest
         if tuner is None or report is None or report.shape is None:
             return None

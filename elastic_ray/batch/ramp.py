@@ -11,7 +11,7 @@ Ramp: TypeAlias = "tuple[tuple[float, int], ...]"
 
 
 def read_ramp(batch_size: Any) -> tuple[Any, Ramp]:
-    """The initial batch size, and the ramp that begins with it.
+    """Return the initial batch size, and the ramp that begins with it.
 
     Raises:
         TypeError: an entry is no pair of numbers.

@@ -1,4 +1,4 @@
-"""Learning-rate rules: by what factor the rate grows when the batch is ``scale`` times the initial one.
+"""Learning-rate rules: the factor on the rate when the batch is ``scale`` times the initial one.
 
 A rule is a pure value: it gets the scale, the noise of each parameter group and the progress, and returns one
 factor per group. The optimizer wrapper multiplies by it inside ``optimizer.step`` and restores the rate
@@ -107,7 +107,7 @@ class Legw:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Unscaled:
-    """factor = 1: the rate is the user's own business."""
+    """factor = 1: the rate is left to the user."""
 
     def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
         return (1.0,) * len(noise)
@@ -147,7 +147,7 @@ def held_back(factors: Sequence[float], held: Sequence[float]) -> tuple[float, .
 
 
 def by_name(name: str) -> ScalingRule:
-    """The rule of that name, with its default options.
+    """Return the rule of that name, with its default options.
 
     Raises ValueError: no such rule; the message lists those there are.
     """
@@ -157,12 +157,12 @@ def by_name(name: str) -> ScalingRule:
 
 
 def default_rule(*, adam_like: bool) -> ScalingRule:
-    """AdamScale for optimizers that divide by the gradient's size, AdaScale for the rest."""
+    """Return AdamScale for optimizers that divide by the gradient's size, AdaScale for the rest."""
     return AdamScale() if adam_like else AdaScale()
 
 
 def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
-    """The rule a user means by a name, an object of their own, or nothing."""
+    """Return the rule a user means by a name, an object of their own, or nothing."""
     if rule is None:
         return default_rule(adam_like=adam_like)
     if isinstance(rule, str):
@@ -176,7 +176,7 @@ def resolve(rule: ScalingRule | str | None, *, adam_like: bool) -> ScalingRule:
 
 
 def step_gain(scale: float, noise: NoiseScale | None) -> float:
-    """Scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
+    """Return scale-invariant progress of one step: the number of steps at the initial batch that it is worth.
 
     r_t = (var + sqr) / (var / scale + sqr), on the whole model's noise; AdaScale adds these up and ends, or
     steps a schedule, at a given sum. min(1, scale), the least that it can be, while there is no estimate.

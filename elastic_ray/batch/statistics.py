@@ -1,4 +1,4 @@
-"""Gradient statistics on flat buckets: what the synchronisation engine calls, a few kernels per bucket.
+"""Gradient statistics on flat buckets for the synchronisation engine, a few kernels per bucket.
 
 Every result is a tensor on the gradients' device and costs no synchronisation with the host until somebody
 reads it. Values that are not finite (an overflow under AMP) pass through and are left out where they are
@@ -41,7 +41,7 @@ DENOMINATOR = "denominator"
 
 
 def squared_norm(flat: Tensor, precond: Tensor | FlatPreconditioner | None = None) -> Tensor:
-    """||P g||^2 of a flat gradient g as a 0-dim tensor, in dot products; P is diagonal, None = identity.
+    """Return ||P g||^2 of a flat gradient g as a 0-dim tensor, in dot products; P is diagonal, None = identity.
 
     Half-precision gradients are added up in float32. A loss scale c still in g gives c^2 times that.
     """
@@ -68,7 +68,7 @@ _States = Sequence[_State]
 
 
 def _second_moment(states: _States, groups: _States) -> list[Tensor]:
-    """Adam, AdamW, NAdam, RAdam: sqrt(v / (1 - beta2^t)) + eps; under AMSGrad v is the running maximum."""
+    """Return sqrt(v / (1 - beta2^t)) + eps of Adam, AdamW, NAdam, RAdam; under AMSGrad v is the running maximum."""
     moments = [state.get("max_exp_avg_sq", state["exp_avg_sq"]) for state in states]
     corrections = [
         1.0 - float(group["betas"][1]) ** _step(state) if group.get("betas") is not None else 1.0
@@ -81,7 +81,7 @@ def _second_moment(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _rms(states: _States, groups: _States) -> list[Tensor]:
-    """RMSprop: sqrt(v) + eps, less the squared mean where it is centred; its v has no bias correction."""
+    """Return sqrt(v) + eps of RMSprop, less the squared mean where it is centred; its v has no bias correction."""
     moments = [
         (state["square_avg"] - state["grad_avg"].square()).clamp_(min=0) if "grad_avg" in state else state["square_avg"]
         for state in states
@@ -92,12 +92,12 @@ def _rms(states: _States, groups: _States) -> list[Tensor]:
 
 
 def _infinity_norm(states: _States, groups: _States) -> list[Tensor]:
-    """Adamax: u, which holds eps already."""
+    """Return u of Adamax, which holds eps already."""
     return list(torch._foreach_add([state["exp_inf"] for state in states], 0.0))
 
 
 def _sum_of_squares(states: _States, groups: _States) -> list[Tensor]:
-    """Adagrad: sqrt(sum) + eps."""
+    """Return sqrt(sum) + eps of Adagrad."""
     found = torch._foreach_sqrt([state["sum"] for state in states])
     torch._foreach_add_(found, [_eps(group) for group in groups])
     return list(found)
@@ -149,7 +149,7 @@ def _denominator(state: _State) -> _Function | None:
 
 
 def _eps(group: _State) -> float:
-    """The group's eps; optimizers from elsewhere may have several under that name, or none."""
+    """Return the group's eps; optimizers from elsewhere may have several under that name, or none."""
     eps = group.get("eps")
     return float(eps) if isinstance(eps, (int, float)) else 1e-8
 
@@ -161,7 +161,7 @@ def _step(state: _State) -> float:
 
 @torch.no_grad()
 def preconditioner(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> FlatPreconditioner | None:
-    """The flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
+    """Return the flat diagonal 1 / (sqrt(v_hat) + eps) that the optimizer multiplies gradients with.
 
     1 for parameters with fewer than ``WARM_STEPS`` steps so far. Coordinates that never had a gradient would count
     with up to 1 / eps = 1e8; denominators are therefore floored at a hundredth of their parameter's root mean square,
@@ -191,7 +191,9 @@ class _Piece:
 
 
 class FlatPreconditioner:
-    """See :func:`preconditioner`. Nothing of it is kept but a floor for each parameter.
+    """Diagonal preconditioner of a flat gradient, computed on demand; see :func:`preconditioner`.
+
+    Nothing of it is kept but a floor for each parameter.
 
     Denominators are made from the optimizer's state as it is when they are asked for, some at a time. They lie as in
     ``torch.cat([p.reshape(-1) for p in params])``; the two parts of a complex number by themselves, as these optimizers
@@ -228,7 +230,7 @@ class FlatPreconditioner:
         self._elapsed = elapsed
 
     def _cut(self, first: int, last: int) -> Iterator[list[_Piece]]:
-        """Elements of the whole, some at a time."""
+        """Yield elements of the whole, some at a time."""
         room = min(AT_ONCE[self._device.type != "cpu"], max(sum(self._counts) >> 5, LEAST_AT_ONCE))
         part, size, at = list[_Piece](), 0, 0
         for place, count in enumerate(self._counts):
@@ -275,7 +277,7 @@ class FlatPreconditioner:
         return found
 
     def _find_floors(self) -> list[Tensor]:
-        """A hundredth of the root mean square of each parameter's denominators."""
+        """Return a hundredth of the root mean square of each parameter's denominators."""
         norms: list[list[Tensor]] = [[] for _ in self._params]
         for part in self._parts:
             for piece, norm in zip(part, torch._foreach_norm(self._denominators(part)), strict=True):
@@ -288,7 +290,7 @@ class FlatPreconditioner:
 
     @torch.no_grad()
     def squared_norm(self, flat: Tensor, start: int = 0) -> Tensor:
-        """||P g||^2, of a gradient whose first element is the whole's element ``start``."""
+        """Return ||P g||^2, of a gradient whose first element is the whole's element ``start``."""
         found = torch.zeros((), dtype=self._dtype, device=flat.device)
         whole = not start and len(flat) == sum(self._counts)
         at = 0
@@ -318,7 +320,7 @@ def denominators(state: _State, group: _State, dtype: torch.dtype) -> Tensor | N
 
 
 def least_denominator(size: Tensor) -> Tensor:
-    """A hundredth of the root mean square, under which a denominator counts as this."""
+    """Return a hundredth of the root mean square, under which a denominator counts as this."""
     return size.square().mean().sqrt().mul_(LEAST_PART).clamp_(min=torch.finfo(size.dtype).tiny)
 
 
@@ -340,7 +342,7 @@ class BucketPreconditioner:
         self._found: Any = None
 
     def at(self, step: int, find: Callable[[], Any]) -> Any:
-        """The preconditioner for this step; None = identity.
+        """Return the preconditioner for this step; None = identity.
 
         Args:
             find: makes it, as :func:`preconditioner`. It is not kept, and with it no bucket of a step's gradients.

@@ -1,4 +1,4 @@
-"""The batch tuner: remembers how long steps took, and says when another batch is worth the change.
+"""Batch tuner: remembers step times, and decides when another batch is worth the change.
 
 Pure: it has no clock, no threads, and knows neither Ray nor torch. Fits take milliseconds to tens of them;
 callers with a training loop to protect run ``fit_snapshot(tuner.snapshot())`` in a thread and hand the result
@@ -97,7 +97,7 @@ class TunerSnapshot:
 
 
 def fit_snapshot(snapshot: TunerSnapshot) -> GoodputModel | None:
-    """The goodput model of what was observed; None while steps or the noise scale are missing."""
+    """Return the goodput model of what was observed; None while steps or the noise scale are missing."""
     if not snapshot.observations or snapshot.noise is None:
         return None
     limits = snapshot.limits
@@ -287,7 +287,7 @@ class BatchTuner:
     def decide(
         self, nodes: int, replicas: int, current: BatchChoice | None, *, current_replicas: int | None = None
     ) -> BatchDecision:
-        """The batch for R workers on N nodes.
+        """Return the batch for R workers on N nodes.
 
         Args:
             nodes: N.
@@ -324,7 +324,7 @@ class BatchTuner:
         return replicas == 1 and choice.accum_steps == 0 and self.limits.size_of(choice, 1) < 2 * least
 
     def _choose(self, nodes: int, replicas: int, keep: BatchChoice, now: int) -> tuple[BatchChoice, str]:
-        """The best batch within reach where it beats the hysteresis, else ``keep``; and why."""
+        """Return the best batch within reach where it beats the hysteresis, else ``keep``; and why."""
         if self.limits.fixed:
             return keep, f"the batch is fixed at {self.limits.init_batch_size}: {_cut(keep, replicas)}"
         limits, model, stays = self.limits, self.model, f"the batch stays {self.limits.size_of(keep, replicas)}"
@@ -397,7 +397,7 @@ class BatchTuner:
         return noise.sqr > 0 and noise.var * self.limits.init_batch_size / noise.sqr > now / 2
 
     def _keep(self, replicas: int, current: BatchChoice | None, now: int) -> BatchChoice:
-        """The cut that comes nearest to the current global batch and is allowed."""
+        """Return the cut that comes nearest to the current global batch and is allowed."""
         if self.limits.fixed:
             # More and smaller micro-steps: the batch that the user fixed outlives a shortage of memory.
             return split(self.limits.init_batch_size, replicas, upper=self._upper, accumulation=True)
@@ -445,13 +445,13 @@ class BatchTuner:
 
 
 def _cut(choice: BatchChoice, replicas: int) -> str:
-    """``128 = 2 workers x 32 samples x 2 micro-steps``."""
+    """Return text such as ``128 = 2 workers x 32 samples x 2 micro-steps``."""
     text = f"{choice.batch_size(replicas)} = {replicas} workers x {choice.atomic_bsz} samples"
     return text + (f" x {choice.accum_steps + 1} micro-steps" if choice.accum_steps else "")
 
 
 def _observation(key: _Configuration, record: _Record) -> Observation:
-    """Median times of a configuration, and how much its reports differ."""
+    """Return the Median times of a configuration, and how much its reports differ."""
     nodes, replicas, atomic_bsz, accum_steps = key
     return Observation(
         nodes=nodes,

@@ -34,7 +34,7 @@ _LONGEST_NAME = 1024
 
 
 class CorruptStateError(UnreadableStateError):
-    """An automatic checkpoint cannot be used: torn, changed since, or not what it says."""
+    """Error raised if an automatic checkpoint cannot be used: torn, changed since, or not what it says."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ def write_note(storage: RunStorage, state: StateFile) -> None:
 
 
 def new_path(storage: RunStorage, steps: int, token: str) -> str:
-    """Path of an automatic checkpoint after so many steps."""
+    """Return the path of an automatic checkpoint after so many steps."""
     return posixpath.join(storage.path, DIRECTORY, f"step_{steps:012d}_{token}")
 
 
@@ -112,7 +112,7 @@ def state_files(
 
 
 def _read_note(storage: RunStorage, path: str) -> StateFile:
-    """The checkpoint whose note is beside ``path``."""
+    """Return the checkpoint whose note is beside ``path``."""
     note = read_json(storage.filesystem, _note_of(path))
     check_format(note, _FORMAT)
     told = note["resume_point"]

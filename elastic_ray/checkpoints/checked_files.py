@@ -1,4 +1,4 @@
-"""SHELL: files that are written once, with their checksum, and have reached the disk before others hear of them."""
+"""SHELL: files written once, with a checksum, and flushed to disk before others hear of them."""
 
 from __future__ import annotations
 
@@ -104,5 +104,5 @@ class CheckedStream(io.RawIOBase):
         return len(view)
 
     def digest(self) -> str:
-        """SHA-256 of what was written, in hexadecimal."""
+        """Return the SHA-256 of what was written, in hexadecimal."""
         return self._digest.hexdigest()

@@ -23,7 +23,10 @@ class CopyBuffers:
         self.made = 0
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """A buffer for each tensor, None if one is missing. Some stay free: gradients are there at some steps only."""
+        """Return a buffer for each tensor, None if one is missing.
+
+        Some stay free: gradients are there at some steps only.
+        """
         free = collections.defaultdict(list)
         for buffer in reversed(self._buffers):
             free[buffer.shape, buffer.dtype].append(buffer)

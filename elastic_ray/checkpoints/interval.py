@@ -18,7 +18,7 @@ _MOST_OVERHEAD = 0.005
 
 
 def mean_time_between_losses_s(losses: float, observed_s: float) -> float:
-    """M, from what the job has seen and a prior of one loss a day.
+    """Return m, from what the job has seen and a prior of one loss a day.
 
     Args:
         losses: losses of the whole job so far; a member that was lost counts as its part of the job, for what takes one

@@ -25,7 +25,9 @@ LONGEST_LINE = 8 << 20  # bytes; metrics have at most 256 KiB as JSON
 
 
 class LineFile:
-    """Lines are added wholly or not at all, so that a caller that failed to add some may try again: none comes twice.
+    """File of lines that are added wholly or not at all.
+
+    So a caller that failed to add some may try again: none comes twice.
 
     Where a file can only be written anew, as on object stores, that is done with the whole file, or, ``in_parts``, with
     files of some thousand lines in a directory beside it, so that neither time nor memory grows with their number.
@@ -98,7 +100,7 @@ class LineFile:
         return [posixpath.join(self._folder, name) for name in sorted(names) if name.endswith(".jsonl")]
 
     def _read(self, path: str) -> Iterator[str]:
-        """Lines of one file, the last one however far it was written; none where there is no file.
+        """Yield lines of one file, the last one however far it was written; none where there is no file.
 
         What is longer than any line of ours is left out, for whoever may write into the directory could fill memory.
         """

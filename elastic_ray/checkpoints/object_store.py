@@ -47,7 +47,10 @@ def put_checkpoint(checkpoint: Any) -> Any | None:
 
 @contextlib.contextmanager
 def fetched_checkpoint(reference: Any | None) -> Iterator[Checkpoint | None]:
-    """The checkpoint behind a reference, in this process's memory while the context lasts; None if it is gone."""
+    """Return the checkpoint behind a reference, in this process's memory while the context lasts.
+
+    None if it is gone.
+    """
     from ray.train import Checkpoint
 
     if reference is None:

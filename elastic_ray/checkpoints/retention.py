@@ -67,7 +67,7 @@ class CheckpointRetention:
         return self._kept[-1] if self._kept else None
 
     def _rank(self, index: int) -> tuple[float, int]:
-        """Sorting key: worse first, older first among equals."""
+        """Return the sorting key: worse first, older first among equals."""
         if self._score_attribute is None:
             return 0.0, index
         score = self._kept[index][1].get(self._score_attribute)

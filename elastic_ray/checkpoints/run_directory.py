@@ -67,7 +67,7 @@ class StoredCheckpoint:
 
 
 def resolve(storage_path: str, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """File system and path on it, by Ray Train's rules.
+    """Return the file system and path on it, by Ray Train's rules.
 
     Args:
         storage_path: a URI (``s3://bucket/dir``) or a local path, of which ``~`` and relative ones are made
@@ -164,7 +164,10 @@ class RunStorage:
         self._events.append(lines)
 
     def read_events(self, most: int | None = None) -> tuple[JobEvent, ...]:
-        """The last ``most`` events written so far, or all; not proofs of passes, nor a line cut short by a crash."""
+        """Return the last ``most`` events written so far, or all.
+
+        Not proofs of passes, nor a line cut short by a crash.
+        """
         events: deque[JobEvent] = deque(maxlen=most)
         for line in self.event_lines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -174,7 +177,7 @@ class RunStorage:
         return tuple(events)
 
     def event_lines(self) -> Iterator[str]:
-        """Lines of ``events.jsonl``."""
+        """Return lines of ``events.jsonl``."""
         return self._events.read()
 
     def last_written_s(self) -> float:
@@ -188,12 +191,15 @@ class RunStorage:
         self._reports.append(lines)
 
     def read_reports(self, first: int, last: int) -> dict[int, Report]:
-        """Reports of these numbers, in order; a restart repeats those after its checkpoint: the later ones count."""
+        """Return reports of these numbers, in order.
+
+        A restart repeats those after its checkpoint: the later ones count.
+        """
         found = {report.index: report for report in self._each_report(first, last)}
         return dict(sorted(found.items()))
 
     def last_reports(self, first: int, most: int) -> tuple[Report, ...]:
-        """The last ``most`` reports from number ``first`` on, in order."""
+        """Return the last ``most`` reports from number ``first`` on, in order."""
         found: dict[int, Report] = {}
         for report in self._each_report(first, None):
             found.pop(report.index, None)
@@ -411,7 +417,7 @@ class RunStorage:
 
 
 def _source_directory(source: str | os.PathLike[str] | Checkpoint) -> tuple[pyarrow.fs.FileSystem, str]:
-    """File system and path of a checkpoint that is to be copied.
+    """Return the file system and path of a checkpoint that is to be copied.
 
     Raises SourceError: it is no directory, or may not be read.
     """
@@ -436,7 +442,7 @@ def _index(report: Report) -> int:
 
 
 class BadNoteError(ValueError):
-    """A file that says where a checkpoint stands says something else, or is none."""
+    """Error raised if a checkpoint's note is unreadable."""
 
 
 def read_json(filesystem: pyarrow.fs.FileSystem, path: str) -> Any:
@@ -464,7 +470,7 @@ def _files(note: Any) -> dict[str, tuple[int, str]]:
 
 
 def _read_note(filesystem: pyarrow.fs.FileSystem, path: str) -> dict[str, Any] | None:
-    """The JSON beside a checkpoint; None where there is none or it is not ours.
+    """Return the JSON beside a checkpoint; None where there is none or it is not ours.
 
     Raises BadNoteError: there is something in its place. OSError: storage cannot be read.
     """

@@ -1,4 +1,4 @@
-"""SHELL: the directory that a train function logs into by itself; where storage is not local, a copy of it goes there.
+"""SHELL: the directory that a train function logs into; a copy is kept on storage that is not local.
 
 Each process that logs writes files of its own there, as TensorBoard's writers do; nothing is ever read back.
 """

@@ -43,7 +43,7 @@ class Commands(click.Group):
         return list(_HOMES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The command's function; None if there is none of this name."""
+        """Return the command's function; None if there is none of this name."""
         if name not in _HOMES:
             return None
         command: click.Command = getattr(import_module(f"elastic_ray.cli.{_HOMES[name]}"), name)

@@ -44,7 +44,7 @@ _PREFIX = "job:"
 
 
 class RefusedError(click.ClickException):
-    """The cluster does not let this process in."""
+    """Error raised if the cluster refuses this process."""
 
 
 def connect() -> None:
@@ -80,12 +80,12 @@ def connect() -> None:
 
 
 def joined_address() -> str:
-    """HOST:PORT of the control store of the cluster that ``connect`` has joined."""
+    """Return HOST:PORT of the control store of the cluster that ``connect`` has joined."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def ray_dashboard() -> str:
-    """Address of Ray's own dashboard, as seen from its head node; empty where it is not served."""
+    """Return the address of Ray's own dashboard, as seen from its head node; empty where it is not served."""
     private: Any = ray._private
     url = private.worker.get_dashboard_url()
     return f"http://{url.rpartition('://')[2]}" if url else ""
@@ -108,7 +108,7 @@ def known_jobs() -> tuple[JobAnswers, ...]:
 
 
 def _ready(ref: Any) -> Any | None:
-    """An answer that has come; None if it has not, or cannot be read here (a class that is not installed)."""
+    """Return an answer that has come; None if it has not, or cannot be read here (a class that is not installed)."""
     try:
         return ray.get(ref, timeout=0)
     except RayActorError:
@@ -173,14 +173,14 @@ class JobClient:
 
 
 class JobGoneError(click.ClickException):
-    """The job has ended meanwhile, and its controller with it."""
+    """Error raised if the job has ended meanwhile, with its controller."""
 
     def __init__(self, job: str) -> None:
         super().__init__(f"job {job!r} has just ended")
 
 
 def find_jobs(name: str) -> tuple[JobClient, ...]:
-    """The job of this name, or else the jobs of the submission of this name; none if there is neither."""
+    """Return the job of this name, or else the jobs of the submission of this name; none if there is neither."""
     answers = known_jobs()
     chosen = [each for each in answers if each.job == name]
     chosen = chosen or [each for each in answers if each.comes_from(name)]
@@ -189,7 +189,7 @@ def find_jobs(name: str) -> tuple[JobClient, ...]:
 
 
 def find_sweeps(name: str, jobs: Sequence[JobClient]) -> list[Any]:
-    """Actors of the sweeps that ``name`` means: the sweep of this name, or those of a submission's trials.
+    """Return actors of the sweeps that ``name`` means: the sweep of this name, or those of a submission's trials.
 
     Args:
         name: of a job, a sweep or a submission.
@@ -218,7 +218,7 @@ def stop_sweep(sweep: Any, *, now: bool, reason: str) -> int:
 
 
 def find_job(name: str) -> JobClient:
-    """The one job of this name, or of this submission.
+    """Return the one job of this name, or of this submission.
 
     Raises ClickException: there is none, or the submission has several; names what there is.
     """
@@ -232,7 +232,10 @@ def find_job(name: str) -> JobClient:
 
 
 def ended_jobs() -> tuple[EndedJobNote, ...]:
-    """Jobs that ended within the last hour, as far as their notes can be read; failures first, then the newest."""
+    """Return jobs that ended within the last hour, as far as their notes can be read.
+
+    Failures first, then the newest.
+    """
     found: list[EndedJobNote] = []
     for text in notes.ended(time.time()):
         with contextlib.suppress(ValueError):
@@ -241,13 +244,13 @@ def ended_jobs() -> tuple[EndedJobNote, ...]:
 
 
 def ended_job(name: str) -> EndedJobNote | None:
-    """The last one of this name, or of the submission of this name."""
+    """Return the note of the last ended job of this name, or of the submission of this name."""
     same = [each for each in ended_jobs() if name in (each.status.job, each.submission)]
     return max(same, key=lambda each: each.ended_s, default=None)
 
 
 def not_found(name: str, there: Sequence[str]) -> click.ClickException:
-    """The error for a job that is not there."""
+    """Return the error for a job that is not there."""
     if (ended := ended_job(name)) is not None:
         return click.ClickException(f"job {name!r} has ended: {ended.status.phase.value}, {ended.cause}")
     running = f"running: {', '.join(sorted(there))}" if there else "no job runs"
@@ -261,7 +264,10 @@ def snapshot() -> CoreSnapshot | None:
 
 
 def views() -> tuple[JobView, ...]:
-    """Every job that could run, where it is to be, with what others know of its model; none without an allocator."""
+    """Return every job that could run, where it is to be, with what others know of its model.
+
+    Empty without an allocator.
+    """
     answer: tuple[JobView, ...] | None = _ask_allocator("views")
     return answer or ()
 
@@ -273,7 +279,7 @@ def explain(job: str) -> Explanation | None:
 
 
 def scaling() -> ScalingDecision | None:
-    """The last decision about the cluster's size; None where the allocator does not decide about it."""
+    """Return the last decision about the cluster's size; None where the allocator does not decide about it."""
     answer: tuple[ScalingDecision | None, Mapping[str, float]] | None = _ask_allocator("scaling")
     return answer[0] if answer is not None else None
 
@@ -303,7 +309,7 @@ def set_policy(policy: str) -> None:
 
 
 def operator_settings(file: str) -> OperatorSettings:
-    """Settings that a file has.
+    """Return the settings in a file.
 
     Raises:
         click.UsageError: the file is not understood.
@@ -333,7 +339,7 @@ def apply_settings(wanted: OperatorSettings) -> Mapping[str, Any]:
 
 
 def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
-    """The answer of the allocator, which is made where there is none."""
+    """Return the answer of the allocator, which is made where there is none."""
     deadline_s = time.monotonic() + _START_S
     try:
         while True:
@@ -352,7 +358,7 @@ def _settle(method: str, *arguments: Any) -> Mapping[str, Any]:
 
 
 def _ask_allocator(method: str, *arguments: Any) -> Any | None:
-    """The allocator's answer; None where there is no allocator, or it does not know the job."""
+    """Return the allocator's answer; None where there is no allocator, or it does not know the job."""
     try:
         allocator = find_actor(ALLOCATOR)
         if allocator is None:
@@ -382,7 +388,7 @@ def forgive(name: str) -> str:
 
 
 def living_node(name: str, option: str) -> str:
-    """The id of the node with this address or beginning of its id.
+    """Return the id of the node with this address or beginning of its id.
 
     Raises ClickException: no or several living nodes are meant.
     """
@@ -397,13 +403,13 @@ def living_node(name: str, option: str) -> str:
 
 
 def ray_nodes() -> list[dict[str, Any]]:
-    """Nodes as Ray lists them, dead ones included."""
+    """Return nodes as Ray lists them, dead ones included."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return nodes
 
 
 def on_every_node(look: Callable[[], Any], node_ids: Sequence[str]) -> Mapping[str, Any]:
-    """The answers of a function by node id; where there is none, the reason as text."""
+    """Return the answers of a function by node id; where there is none, the reason as text."""
     task: Any = ray.remote(look)
     calls = {
         node_id: task.options(

@@ -56,7 +56,7 @@ def _cluster_checks(storage: str, every_node: bool) -> list[Check]:
 
 
 def check_cluster(nodes: int) -> Check:
-    """The cluster, and who shares it out."""
+    """Check the cluster and its allocator."""
     from elastic_ray.cli import cluster
     from placement.ray_cluster.autoscaler_presence import may_autoscale
 

@@ -109,12 +109,15 @@ def _check_scheduling(path: Path, given: Mapping[str, Any]) -> None:
 
 
 def _field(mapping: Any, field: str) -> Any:
-    """YAML's node of a field of the outermost mapping: it has what is written, whatever type YAML takes that for."""
+    """Return YAML's node of a field of the outermost mapping.
+
+    It has what is written, whatever type YAML takes that for.
+    """
     return next(value for key, value in mapping.value if key.value == field)
 
 
 def _argument(node: Any) -> str:
-    """An argument of the script as it is written."""
+    """Return an argument of the script as it is written."""
     if not isinstance(node.value, str):
         raise InputError(f"line {node.start_mark.line + 1}: each of arguments must be one text or number")
     return node.value

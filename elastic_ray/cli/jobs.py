@@ -80,7 +80,7 @@ def logs(job: str, follow: bool, only_events: bool) -> None:
 
 
 def _script_of(job: str) -> Submission | None:
-    """The submission of this id or name, or the one that the job of this name came from."""
+    """Return the submission of this id or name, or the one that the job of this name came from."""
     from elastic_ray.cli import cluster
     from elastic_ray.cli import submission as ray_jobs
 

@@ -136,7 +136,7 @@ class JobRow(JobStatus):
 
 
 def ended_row(ended: EndedJobNote) -> JobRow:
-    """A job that has ended."""
+    """Return the row of a job that has ended."""
     row = with_status(JobRow(job=ended.status.job, phase=ended.status.phase.value), ended.status)
     return dataclasses.replace(
         row,
@@ -151,7 +151,7 @@ def ended_row(ended: EndedJobNote) -> JobRow:
 
 
 def with_status(row: JobRow, status: JobStatus) -> JobRow:
-    """The row with what a status says."""
+    """Return the row with what a status says."""
     told = {field.name: getattr(status, field.name) for field in dataclasses.fields(JobStatus)}
     return dataclasses.replace(row, **(told | {"job": row.job, "phase": status.phase.value}))
 
@@ -162,7 +162,7 @@ def job_rows(
     submissions: Sequence[Submission] = (),
     ended: Sequence[EndedJobNote] = (),
 ) -> tuple[JobRow, ...]:
-    """Every job that its controller or the allocator knows, and scripts that have none, in the order of arrival.
+    """Return every job that its controller or the allocator knows, and scripts that have none, in the order of arrival.
 
     Jobs that have ended come after them, in their order, but for those whose name a job has again, or has still.
     """
@@ -249,7 +249,7 @@ def job_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
 
 
 def _age(row: JobRow, now_s: float) -> str:
-    """Since when a job is there, or how long ago it ended."""
+    """Return since when a job is there, or how long ago it ended."""
     if row.ended_s is not None:
         return f"{ago(now_s - row.ended_s)} ago"
     return "" if row.submitted_s is None else ago(now_s - row.submitted_s)
@@ -282,7 +282,7 @@ class NodeRow:
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]], snapshot: CoreSnapshot | None) -> tuple[NodeRow, ...]:
-    """Ray's living nodes, with what the allocator makes of them; by address.
+    """Return Ray's living nodes, with what the allocator makes of them; by address.
 
     Args:
         nodes: as ``ray.nodes()`` lists them.
@@ -330,7 +330,7 @@ def node_cells(row: NodeRow) -> tuple[str, ...]:
 
 
 def _share(row: NodeRow, name: str) -> str:
-    """``3/4``: of four, elastic jobs may use three."""
+    """Return text such as ``3/4``: of four, elastic jobs may use three."""
     total = row.total.get(name, 0.0)
     if not total:
         return "-"
@@ -338,7 +338,7 @@ def _share(row: NodeRow, name: str) -> str:
 
 
 def _devices(amounts: Mapping[str, Any]) -> dict[str, float]:
-    """Amounts without Ray's bookkeeping."""
+    """Return amounts without Ray's bookkeeping."""
     return {
         name: float(amount)
         for name, amount in sorted(amounts.items())
@@ -354,6 +354,6 @@ def decision_cells(record: DecisionRecord, now_s: float) -> tuple[str, ...]:
 
 
 def decisions(snapshot: CoreSnapshot, job: str | None, last: int) -> tuple[DecisionRecord, ...]:
-    """The last decisions, of one job or of all, oldest first."""
+    """Return the last decisions, of one job or of all, oldest first."""
     log = [record for record in snapshot.log if job is None or record.job == job]
     return tuple(log[len(log) - min(last, len(log)) :])

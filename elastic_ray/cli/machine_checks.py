@@ -58,7 +58,7 @@ def machine_checks() -> tuple[Check, ...]:
 
 
 def _survive(name: str, look: Callable[[], Check]) -> Check:
-    """A check that breaks is a finding, and the others continue."""
+    """Run a check; one that raises is reported, and the remaining checks still run."""
     try:
         return look()
     except Exception as error:
@@ -91,7 +91,7 @@ def check_versions() -> Check:
 
 
 def check_gpu() -> Check:
-    """torch sees the machine's GPUs, and each of them computes."""
+    """Check that torch sees the machine's GPUs, and that each of them computes."""
     import torch
 
     if not torch.cuda.is_available():
@@ -123,7 +123,7 @@ def check_gpu() -> Check:
 
 
 def _driver_version() -> str:
-    """Version of NVIDIA's driver; empty where it is not told."""
+    """Return the version of NVIDIA's driver; empty where it is not told."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().split("  ")[1].split()[0]
     except (OSError, IndexError):
@@ -131,7 +131,7 @@ def _driver_version() -> str:
 
 
 def check_nccl() -> Check:
-    """The communicators that jobs form are there; NCCL reduces over all GPUs of the machine."""
+    """Check that the communicators of jobs are there; NCCL reduces over all GPUs of the machine."""
     import torch
     import torch.distributed as dist
 
@@ -203,7 +203,7 @@ TRAPS = {
 
 
 def check_traps() -> Check:
-    """Settings of the environment that slow NCCL and CUDA down, or have them fail, by name."""
+    """Check for environment settings that slow NCCL and CUDA down, or have them fail, by name."""
     here = {name: os.environ.get(name, "0") for name in TRAPS}
     found = [f"{name}={value}: {TRAPS[name]}" for name, value in here.items() if value not in ("", "0")]
     wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
@@ -224,7 +224,7 @@ def is_there(wanted: str, names: list[str]) -> bool:
 
 
 def check_ports() -> Check:
-    """A socket on a free port, as workers open them, can be reached at this machine's address."""
+    """Check that a socket on a free port, as workers open them, can be reached at this machine's address."""
     import socket
 
     import ray
@@ -253,7 +253,7 @@ def check_ports() -> Check:
 
 
 def _free_ports() -> str:
-    """Range from which the system gives ports away."""
+    """Return the range of ports that the system assigns."""
     try:
         low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     except (OSError, ValueError):
@@ -262,7 +262,7 @@ def _free_ports() -> str:
 
 
 def check_shared_memory() -> Check:
-    """Ray's object store and loaders' processes share it."""
+    """Check the memory that Ray's object store and loaders' processes share."""
     if not _SHARED_MEMORY.is_dir():
         return Check("shared memory", "ok", "this system has no /dev/shm")
     free = shutil.disk_usage(_SHARED_MEMORY).free
@@ -273,7 +273,7 @@ def check_shared_memory() -> Check:
 
 
 def check_session() -> Check:
-    """No other account of the machine can replace what Ray's workers import."""
+    """Check that no other account of the machine can replace what Ray's workers import."""
     from elastic_ray.access import session_warning
 
     warning = session_warning()
@@ -287,7 +287,7 @@ def default_storage() -> str:
 
 
 def check_storage(path: str, nodes: int) -> Check:
-    """A run's directory can be made there, and removed again.
+    """Check that a run's directory can be made there, and removed again.
 
     Args:
         path: local, or a URI.

@@ -36,7 +36,10 @@ def say(text: str, *, err: bool = False) -> None:
 
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their longest cell, two spaces apart; no line is cut, so that other programs can read it."""
+    """Return columns padded to their longest cell, two spaces apart.
+
+    No line is cut, so that other programs can read it.
+    """
     lines = [tuple(columns), *(tuple(printable(cell) for cell in row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     return "\n".join(
@@ -76,12 +79,12 @@ def show_json(value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """JSON of dataclasses, mappings, sequences and numbers; whatever else there is becomes its text."""
+    """Return JSON of dataclasses, mappings, sequences and numbers; whatever else there is becomes its text."""
     return printable_json(json.dumps(_plain(value), indent=2, allow_nan=False, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:
-    """A value as plain JSON, at any depth; what JSON cannot hold is its text."""
+    """Return a value as plain JSON, at any depth; what JSON cannot hold is its text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -104,7 +107,7 @@ def on_terminal() -> bool:
 
 
 def ago(seconds: float) -> str:
-    """A span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
+    """Return a span of time in its two largest units: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; empty for no number."""
     if not math.isfinite(seconds):
         return ""
     whole = max(0, int(seconds))
@@ -118,7 +121,7 @@ def ago(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 job``, ``2 jobs``."""
+    """Return text such as ``1 job`` or ``2 jobs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -127,7 +130,7 @@ job_argument = click.argument("job")
 
 
 def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
-    """``4`` or ``1:8``, as (min, max); a usage error if it is neither."""
+    """Parse ``4`` or ``1:8`` as (min, max); a usage error if it is neither."""
     try:
         return None if value is None else parse_workers(value)
     except ValueError as error:
@@ -135,7 +138,7 @@ def read_workers(ctx: click.Context, param: click.Parameter, value: str | None) 
 
 
 def read_size(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """A number of workers; None for ``auto``."""
+    """Parse a number of workers; None for ``auto``."""
     if value == "auto":
         return None
     if not (value.isascii() and value.isdigit()) or int(value) < 1:

@@ -102,7 +102,7 @@ def _as_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Lines that differ, with ``-`` and ``+``, and those around them."""
+    """Return lines that differ, with ``-`` and ``+``, and those around them."""
     lines = difflib.unified_diff(_as_yaml(before).splitlines(), _as_yaml(after).splitlines(), lineterm="")
     return list(lines)[2:]
 
@@ -173,7 +173,7 @@ def scaling_lines(decision: ScalingDecision) -> list[str]:
 
 
 def headline(seen: CoreSnapshot) -> str:
-    """Policy, jobs and room on one line."""
+    """Return the policy, jobs and room on one line."""
     waiting = sum(not state.target and not state.view.paused for state in seen.jobs.values())
     workers = sum(sum(state.target.values()) for state in seen.jobs.values())
     parts = [

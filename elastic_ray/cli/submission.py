@@ -29,7 +29,9 @@ _TAKEN = "already exists"
 
 
 def client() -> Any:
-    """The client of the cluster's dashboard: RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
+    """Return the client of the cluster's dashboard.
+
+    RAY_API_SERVER_ADDRESS, RAY_ADDRESS, or the cluster on this machine.
 
     Raises ClickException: no cluster, or one without a dashboard. RefusedError: a token that is missing or wrong.
     """
@@ -55,7 +57,7 @@ class TakenError(Exception):
 
 
 def free_id(name: str, refused: Sequence[str] = ()) -> str:
-    """An id for a submission of this name: Ray wants each id once, and a job that continues has its old name."""
+    """Return an id for a submission of this name: Ray wants each id once, and a job that continues has its old name."""
     return next_id(name, [*(str(each.submission_id or "") for each in _listed()), *refused])
 
 
@@ -111,7 +113,7 @@ def _listed() -> Sequence[Any]:
 
 
 def find(name: str) -> Submission | None:
-    """The last submission of this name, or with this id; None if there is none, or no dashboard to ask."""
+    """Return the last submission of this name, or with this id; None if there is none, or no dashboard to ask."""
     same = [each for each in submissions() if name in (each.submission, each.name)]
     return max(same, key=lambda each: each.started_s or 0.0, default=None)
 
@@ -150,7 +152,7 @@ def follow(submission: str, show: Callable[[str], None]) -> None:
 
 
 def wait(submission: str) -> Submission:
-    """The submission once its script has ended."""
+    """Wait for the end of a submission's script and return the submission."""
     there = client()
     while not (found := _read(there.get_job_info(submission))).ended:
         time.sleep(_POLL_S)
@@ -158,7 +160,7 @@ def wait(submission: str) -> Submission:
 
 
 def _read(details: Any) -> Submission:
-    """A submission as we list it, from Ray's details."""
+    """Return a submission as we list it, from Ray's details."""
     return Submission(
         submission=str(details.submission_id or details.job_id),
         name=str((details.metadata or {}).get(_NAME, "")),
@@ -171,7 +173,7 @@ def _read(details: Any) -> Submission:
 
 
 def _line(error: BaseException) -> str:
-    """Ray's reason on one line, without the traceback that its server adds."""
+    """Return Ray's reason on one line, without the traceback that its server adds."""
     if isinstance(error, requests.RequestException):
         return type(error).__name__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

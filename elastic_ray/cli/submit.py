@@ -112,13 +112,16 @@ def _from_file(path: Path) -> JobFile:
 
 
 def command(script: Path, arguments: tuple[str, ...], told: Overrides, python: str = "python") -> str:
-    """The shell command that Ray runs; the variables reach the script's process only, not what it starts on Ray."""
+    """Return the shell command that Ray runs.
+
+    The variables reach the script's process only, not what it starts on Ray.
+    """
     words = [f"{variable}={shlex.quote(value)}" for variable, value in told.environment().items()]
     return " ".join([*words, shlex.join([python, script.as_posix(), *arguments])])
 
 
 def check_name(name: str) -> str:
-    """The name, if a job may have it."""
+    """Return the name, if a job may have it."""
     from elastic_ray.driver.ray_train_config import job_name  # imports Ray
 
     try:
@@ -131,7 +134,7 @@ def check_name(name: str) -> str:
 
 
 def read_env(text: str) -> dict[str, Any]:
-    """A runtime environment."""
+    """Read a runtime environment."""
     try:
         env = json.loads(text)
     except ValueError as error:

@@ -42,7 +42,10 @@ class SweepStatus:
 
 
 def sweeps_of(rows: Iterable[JobRow]) -> dict[str, list[JobRow]]:
-    """The trials among rows, by sweep; of sweeps of one name those of the last one, which has a folder of its own."""
+    """Return the trials among rows, by sweep.
+
+    Of sweeps of one name those of the last one, which has a folder of its own.
+    """
     found: dict[str, dict[str, list[JobRow]]] = {}
     for row in rows:
         if row.trial is not None:
@@ -89,7 +92,7 @@ def _is_done(row: JobRow) -> bool:
 
 
 def best_first(trials: Sequence[JobRow]) -> list[JobRow]:
-    """Trials by the value that they reported last; those without one come after."""
+    """Return trials by the value that they reported last; those without one come after."""
 
     def key(row: JobRow) -> tuple[bool, float, str]:
         least = row.trial is not None and row.trial.mode == "min"
@@ -107,7 +110,7 @@ def called(trials: Sequence[JobRow]) -> dict[str, str]:
 
 
 def parameters_text(parameters: Mapping[str, Any]) -> str:
-    """``lr=0.0003 width=128``; nested parameters by their last name."""
+    """Return text such as ``lr=0.0003 width=128``; nested parameters by their last name."""
     return " ".join(
         f"{name.rpartition('/')[2]}={f'{value:.3g}' if isinstance(value, float) else value}"
         for name, value in parameters.items()
@@ -115,7 +118,7 @@ def parameters_text(parameters: Mapping[str, Any]) -> str:
 
 
 def sweep_line(status: SweepStatus, best: str) -> str:
-    """A sweep on one line.
+    """Return a sweep on one line.
 
     Args:
         status: how it stands.
@@ -132,7 +135,9 @@ def sweep_line(status: SweepStatus, best: str) -> str:
 
 
 def grouped(rows: Sequence[JobRow], *, ended: bool = True) -> tuple[JobRow, ...]:
-    """Rows with one more for each sweep, before its trials that run; those that have ended are in that row alone.
+    """Return rows with one more for each sweep, before its trials that run.
+
+    Those that have ended are in that row alone.
 
     Args:
         rows: of ``job_rows``.

@@ -1,4 +1,4 @@
-"""``elastic-ray verify``: what a run's files prove."""
+"""``elastic-ray verify``: proofs in a run's files."""
 
 from __future__ import annotations
 

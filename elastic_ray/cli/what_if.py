@@ -78,13 +78,13 @@ def live(text: str | None, policy: str | None, as_json: bool) -> None:
 
 
 def row(here: Outlook) -> tuple[str, ...]:
-    """A job as it will continue."""
+    """Return the cells of a job as it will continue."""
     reason = " ".join(here.reason.split())
     return here.job, str(here.workers), _rate(here.goodput), _span(here.ends_s), reason
 
 
 def rows(now: Sequence[Outlook], then: Sequence[Outlook]) -> list[tuple[str, ...]]:
-    """Each job here and there."""
+    """Return the rows of each job, here and there."""
     return [
         (
             there.job,

@@ -20,7 +20,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 class BootstrapRefusedError(Exception):
-    """A call was not made by a member of a generation that is to be, or asks for too much."""
+    """Error raised if a call is not by a member of a future generation, or asks for too much."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class BootstrapCall:
 
 
 def call_mac(secret: str, generation: int, worker: str) -> bytes:
-    """The authentication code that a worker's calls for a generation carry."""
+    """Return the authentication code that a worker's calls for a generation carry."""
     return sign(secret, "bootstrap", generation, worker)
 
 
@@ -120,7 +120,7 @@ class Bootstrap:
         return dict(table.values)
 
     def _table(self, generation: int) -> _Table:
-        """The generation's table; a new one makes the oldest go, and may itself be too old."""
+        """Return the generation's table; a new one makes the oldest go, and may itself be too old."""
         if generation not in self._tables:
             self._tables[generation] = _Table()
             for old in sorted(self._tables)[:-_GENERATIONS_KEPT]:

@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: what gloo and NCCL take for a rendezvous store: calls to the job's controller."""
+"""SHELL over torch.distributed: rendezvous store of gloo and NCCL by calls to the job's controller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOK_S = 1.0  # between two looks whether the group is still wanted
 
 
 class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch does not export it to type checkers
-    """A store for the forming of one group, by one member. What was heard once is not asked for again.
+    """Store of one member for forming one group; a value that was received is not requested again.
 
     torch calls it from C++, from whatever thread forms; it must be referred to for as long as the group that was
     formed through it.
@@ -72,7 +72,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
             self._caller.tell({key: content})
 
     def get(self, key: str) -> bytes:
-        """A value, once it is there."""
+        """Return a value, once it is there."""
         self.wait([key])
         return self._known[key]
 
@@ -110,7 +110,7 @@ class BootstrapStore(dist.Store):  # type: ignore[name-defined, misc]  # torch d
         return all(key in self._known for key in keys)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Values, once all are there."""
+        """Return values, once all are there."""
         self.wait(keys)
         return [self._known[key] for key in keys]
 

@@ -33,7 +33,7 @@ _PARTING_POLL_S = 2e-3
 
 
 class CommunicationFailedError(Exception):
-    """A collective could not be completed: a peer died, timed out, or the generation was called off."""
+    """Error raised if a collective cannot complete: a peer died or timed out, or the generation was called off."""
 
 
 class Communicator:
@@ -294,7 +294,7 @@ class Communicator:
             batched += [work] if work is not None else []
 
     def gather_ints(self, values: Sequence[int], *, with_gradients: bool = False) -> list[list[int]]:
-        """Every rank's ``values`` (the same number on each), in rank order; by choice in the gradient group."""
+        """Gather every rank's ``values`` (the same number on each), in rank order; optionally in the gradient group."""
         mine = torch.zeros(self.world_size, len(values), dtype=torch.int64)
         mine[self.rank] = torch.tensor(list(values), dtype=torch.int64)
         if self.world_size > 1:
@@ -442,7 +442,7 @@ def _meet(store: Any, rank: int, world_size: int, gpu: str) -> tuple[list[bytes]
 
 
 def _form_gloo(store: Any, rank: int, world_size: int, device: Any, until_s: float) -> Any:
-    """A gloo backend of all ranks, connected by ``until_s``."""
+    """Return a gloo backend of all ranks, connected by ``until_s``."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # gloo takes it for the rendezvous too
     options._timeout = timedelta(seconds=max(0.1, until_s - time.monotonic()))
@@ -487,7 +487,7 @@ def receive_staged(backend: Any, tensor: torch.Tensor, source: int, tag: int) ->
 
 
 class GradientGroup:
-    """Starts collectives of the gradient group, which nothing but synchronisation uses; of one rank, it starts none.
+    """Collectives of the gradient group, which only synchronisation uses; a group of one rank starts none.
 
     The works are for ``Communicator.wait``.
 
@@ -516,13 +516,13 @@ class GradientGroup:
         self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """The sum over all ranks, in place."""
+        """Sum the tensor over all ranks, in place."""
         self._traffic["all_reduce"] += tensor.nbytes
         backend = self._of(tensor)
         return self._guard(lambda: backend.allreduce([tensor]))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
         backend = self._of(tensor)
         return self._guard(lambda: backend._allgather_base(output, tensor))
@@ -534,7 +534,7 @@ class GradientGroup:
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
     ) -> Any:
-        """Piece ``i`` of ``tensor`` to rank ``i``; what comes lies in ``output`` in rank order.
+        """Send piece ``i`` of ``tensor`` to rank ``i``; what arrives lies in ``output`` in rank order.
 
         Without splits all pieces are equal; splits count along the first dimension. Unlike sends and receives, it can
         be polled and called off, so ranks that have nothing for each other take part with splits of 0.
@@ -548,7 +548,7 @@ class GradientGroup:
         return self._guard(lambda: backend.alltoall_base(output, tensor, into, out, options))
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+        """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
         self._traffic["reduce"] += tensor.nbytes
         backend = self._of(tensor)
         options = dist.ReduceOptions()

@@ -22,7 +22,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 class Connections:
-    """TCP connections of this process, to look at: they belong to gloo, which may close them at any time."""
+    """TCP connections of this process, for observation only: they belong to gloo, which may close them at any time."""
 
     def __init__(self, connections: Collection[Connection] = ()) -> None:
         self._connections = tuple(sorted(connections))

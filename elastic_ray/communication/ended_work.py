@@ -23,23 +23,23 @@ class EndedWork(dist._Work):  # type: ignore[name-defined,misc]
         self._tensors = list(tensors)
 
     def wait(self, timeout: Any = None) -> bool:
-        """For torch."""
+        """Return True: the work has ended."""
         return True
 
     def is_completed(self) -> bool:
-        """For torch."""
+        """Return True: the work has ended."""
         return True
 
     def is_success(self) -> bool:
-        """For torch."""
+        """Return True: the work has ended."""
         return True
 
     def result(self) -> list[Any]:
-        """For torch."""
+        """Return the results."""
         return self._tensors
 
     def get_future(self) -> Any:
-        """For torch."""
+        """Return a future that has the results."""
         future: Any = torch.futures.Future()
         future.set_result(self._tensors)
         return future

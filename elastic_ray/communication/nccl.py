@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: NCCL's groups, that never hold a process for ever."""
+"""SHELL over torch.distributed: NCCL groups that never block a process for ever."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def identity_of(gpu: int) -> str:
 
 
 def begin_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """An NCCL backend that has not connected yet, and never blocks without end."""
+    """Return an NCCL backend that has not connected yet, and never blocks without end."""
     # Torch's own watchdog ends the process when a peer is lost or an abort takes long: survivors are to continue.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")

@@ -1,4 +1,4 @@
-"""SHELL: lets go of groups that are out of use, when that is safe and where nobody waits for it."""
+"""SHELL: releases groups that are out of use, when that is safe and where nobody waits for it."""
 
 from __future__ import annotations
 

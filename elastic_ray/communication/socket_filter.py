@@ -1,4 +1,4 @@
-"""A formed group takes no more connections where it listened (Linux; no torch, no Ray)."""
+"""Socket filter: a formed group accepts no more connections where it listened (Linux; no torch, no Ray)."""
 
 from __future__ import annotations
 

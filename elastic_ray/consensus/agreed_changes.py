@@ -88,12 +88,12 @@ class AgreedChanges:
         return asked
 
     def take_generation(self) -> int:
-        """The agreed generation, which has to be agreed on again if it is not entered now."""
+        """Return the agreed generation, which has to be agreed on again if it is not entered now."""
         generation, self.generation = self.generation, 0
         return generation
 
     def take_batch(self) -> BatchChoice | None:
-        """The agreed batch shape, once."""
+        """Return the agreed batch shape, once."""
         batch, self.batch = self.batch, None
         return batch
 

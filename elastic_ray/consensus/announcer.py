@@ -85,7 +85,7 @@ class Announcer:
 
     @property
     def in_phase(self) -> bool:
-        """True while collectives that were announced are still to be made, as within a backward pass."""
+        """True while announced collectives are still to be made, as within a backward pass."""
         return self._open is not None
 
     def interject(self, what: Announced) -> None:

@@ -31,7 +31,7 @@ _READS_DIFFER = (
 
 
 class ControlPart(Protocol):
-    """Numbers of this rank that ride on the control sums, and what all ranks conclude from their sums.
+    """Control values of this rank that travel with reductions, and the conclusions from their sums.
 
     They ride on what commits a step of training only: a rank that hears a conclusion and one that does not are then
     never equally far.
@@ -172,7 +172,7 @@ class RankConsensus:
 
     @property
     def in_phase(self) -> bool:
-        """True while collectives that were announced are still to be made, as within a backward pass."""
+        """True while announced collectives are still to be made, as within a backward pass."""
         return self.announcer.in_phase
 
     def interject(self, what: Announced) -> None:

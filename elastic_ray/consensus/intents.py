@@ -15,7 +15,7 @@ _INDEX_BITS, _DETAIL_BITS = 8, 40  # with the intent's 4 bits, a code is exact i
 
 
 class RanksDisagreeError(RuntimeError):
-    """The ranks of a job make different calls in the same step, so that their collectives cannot be matched."""
+    """Error raised if ranks make different calls in the same step, so that their collectives do not match."""
 
 
 class Intent(enum.IntEnum):
@@ -67,7 +67,7 @@ class Announced:
 
     @classmethod
     def from_code(cls, code: int) -> Announced:
-        """The inverse of :attr:`code`."""
+        """Decode the announcement of :attr:`code`."""
         return cls(Intent(code & 15), (code >> 4) & ((1 << _INDEX_BITS) - 1), code >> (4 + _INDEX_BITS))
 
     def __str__(self) -> str:
@@ -149,7 +149,7 @@ def disagreement(codes: Sequence[int], loader_steps: Sequence[int], strategies: 
 
 
 def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
-    """Text of the error of a rank that is about to begin a step after which another rank's training has ended.
+    """Return the error text of a rank about to begin a step after which another rank's training has ended.
 
     Args:
         rank: the one that has returned.
@@ -164,7 +164,7 @@ def returned_early(rank: int, steps: int, other: int, others_steps: int) -> str:
 
 
 def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
-    """Text of the error of ranks that do in a step what takes all, where only the first ``have`` have samples."""
+    """Return the error text of ranks that do in a step what takes all, where only the first ``have`` have samples."""
     return (
         f"step {step} (steps of all loaders counted) has samples for {have} of {world_size} workers, and these do what "
         f"takes all of them: {told}. In such a step models may be called, and Accumulators added to. To train, to loop "
@@ -174,7 +174,7 @@ def _needs_samples(step: int, have: int, world_size: int, told: str) -> str:
 
 
 def notes_differ(notes: Sequence[int], step: int) -> str:
-    """Text of the error of ranks of which some have added to the gradients of the last update.
+    """Return the text of the error of ranks of which some have added to the gradients of the last update.
 
     Args:
         notes: by rank, 1 of those that have.
@@ -241,7 +241,7 @@ def agreed_generations_ahead(sum_of_distances: float, sum_of_squares: float, wor
 
 
 def names_ballot(names: Sequence[tuple[tuple[int, int], str]]) -> list[float]:
-    """A digest d of the sums that a rank adds to, d squared, their number and its square; exact in float64."""
+    """Return a digest d of the sums that a rank adds to, d squared, their number and its square; exact in float64."""
     digest, count = zlib.crc32(repr(list(names)).encode()) & 0xFFFFF, len(names)
     return [float(digest), float(digest * digest), float(count), float(count * count)]
 

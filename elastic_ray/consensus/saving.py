@@ -129,7 +129,10 @@ class SaveAgreement:
     # -- on the control sums ---------------------------------------------------------------------------------------
 
     def size(self, world_size: int) -> int:
-        """Values that ride along; as many in every group, for gradients are laid out anew where it changes."""
+        """Return the number of values that travel with the control sums.
+
+        Equal in every group, as they shape its buckets.
+        """
         return _RIDING
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
@@ -141,7 +144,7 @@ class SaveAgreement:
         self._heard = tuple(sums)
 
     def take_heard(self, world_size: int) -> tuple[float, ...]:
-        """For :meth:`decide`: the latest sums, once; empty where none have come since the last call."""
+        """Return the latest sums for :meth:`decide`, once; empty where none have come since the last call."""
         heard, self._heard = self._heard, None
         return (float(world_size), *heard) if heard is not None else ()
 

@@ -29,7 +29,7 @@ _SHOWN: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderArguments:
-    """Arguments of a loader; those that torch's DataLoader has mean there the same, but for the global batch.
+    """Arguments of a loader with the meaning they have in torch's DataLoader, except for the global batch.
 
     Attributes:
         shuffle: None where the user has not said.
@@ -117,7 +117,7 @@ class LoaderArguments:
         raise AttributeError(f"'AdaptiveDataLoader' object has no attribute {name!r}")
 
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of the ``AdaptiveDataLoader`` that has these."""
+        """Return the keyword arguments of the ``AdaptiveDataLoader`` that has these."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**own.pop("options"), **own}
 
@@ -148,7 +148,7 @@ class LoaderArguments:
 
 
 def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderArguments:
-    """The arguments of the DataLoader that was given as dataset.
+    """Return the arguments of the DataLoader that was given as dataset.
 
     Args:
         given: what an ``AdaptiveDataLoader`` was given.
@@ -193,7 +193,7 @@ def taken_over(given: LoaderArguments, batch_size: int | None = None) -> LoaderA
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The further options that a DataLoader was made with."""
+    """Return the further options that a DataLoader was made with."""
     options = {name: getattr(loader, name) for name in _TAKEN_OVER}
     if options["collate_fn"] is default_collate:
         del options["collate_fn"]
@@ -209,7 +209,7 @@ def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _order_of(sampler: Any) -> dict[str, Any]:
-    """Torch's own samplers are its way to say shuffle=True or False."""
+    """Return the order that a sampler stands for: torch's own are its way to say shuffle=True or False."""
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
@@ -223,7 +223,7 @@ def _order_of(sampler: Any) -> dict[str, Any]:
 
 
 def describe_sample(dataset: Any) -> str:
-    """A dataset's samples, as far as they can be told without loading one (it may be slow, or draw random numbers)."""
+    """Describe a dataset's samples, as far as possible without loading one (it may be slow, or draw random numbers)."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     tensors = getattr(dataset, "tensors", ())

@@ -102,15 +102,15 @@ class ArrowDataset:
         self._forget()
 
     def __len__(self) -> int:
-        """Rows in all files."""
+        """Return the number of rows in all files."""
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """The row at `index`, -len..len-1."""
+        """Return the row at `index`, -len..len-1."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The rows at `indices`, in their order; torch's DataLoader calls this once per batch."""
+        """Return the rows at `indices`, in their order; torch's DataLoader calls this once per batch."""
         wanted = np.asarray(indices, dtype=np.int64)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
         if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
@@ -135,12 +135,12 @@ class ArrowDataset:
         return len(self._groups)
 
     def told_of_files(self) -> list[tuple[str, int]]:
-        """Path and first row of each row group, to compare datasets without reading one."""
+        """Return the path and first row of each row group, to compare datasets without reading one."""
         firsts = self._starts[:-1].tolist()
         return [(self._files[file][0], first) for (file, _), first in zip(self._groups, firsts, strict=True)]
 
     def epoch_order(self, seed: int, epoch: int) -> WindowedOrder:
-        """Row groups in random order, rows in random order within each window of them."""
+        """Return row groups in random order, rows in random order within each window of them."""
         key = sharding.epoch_key(seed=seed, epoch=epoch)
         shuffled = Permutation(samples=len(self._groups), key=key)[:]
         count = -(-len(shuffled) // self._buffer_row_groups)
@@ -183,7 +183,7 @@ class ArrowDataset:
 
 
 class WindowedOrder:
-    """Rows of the row groups of one window after another, each window's in random order; computed when asked for.
+    """Order of rows by windows of row groups, random within each window; computed on demand.
 
     Args:
         starts: first row of each row group, and the number of rows.
@@ -270,7 +270,7 @@ def _row_groups(fragments: Sequence[Any]) -> tuple[list[tuple[int, int]], Indice
 
 
 def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list[str], str | None]:
-    """The file system, the paths of all files in it, and the directory they are relative to if any."""
+    """Return the file system, the paths of all files in it, and the directory they are relative to if any."""
     sources = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     if not sources:
         raise FileNotFoundError("source must name at least 1 file, but is an empty list")
@@ -294,7 +294,7 @@ def _find(source: Source | Sequence[Source], filesystem: Any) -> tuple[Any, list
 
 
 def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
-    """Parquet files below a directory, in order; raises FileNotFoundError where there is none."""
+    """Return Parquet files below a directory, in order; raises FileNotFoundError where there is none."""
     below = [
         info.path
         for info in filesystem.get_file_info(pa.fs.FileSelector(path, recursive=True))
@@ -311,7 +311,7 @@ def _parquet_below(filesystem: Any, path: str, *, shown: str) -> list[str]:
 
 
 def _resolve(source: str, filesystem: Any) -> tuple[Any, str]:
-    """File system and path on it; raises TypeError or ValueError for an unknown one."""
+    """Return the file system and path on it; raises TypeError or ValueError for an unknown one."""
     if filesystem is not None:
         if isinstance(filesystem, pa.fs.FileSystem):
             return filesystem, source

@@ -161,7 +161,7 @@ class BatchSource(Protocol):
         """Close the source at the run's end."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``; also again, where one was voided."""
+        """Return the step at ``position``; called again for one that was voided."""
 
     def commit(self) -> None:
         """Commit the step, whose samples were used."""
@@ -175,7 +175,7 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class BringsBatches(Protocol):
-    """An iterable dataset that shares its samples out among the ranks by itself.
+    """Iterable dataset that divides its samples among the ranks by itself.
 
     Attributes:
         known_rows: samples of an epoch; None where they are not known.
@@ -257,7 +257,7 @@ class MapBatches:
         self._firsts: Sequence[int] = ()  # positions of those of the present step
 
     def indices(self, epoch: int) -> Order:
-        """The epoch's order."""
+        """Return the epoch's order."""
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self._order.epoch_order(self._seed, epoch)
         return self._epoch[1]
@@ -290,7 +290,7 @@ class MapBatches:
         return functools.partial(_shares, self.indices(epoch), position, cut, self._hashes, sort=self._locality)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``."""
+        """Return the step at ``position``."""
         total = self._total
         count = cut.count(position, total)
         if not count:
@@ -321,7 +321,7 @@ class MapBatches:
             self._hashes.pop(first, None)
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """The length of the dataset, the epoch's order, and facts about the items."""
+        """Return the length of the dataset, the epoch's order, and facts about the items."""
         order = self.indices(epoch)
         if self._digest is None or self._digest[0] is not order:  # a nested loop asks in each of the steps around it
             self._digest = order, digest(order)

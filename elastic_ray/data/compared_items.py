@@ -28,7 +28,7 @@ Facts = dict[str, Any]
 
 
 def places(count: int) -> list[int]:
-    """Indices at which items are compared: all of a few, else some from the first to the last.
+    """Return indices at which items are compared: all of a few, else some from the first to the last.
 
     >>> places(3), places(1000)[:3], places(1000)[-1]
     ([0, 1, 2], [0, 66, 133], 999)
@@ -39,7 +39,7 @@ def places(count: int) -> list[int]:
 
 
 def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
-    """Facts about a dataset's items by name, as far as they can be told without loading one."""
+    """Return facts about a dataset's items by name, as far as they can be told without loading one."""
     if depth > _DEEPEST:
         return {}
     if isinstance(dataset, Subset):
@@ -56,7 +56,7 @@ def item_facts(dataset: Any, name: str = "dataset", depth: int = 0) -> Facts:
 
 
 def _attributes(dataset: Any, name: str, depth: int) -> Facts:
-    """Facts about attributes that tell each sample from the others, and about datasets among the attributes.
+    """Return facts about attributes that tell each sample from the others, and about datasets among the attributes.
 
     Others, such as counts, losses, caches and drawn parameters of augmentations, may be each rank's own.
     """
@@ -92,7 +92,7 @@ def _names_one(entry: Any) -> bool:
 
 
 def _of_classes(dataset: Any) -> dict[str, Any]:
-    """Attributes of the dataset's own classes."""
+    """Return attributes of the dataset's own classes."""
     own = [
         kind for kind in reversed(type(dataset).__mro__) if kind.__module__.split(".")[0] not in ("torch", "builtins")
     ]
@@ -100,7 +100,10 @@ def _of_classes(dataset: Any) -> dict[str, Any]:
 
 
 def _length(value: Any) -> int:
-    """Number of entries of what they can be read from at no cost, else -1; no code of the user's is called."""
+    """Return the number of entries of what they can be read from at no cost, else -1.
+
+    No code of the user's is called.
+    """
     kind = type(value)
     if kind is torch.Tensor:
         readable = value.layout == torch.strided and value.dim() > 0 and value.device.type == "cpu"
@@ -136,7 +139,7 @@ def _is_table(dataset: Any) -> bool:
 
 
 def _table_facts(dataset: Any, name: str) -> Facts:
-    """Rows of a table as they are stored: neither decoded nor transformed."""
+    """Return rows of a table as they are stored: neither decoded nor transformed."""
     try:
         stored, chosen = dataset.with_format("arrow"), places(len(dataset))
         told = _without_root([_plain(stored[index].to_pylist()[0]) for index in chosen])
@@ -171,14 +174,14 @@ def _plain(item: Any, depth: int = 0) -> Any:
 
 
 def _some(values: Any) -> list[Any]:
-    """Values of a tensor or array from all over it."""
+    """Return values of a tensor or array from all over it."""
     flat = values.reshape(-1)
     found: list[Any] = flat[:: max(1, len(flat) // _VALUES)][:_VALUES].tolist()
     return found
 
 
 def _without_root(entries: Sequence[Any]) -> list[Any]:
-    """Entries without the folder that all of their paths are in: it may be another one on each node.
+    """Return entries without the folder that all of their paths are in: it may be another one on each node.
 
     Of paths that have none in common the names of the files stay.
     """
@@ -194,14 +197,14 @@ def _is_path(value: Any) -> bool:
 
 
 def _paths(entry: Any) -> list[str]:
-    """Absolute paths in an entry."""
+    """Return absolute paths in an entry."""
     if isinstance(entry, list):
         return [path for value in entry for path in _paths(value)]
     return [entry] if _is_path(entry) else []
 
 
 def _cut(entry: Any, root: str) -> Any:
-    """An entry with paths as they are below ``root``, or their last part, and without the middle of long texts."""
+    """Return an entry with paths below ``root``, or their last part, and without the middle of long texts."""
     if isinstance(entry, list):
         return [_cut(value, root) for value in entry]
     if not isinstance(entry, str):
@@ -212,7 +215,7 @@ def _cut(entry: Any, root: str) -> Any:
 
 
 def still_facts(facts: Mapping[str, Any], first: Mapping[str, Any]) -> Facts:
-    """Facts of a pass, without items that this rank has changed since its ``first``, unless these are texts."""
+    """Return facts of a pass, without items that this rank has changed since its ``first``, unless these are texts."""
     return {name: value if _is_still(name, value, first.get(name)) else None for name, value in facts.items()}
 
 

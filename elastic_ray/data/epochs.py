@@ -41,7 +41,7 @@ EpochHook = Callable[[Any, int], object]
 
 
 class EpochBatch(list[int]):
-    """Indices of a batch, with the epoch and the place in its order: they reach a worker process with the work itself.
+    """Indices of a batch, with its epoch and place, which reach a worker process with the work itself.
 
     Args:
         epoch: that they belong to.
@@ -94,7 +94,7 @@ class FollowsEpochs:
         return len(self.dataset)
 
     def __getitems__(self, batch: EpochBatch) -> Any:
-        """The batch's samples; torch's fetcher asks for them together."""
+        """Return the batch's samples; torch's fetcher asks for them together."""
         dataset = self.dataset
         if batch.epoch != self._epoch:
             self._epoch = batch.epoch
@@ -129,7 +129,7 @@ def _leave_others_alone() -> None:
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that has errors told, and shows the user's dataset in ``get_worker_info().dataset``."""
+    """Initialiser of worker processes that reports errors, and shows the user's dataset in ``get_worker_info()``."""
 
     def __init__(self, inner: Callable[[int], object] | None) -> None:
         self._inner = inner

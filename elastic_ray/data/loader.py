@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
-    """Batches of a loader.
+    """Return batches of a loader.
 
     Args:
         seed: of its order.
@@ -73,7 +73,7 @@ def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchS
 
 
 def order_of(given: LoaderArguments) -> EpochOrder:
-    """The order of the dataset's samples, as it is now."""
+    """Return the order of the dataset's samples, as it is now."""
     if given.batch_sampler is not None:
         return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
     return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)
@@ -96,7 +96,7 @@ class PlanFacts:
         self._first = item_facts(given.dataset)
 
     def of(self, epoch: int, limits: BatchLimits) -> dict[str, Any]:
-        """Facts about a pass, as plain values by name."""
+        """Return facts about a pass, as plain values by name."""
         batch = dataclasses.asdict(limits)
         items = self._source.facts(epoch)
         return {
@@ -336,7 +336,7 @@ class AdaptiveDataLoader(ResumableLoader):
         return self.current_batch_size
 
     def __len__(self) -> int:
-        """Steps of a whole pass at the present batch size; with whole batches this rank's share of them.
+        """Return the number of steps of a pass at the present batch size; with whole batches this rank's share of them.
 
         Raises:
             TypeError: an iterable dataset has no length, nor has a batch sampler without one.
@@ -429,7 +429,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 self._session.passes.end_micro_step(step)
 
     def _epoch(self) -> int:
-        """Epoch whose order a pass has; a loop without ``remaining_epochs_until`` makes one epoch a pass."""
+        """Return the epoch whose order a pass has; a loop without ``remaining_epochs_until`` makes one epoch a pass."""
         if self._session.in_epochs:
             return self._session.progress.epoch
         self._passes += 1
@@ -473,7 +473,9 @@ class AdaptiveDataLoader(ResumableLoader):
         return step.fetches
 
     def _present_cut(self, changes: int) -> tuple[BatchChoice, StepSplit, bool]:
-        """The setting for the next step, and whether this loader leads; it moves with the group and the batch only.
+        """Return the setting for the next step, and whether this loader leads.
+
+        It moves with the group and the batch only.
 
         Args:
             changes: that these have made.

@@ -34,11 +34,10 @@ _COMPARED = 1024  # indices of an order, from the first on
 
 @runtime_checkable
 class EpochOrder(Protocol):
-    """Gives the order of an epoch. A dataset that has this method brings its own order (`ArrowDataset`
-    does)."""
+    """Protocol of an order of epochs. A dataset that has this method brings its own order (`ArrowDataset` does)."""
 
     def epoch_order(self, seed: int, epoch: int) -> Order:
-        """Indices [n] in the order of use; equal arguments give equal indices in every process."""
+        """Return indices [n] in the order of use; equal arguments give equal indices in every process."""
         ...
 
 
@@ -61,15 +60,14 @@ class IndexOrder:
             raise ValueError(f"the dataset must have at least 1 sample, but has {self.samples}")
 
     def epoch_order(self, seed: int, epoch: int) -> Permutation:
-        """See `EpochOrder`."""
+        """Return the order of an epoch; see `EpochOrder`."""
         chosen = seed if self.own_seed is None else self.own_seed
         key = sharding.epoch_key(seed=chosen, epoch=epoch)
         return Permutation(samples=self.samples, key=key if self.shuffle else "")
 
 
 class SamplerOrder:
-    """The order that a sampler, or any iterable that can be read again, gives: weighted, with replacement, a
-    subset...
+    """Order given by a sampler, or any iterable that can be read again: weighted, with replacement, a subset...
 
     Once per epoch `set_epoch(epoch)` is called where it exists, and the sampler is read to its end while
     every random generator that it can use (torch's on the CPU, NumPy's, Python's, and those among its own
@@ -98,7 +96,10 @@ class SamplerOrder:
         self._samples = samples
 
     def epoch_order(self, seed: int, epoch: int) -> Indices:
-        """See `EpochOrder`. Raises ValueError or TypeError if the sampler gives none, or not indices."""
+        """Return the order of an epoch; see `EpochOrder`.
+
+        Raises ValueError or TypeError if the sampler gives none, or not indices.
+        """
         _set_epoch(self._sampler, epoch)
         with PrivateRandom(seed=seed, epoch=epoch, owner=self._sampler):
             # without an end of its own a sampler would fill the memory before anyone sees why
@@ -165,7 +166,7 @@ def drops_last(sampler: Iterable[Any] | None, *, drop_last: bool) -> bool:
 
 
 def digest(order: Order) -> int:
-    """A number below 2**63 that ranks can compare to find a sampler that is not the same everywhere.
+    """Return a number below 2**63 that ranks can compare to find a sampler that is not the same everywhere.
 
     Indices that a sampler drew are compared one by one; of those that are computed when they are asked for, some.
     """
@@ -304,7 +305,7 @@ class StreamSharder(Generic[Item]):
         return StreamStep(items=items, count=count, tag=item_tag(self._ahead[0]))
 
     def commit(self) -> int:
-        """The drawn step has been applied: its items are let go. Returns the new position."""
+        """Commit the drawn step and release its items; return the new position."""
         self._drop(self._drawn)
         self._drawn = 0
         return self._position
@@ -336,12 +337,12 @@ class StreamSharder(Generic[Item]):
 
 
 def item_tag(item: Any) -> int:
-    """A number from 1 that stands for the beginning of what an item holds, to tell items apart cheaply."""
+    """Return a number from 1 that stands for the beginning of what an item holds, to tell items apart cheaply."""
     return zlib.crc32(repr(_beginning(item)).encode()) + 1
 
 
 def _beginning(item: Any, depth: int = 0) -> Any:
-    """The first values of an item, as plain ones."""
+    """Return the first values of an item, as plain ones."""
     if isinstance(item, Mapping) and depth < _DEEPEST:
         return [(str(key)[:_LONGEST], _beginning(item[key], depth + 1)) for key in itertools.islice(item, _FIRST)]
     if isinstance(item, (list, tuple)) and depth < _DEEPEST:

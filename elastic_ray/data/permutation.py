@@ -26,7 +26,7 @@ _FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)  # of we
 
 
 class Order(Protocol):
-    """Indices in the order of use, of which any part can be had: an array, or one that computes the part."""
+    """Indices in the order of use, of which any part is available: an array, or an object that computes the part."""
 
     def __len__(self) -> int:
         """Return the number of indices."""

@@ -1,4 +1,4 @@
-"""SHELL: random numbers of one's own, from the global generators that other people's code draws from."""
+"""SHELL: private random numbers, separate from the global generators that other code draws from."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from elastic_ray.data import sharding
 
 
 class PrivateRandom:
-    """Random generators of one's own: within the context, code that uses the global ones draws from these
-    instead.
+    """Private random generators: within the context, code that uses the global ones draws from these instead.
 
     Covers torch's CPU generator, NumPy's and Python's global ones, and generators among `owner`'s attributes.
     The context may be entered again and continues where it was left; the generators outside never notice.
@@ -48,7 +47,7 @@ class PrivateRandom:
 
 
 def _generators(owner: object) -> list[Any]:
-    """The global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
+    """Return the global generators, and those that `owner` or a sampler inside it holds, in a fixed order."""
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
     # the modules have the methods of their hidden global instance
     found: list[Any] = [torch.default_generator, np.random, random]

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableLoader:
-    """The part of a loader that checkpoints of the user's own keep, and that tells where a pass stands."""
+    """Base of a loader with the state for users' own checkpoints, and the position in a pass."""
 
     _session: Session
 

@@ -41,7 +41,7 @@ def epoch_key(*, seed: int, epoch: int) -> str:
 def step_size(
     *, position: int, total: int, batch_size: int, world_size: int, drop_last: bool = False, least: int = 1
 ) -> int:
-    """Size of the next global batch, so that every rank has at least one sample in every step that can give it one.
+    """Return the size of the next global batch, with a sample for every rank in every step that can have one.
 
     Usually `batch_size`; 0 at the end of the epoch. If the batch would leave a leftover l with 1 <= l <
     2 world_size, this step takes ``batch_size - (2 world_size - l)``, so that each of several ranks has two samples
@@ -92,7 +92,7 @@ def step_size(
 
 
 def _size_before_leftover(remaining: int, batch_size: int, world_size: int, least: int) -> int:
-    """Size of a step after which the last one still has samples for all ranks; see :func:`step_size`."""
+    """Return the size of a step after which the last one still has samples for all ranks; see :func:`step_size`."""
     if remaining <= batch_size:
         return remaining
     leftover = remaining - batch_size
@@ -136,7 +136,7 @@ def micro_steps_for(count: int, *, world_size: int, micro_steps: int, least: int
 def split(
     count: int, *, world_size: int, micro_steps: int = 1, shares: Shares | None = None, least: int = 1
 ) -> Indices:
-    """Sizes of the pieces into which a step of `count` samples is cut.
+    """Return sizes of the pieces into which a step of `count` samples is cut.
 
     Returns array of shape [world_size, micro_steps_for(count, ...)]; every entry is at least 1, and the whole sums to
     `count`. Any two entries of a rank differ by at most 1. Without `shares` so do any two entries and any two ranks'
@@ -182,7 +182,7 @@ def rank_slices(
 
 
 def _even(counts: Indices, parts: int) -> Indices:
-    """Each count [n] cut into `parts` sizes that differ by at most 1, larger ones first: [n, parts]."""
+    """Return each count [n] cut into `parts` sizes that differ by at most 1, larger ones first: [n, parts]."""
     base, extra = np.divmod(counts[:, None], parts)
     return np.asarray(base + (np.arange(parts)[None, :] < extra), dtype=np.int64)
 
@@ -215,8 +215,9 @@ def batch_ends(samples: int, batch_size: int, *, drop_last: bool) -> list[int]:
 
 
 def whole_step(ends: Sequence[int], *, position: int, world_size: int) -> list[tuple[int, int]]:
-    """First and last + 1 sample of each rank's batch in the step at ``position``; shorter than ``world_size`` for
-    ranks without one, empty at the end of the pass.
+    """Return the sample range (first, last + 1) of each rank's batch in the step at ``position``.
+
+    It is shorter than ``world_size`` for ranks without one, empty at the end of the pass.
 
     Raises ValueError: ``position`` is not where a batch begins.
 

@@ -40,7 +40,7 @@ class Shares:
 
 
 def by_weight(count: int, shares: Shares, micro_steps: int) -> list[int]:
-    """Samples of each rank, so that the largest of samples / weight is as small as it can be.
+    """Return the samples of each rank, so that the largest of samples / weight is as small as it can be.
 
     With weights in proportion to the ranks' speeds this is the cut with the shortest step (Jefferson's method of
     apportionment within bounds). Equal weights give the equal split, larger shares first.

@@ -1,4 +1,4 @@
-"""SHELL: the batches of a loader that go to one rank each, whole."""
+"""SHELL: batches of a loader that go whole to one rank each."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class WholeBatches(MapBatches):
         return functools.partial(_own_batches, self.indices(epoch), self.ends(epoch), position, cut)
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``: a batch a rank, as long as there are some."""
+        """Return the step at ``position``: a batch for each rank, as long as there are some."""
         ends = self.ends(epoch)
         batches = whole_step(ends, position=position, world_size=cut.world_size)
         if not batches:
@@ -109,7 +109,7 @@ class WholeBatches(MapBatches):
         return {**super().facts(epoch), "the batches' ends": f"{digest(ends):016x}"}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
-        """A group of any size can continue from the end of a batch."""
+        """True: a group of any size can continue from the end of a batch."""
         return True
 
 

@@ -25,7 +25,7 @@ _MOST_EPOCHS = 100
 
 
 def event_line(job: str, event: JobEvent) -> str:
-    """An event as a sentence, e.g. ``job a1: 2 -> 4 workers, goodput: +1 gains 0.31, pause 0.18 s``."""
+    """Return an event as a sentence, e.g. ``job a1: 2 -> 4 workers, goodput: +1 gains 0.31, pause 0.18 s``."""
     if event.from_workers != event.to_workers:
         what = f"{event.from_workers} -> {event.to_workers} workers"
         if event.kind not in (EventKind.RESIZE, EventKind.STARTED):
@@ -51,7 +51,7 @@ def _line(job: str, parts: Iterable[str]) -> str:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers among metrics, the loss first."""
+    """Return the numbers among metrics, the loss first."""
     values: dict[str, str] = {}
     for name in sorted(metrics, key=lambda name: name != "loss"):
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
@@ -85,7 +85,7 @@ def status_fields(status: JobStatus) -> dict[str, str]:
 
 
 def status_line(status: JobStatus) -> str:
-    """A status as one line: ``job a1: running, workers 4, batch 512, samples/s 8.3k, epoch 2/30``."""
+    """Return a status as one line: ``job a1: running, workers 4, batch 512, samples/s 8.3k, epoch 2/30``."""
     fields = status_fields(status)
     if status.phase.ended:
         del fields["workers"]
@@ -101,7 +101,7 @@ def _workers(status: JobStatus) -> str:
 
 
 def _number(value: float) -> str:
-    """Three significant digits, thousands as k."""
+    """Format a number with three significant digits, thousands as k."""
     return f"{value / 1000:.3g}k" if value >= 1000 else f"{value:.3g}"
 
 
@@ -224,7 +224,7 @@ def _table(status: JobStatus) -> Table:
 
 
 class Interrupts:
-    """Notices Ctrl-C within its block, also where other code swallows the KeyboardInterrupt: a callback, a destructor.
+    """Catcher of Ctrl-C within its block, even if other code swallows the KeyboardInterrupt: a callback, a destructor.
 
     A context manager. Where the program handles SIGINT by itself, or in another thread than the main one, it does
     nothing.

@@ -1,4 +1,4 @@
-"""SHELL: what a driver holds of a submitted job."""
+"""SHELL: handle of a submitted job for a driver."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_result(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float = 60.0) -> Result:
-    """Ray Train's ``Result`` of a job that has ended.
+    """Make Ray Train's ``Result`` of a job that has ended.
 
     ``metrics`` are the last ones reported (with or without a checkpoint). ``checkpoint`` is the newest reported
     checkpoint; of a job that reports none, the directory of its automatic ones, for ``load_model_state``.
@@ -79,7 +79,7 @@ def _opened(value: Sealed | None) -> Any:
 
 
 def all_reports(outcome: JobOutcome, storage: RunStorage, *, timeout_s: float) -> list[Report]:
-    """Every report of a job that has ended: its last ones as they were, those before from storage."""
+    """Return every report of a job that has ended: its last ones as they were, those before from storage."""
     last = outcome.reports[0].index - 1 if outcome.reports else 0
     if last < outcome.first_report:
         return list(outcome.reports)
@@ -106,12 +106,12 @@ _LONGEST_ASK_S = 5.0  # of one call, below its time-out
 
 
 def find_controller(job: str) -> Any | None:
-    """The handle of a job's controller; None if there is no such job."""
+    """Return the handle of a job's controller; None if there is no such job."""
     return find_actor(f"job:{job}")
 
 
 class JobHandle:
-    """A submitted job: ask it, hold it at a size, wait for it, stop it.
+    """Handle of a submitted job: query it, hold it at a size, wait for it, stop it.
 
     While the handle's process lives, a thread renews the job's lease; without it the job ends itself after
     ``ElasticConfig.lease_s``, or continues if another process attaches in time. After the job's end all methods
@@ -134,7 +134,7 @@ class JobHandle:
 
     @classmethod
     def attach(cls, job: str) -> JobHandle:
-        """The handle of a job that another process submitted, for a driver that was restarted.
+        """Return the handle of a job that another process submitted, for a driver that was restarted.
 
         Args:
             job: the job's name, ``RunConfig.name`` or ``JobHandle.job``.

@@ -197,6 +197,6 @@ class LeaseKeeper:
 
 
 def _reason(error: BaseException) -> str:
-    """Ray's explanation on one line: its last line tells why, its first one what."""
+    """Return Ray's explanation on one line: its last line tells why, its first one what."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"

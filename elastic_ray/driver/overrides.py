@@ -80,7 +80,7 @@ class Overrides:
     user: str = ""
 
     def environment(self) -> dict[str, str]:
-        """The variables that say this."""
+        """Return the environment variables of these overrides."""
         values = {
             WORKERS: "" if self.workers is None else ":".join(map(str, self.workers)),
             USE_GPU: "" if self.use_gpu is None else str(int(self.use_gpu)),
@@ -102,7 +102,7 @@ class Overrides:
             raise ValueError(f"{SCHEDULING}: {error}") from None
 
     def scaling(self, given: Any, default: type[Any]) -> Any:
-        """A ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
+        """Return a ``ScalingConfig`` with what is overridden replaced; None, or what is none at all, stays.
 
         Args:
             given: the script's.
@@ -182,5 +182,5 @@ def fresh_name(stem: str, now: datetime.datetime) -> str:
 
 
 def take_name(environment: MutableMapping[str, str]) -> str | None:
-    """The name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
+    """Return the name that the environment has for a job without one. It is taken: two jobs cannot have the same."""
     return environment.pop(NAME, "") or None

@@ -85,7 +85,7 @@ def _refuse_unsupported_scaling(config: ScalingConfig) -> None:
 
 
 def _worker_limits(num_workers: Any) -> tuple[int, int]:
-    """Fewest and most workers."""
+    """Return the fewest and the most workers."""
     limits = num_workers if isinstance(num_workers, tuple) else (num_workers, num_workers)
     if len(limits) != 2 or not all(_is_int(limit) for limit in limits):
         raise ValueError(f"ScalingConfig(num_workers) must be a whole number or (min, max), but got {num_workers!r}")
@@ -104,7 +104,7 @@ def _worker_limits(num_workers: Any) -> tuple[int, int]:
 
 
 def _bundle(config: ScalingConfig) -> dict[str, float]:
-    """Resources of one worker: Ray Train's defaults, without amounts of 0."""
+    """Return resources of one worker: Ray Train's defaults, without amounts of 0."""
     given = config.resources_per_worker
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"ScalingConfig(resources_per_worker) must be a dict of amounts, but got {given!r}")
@@ -247,7 +247,7 @@ def _check_failures(config: FailureConfig) -> None:
 
 
 def job_name(name: Any) -> str | None:
-    """The name the user chose; None for the one Ray Train fills in (jobs of one second would share it)."""
+    """Return the name the user chose; None for the one Ray Train fills in (jobs of one second would share it)."""
     if name is None or (isinstance(name, str) and _RAYS_DEFAULT_NAME.fullmatch(name)):
         return None
     if not isinstance(name, str) or not _JOB_NAME.fullmatch(name):
@@ -332,7 +332,7 @@ def _refuse(owner: str, name: str, value: Any, default: Any, reason: str) -> Non
 
 
 def _instance(value: Any, wanted: Any, name: str) -> Any:
-    """The value, or a default one for None; raises unless it is of Ray Train's (not Tune's) type."""
+    """Return the value, or a default one for None; raises unless it is of Ray Train's (not Tune's) type."""
     if value is None:
         return wanted()
     if not isinstance(value, wanted):

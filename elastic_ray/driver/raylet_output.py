@@ -1,4 +1,4 @@
-"""SHELL: what Ray's own daemons print into the driver's output about processes that the job has lost."""
+"""SHELL: output of Ray's own daemons, in the driver's output, about processes that the job has lost."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def sharded_memory(
     optimizer_states: int = 2,
     shard_size: int | None = None,
 ) -> MemoryNeed:
-    """Bytes that a worker needs to train a model under ``elastic_ray.fully_shard``, for ``SchedulingConfig(memory=)``.
+    """Return the bytes that a worker needs to train a model under ``elastic_ray.fully_shard``.
+
+    The result is for ``SchedulingConfig(memory=)``.
 
     Counted are parameters and the optimizer's states of those that are trained, three times, in two copies: so much is
     held for a moment when rows move to other workers. Gradients are empty then, and fewer bytes than that; buffers

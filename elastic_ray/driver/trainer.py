@@ -263,7 +263,7 @@ class ElasticTrainer:
         return handle.result()
 
     def spec(self) -> JobSpec:
-        """The job as it would be submitted, with a fresh name if the user gave none."""
+        """Return the job as it would be submitted, with a fresh name if the user gave none."""
         job = self._name or fresh_name(script_stem(), datetime.datetime.now())
         train_loop, reader = self._train_loop, ""
         if self._datasets:
@@ -342,7 +342,7 @@ def _check_fingerprint(name: Any) -> str | None:
 
 
 def _picklable(filesystem: Any) -> Any:
-    """The file system, if it can be sent to workers; raises otherwise."""
+    """Check that the file system can be sent to workers, and return it."""
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(filesystem))  # type: ignore[no-untyped-call]
     except Exception as error:

@@ -43,7 +43,7 @@ class BatchOptions:
             raise ValueError("local_bsz_bounds and gradient_accumulation belong to max_batch_size, which is None")
 
     def shared(self, given: DataLoader[Any] | er.AdaptiveDataLoader, *, seed: int = 0) -> er.AdaptiveDataLoader:
-        """The loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
+        """Return the loader that a user has made, as one whose batches all workers share; ``seed``: of its order.
 
         Raises ValueError: an ``AdaptiveDataLoader``, whose batch is that of all workers, beside accumulated batches.
         """
@@ -88,7 +88,7 @@ class BatchOptions:
 
 
 class LoggedValues:
-    """Reports what a framework logs: the job's metrics, its page, its trackers and ``Result`` have it.
+    """Reporter of a framework's logged values to the job's metrics, its page, its trackers and ``Result``.
 
     A report holds the last value of every name, since evaluation and training log at different times. A trial's reports
     are its scheduler's rounds, which the train function counts itself: there nothing is added to them.

@@ -23,7 +23,7 @@ class LateWrapped(torch.nn.Module):
         self._wrapped: list[er.AdaptiveDataParallel] = []  # not a module of this one: it holds the same parameters
 
     def make_wrapper(self) -> er.AdaptiveDataParallel | None:
-        """The model with its optimizer; None while it has none."""
+        """Return the model with its optimizer; None while it has none."""
         raise NotImplementedError
 
     def wrap(self) -> None:
@@ -34,11 +34,11 @@ class LateWrapped(torch.nn.Module):
                 self._wrapped.append(wrapper)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
+        """Run the model's forward pass."""
         return (self._wrapped[0] if self._wrapped else self.module)(*args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
+        """Only add to this rank's gradients in backward passes inside, as DDP's ``no_sync``."""
         return self._wrapped[0].no_sync() if self._wrapped else contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:
@@ -54,12 +54,12 @@ class LateWrapped(torch.nn.Module):
 
 
 def plain_model(model: Any) -> Any:
-    """The model that was wrapped, or is to be; any other stays as it is."""
+    """Return the model that was wrapped, or is to be; any other stays as it is."""
     return model.module if isinstance(model, (LateWrapped, er.AdaptiveDataParallel)) else model
 
 
 class LoaderOnDevice(DataLoader[Any]):
-    """Stands for an ``AdaptiveDataLoader`` whose batches come on the worker's device; what that has is to be had here.
+    """Wrapper of an ``AdaptiveDataLoader`` whose batches come on the worker's device; it has the loader's attributes.
 
     It is a ``DataLoader`` to those who ask, as what the libraries themselves give is one; nothing of torch's is used.
     """

@@ -48,7 +48,7 @@ class PassEpochs:
         self._models.append(module)
 
     def begin_pass(self, loader: object) -> bool:
-        """The code comes to a pass over a loader: whether it is one to go by.
+        """Begin a pass over a loader; True if the pass is to be skipped, because the others have left it behind.
 
         Raises:
             WorkerDismissed, UnsafeStateError: as :meth:`Session.sync_point`.
@@ -70,7 +70,7 @@ class PassEpochs:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """The time in which the body of a pass runs that does not count."""
+        """Run the body of a pass that does not count: buffers and gradients are restored after the block."""
         kept = [(buffer, buffer.clone()) for module in self._models for buffer in module.buffers()]
         try:
             yield
@@ -192,7 +192,7 @@ class RayTrainModel(LateWrapped):
         epochs_of(session).add_model(module)
 
     def make_wrapper(self) -> er.AdaptiveDataParallel:
-        """The model with its optimizers, which the script has made by now."""
+        """Return the model with its optimizers, which the script has made by now."""
         optimizers = _optimizers_of(self.module)
         schedulers = [scheduler for each in optimizers for scheduler in _schedulers_of(each)]
         return er.AdaptiveDataParallel(
@@ -244,7 +244,7 @@ class RayTrainLoader(LoaderOnDevice):
                 yield from (_moved(batch, self.device) for batch in self._any_batch())
 
     def _any_batch(self) -> Iterator[Any]:
-        """A batch of one worker, if there is any data."""
+        """Return a batch of one worker, if there is any data."""
         given = self._given
         own = torch.Generator()  # else it would draw from torch's
         one = DataLoader(given.dataset, given.batch_size, collate_fn=given.collate_fn, generator=own)
@@ -252,7 +252,7 @@ class RayTrainLoader(LoaderOnDevice):
 
 
 class _Sampler:
-    """The loader's sampler; the order of an epoch follows the epoch by itself."""
+    """Sampler of a prepared loader, whose order follows the epoch by itself."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -270,7 +270,7 @@ class _Sampler:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    """A batch on a device: tensors in lists, tuples and dicts."""
+    """Move a batch to a device: tensors in lists, tuples and dicts."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
@@ -304,7 +304,7 @@ def _optimizers_of(module: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The outermost schedulers of an optimizer."""
+    """Return the outermost schedulers of an optimizer."""
     kinds = torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     found = [each for each in _objects(*kinds) if getattr(each, "optimizer", None) is optimizer]
     inner = {id(part) for each in found for part in getattr(each, "_schedulers", ())}
@@ -312,7 +312,9 @@ def _schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _scaler() -> Any:
-    """AMP's gradient scaler, where there is one; raises RuntimeError where there are several, which no model knows of.
+    """Return AMP's gradient scaler, where there is one.
+
+    Raises RuntimeError where there are several, which no model knows of.
 
     One that is not enabled scales nothing.
     """

@@ -14,7 +14,7 @@ from placement.knowledge.knowledge import Prior
 
 
 class BatchChanges:
-    """Has the planner's model fitted, and carries out what it then chooses."""
+    """Fits the planner's model, and carries out what it then chooses."""
 
     def __init__(self, parts: JobContext) -> None:
         self._planner, self._group = parts.planner, parts.group

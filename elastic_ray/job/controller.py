@@ -91,7 +91,10 @@ def _name_of(spec: JobSpec) -> str:
 
 
 def _warm(spec: JobSpec) -> Any | None:
-    """A controller that has waited for this job; None if there is none. It has not begun unless it is returned."""
+    """Return a controller that has waited for this job; None if there is none.
+
+    It has not begun unless it is returned.
+    """
     if spec.trial is not None:
         return None
     taken = {own for own, _ in aliases("job:")}
@@ -227,7 +230,7 @@ class JobController:
         self._begun = asyncio.Event()
 
     async def renew_lease(self) -> JobStatus:
-        """The driver lives."""
+        """Renew the driver's lease, and return the job's status."""
         await self._known()
         self._lease.heard(_DRIVER)
         return self._job.status()
@@ -245,12 +248,12 @@ class JobController:
         return dataclasses.replace(self._spec, train_loop=b"", callbacks=b"", trial=trial, secret="")
 
     async def status(self) -> JobStatus:
-        """The job now."""
+        """Return the job's present status."""
         await self._known()
         return self._job.status()
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
-        """Members of the present generation, by rank."""
+        """Return members of the present generation, by rank."""
         await self._known()
         return self._job.workers()
 
@@ -296,7 +299,7 @@ class JobController:
         await self._persist_state()
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
         await self._recovered.wait()
         return await self._job.next_report(after, wait_s)
 
@@ -364,7 +367,7 @@ class JobController:
         job.finish(JobPhase.FAILED, error=ImpossibleResourcesError(reason))
 
     async def push(self, message: WorkerMessage) -> bool:
-        """A worker's message; whether the job continues."""
+        """Handle a worker's message; True if the job continues."""
         await self._recovered.wait()
         job = self._job
         await job.hear(message)
@@ -376,7 +379,7 @@ class JobController:
         return self._job.saved(message)
 
     async def greet(self, worker: str, token: str) -> ControllerAnswer:
-        """A process asks whether it is this controller's; ``worker`` is empty while it is idle."""
+        """Answer a process that asks whether it is this controller's; ``worker`` is empty while it is idle."""
         if self._reconnection is not None:
             return ControllerAnswer.INTRODUCE if worker else ControllerAnswer.STRANGER
         return ControllerAnswer.KNOWN if self._job.group.actors.knows(worker, token) else ControllerAnswer.STRANGER
@@ -387,7 +390,7 @@ class JobController:
             self._reconnection.hear(told)
 
     async def bootstrap(self, call: BootstrapCall) -> dict[str, bytes]:
-        """Members of a generation that is being formed tell each other where they listen.
+        """Exchange the addresses of members of a generation that is being formed.
 
         Raises BootstrapRefusedError: the caller is no member.
         """

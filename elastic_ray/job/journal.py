@@ -1,4 +1,4 @@
-"""SHELL: what a job's controller notes down for the controller that Ray starts in its place, in Ray's control store.
+"""SHELL: notes of a job's controller in Ray's control store, for the controller that Ray starts in its place.
 
 It is small and plain (JSON): the truth about training is with the workers. It lives as long as the control store does,
 with Redis behind that also through its restart. It is deleted when the controller ends; where that is ended for good
@@ -43,7 +43,7 @@ def store_train_loop(train_loop: bytes, callbacks: bytes) -> str:
 
 
 def stored_train_loop(key: str) -> tuple[bytes, bytes]:
-    """The train function and the callbacks that :func:`store_train_loop` has kept.
+    """Return the train function and the callbacks that :func:`store_train_loop` has kept.
 
     Raises LookupError: it is not there (any more).
     """
@@ -63,7 +63,7 @@ def delete_train_loop(key: str) -> None:
 
 
 class Journal:
-    """Written by a thread of its own, so that a control store that is away holds nothing up.
+    """Journal of a controller, written by a thread, so that an absent control store delays nothing.
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.
@@ -126,7 +126,10 @@ class Journal:
         internal_kv._internal_kv_del(self._key("event/"), del_by_prefix=True, namespace=NAMESPACE)
 
     def trial(self) -> JobSpec | None:
-        """The job, or trial, that it has begun last, if it was made for none, or another. Blocks for a moment."""
+        """Return the job, or trial, that it has begun last, if it was made for none, or another.
+
+        Blocks for a moment.
+        """
         packed: bytes | None = internal_kv._internal_kv_get(self._key("trial"), namespace=NAMESPACE)
         return None if packed is None else ray.cloudpickle.loads(packed)
 

@@ -1,4 +1,4 @@
-"""SHELL: a webhook that is called at a job's end, and when it waits for longer than its user has said."""
+"""SHELL: webhook that is called at a job's end, and when it waits longer than its user has set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job's preemption under way: what is to follow it, when to remind its workers, and when it has failed (pure)."""
+"""Preemption of a job: what follows it, when to remind its workers, and when it has failed (pure)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REMIND_S = 1.0  # a message may be lost with a rerun; the same one again change
 
 
 class Preemption:
-    """Begun by an allocation without nodes; over when rank 0 has saved the job, or no rank can any more.
+    """Preemption from an allocation without nodes until rank 0 has saved the job, or no rank can any more.
 
     Args:
         timeout_s: longest time for all ranks to reach the end of a step, and to save (``join_timeout_s``).

@@ -58,7 +58,7 @@ class ReportIntake:
         self._trackers.report(report)
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
         wanted = self.queue.wanted(after)
         if self.queue.gone(wanted):
             report = await self._writer.report(wanted, self.queue.oldest - 1)

@@ -1,4 +1,4 @@
-"""SHELL: a job's end: its outcome is recorded and written, its workers are given back."""
+"""SHELL: end of a job: its outcome is recorded and written, its workers are released."""
 
 from __future__ import annotations
 

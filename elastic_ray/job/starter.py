@@ -1,4 +1,4 @@
-"""SHELL: where a job starts from: what its storage has, at the beginning and after all workers were lost."""
+"""SHELL: start of a job from what its storage has, at the beginning and after all workers were lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_AGAIN_S = 10.0
 
 
 class JobStarter:
-    """Looks what storage has of a job's run before its workers start, and again before others do.
+    """Starter that looks at a run's storage before its workers start, and again before others do.
 
     Args:
         job: the job, which acts on what was found.

@@ -1,4 +1,4 @@
-"""SHELL: stragglers of a job: has those replaced that its ranks ask to be, and says which nodes are slow."""
+"""SHELL: stragglers of a job: replaces those that its ranks name, and reports slow nodes."""
 
 from __future__ import annotations
 

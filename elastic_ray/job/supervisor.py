@@ -118,12 +118,12 @@ class JobSupervisor:
         self._trackers.event(event, self.group.machine.current)
 
     def status(self) -> JobStatus:
-        """The job now."""
+        """Return the job's present status."""
         known, started_for_s = (self._spec, self._planner, self.record), self.group.history.starting_s(time.monotonic())
         return views.job_status(*known, self.group.machine, self._submitted_s, time.time(), started_for_s)
 
     def workers(self) -> tuple[WorkerInfo, ...]:
-        """Members of the present generation, by rank."""
+        """Return members of the present generation, by rank."""
         seen = self.group.actors.process_infos, self.group.silence_s, self._messages.stragglers.ratios
         return views.members(self.group.machine, self.record, *seen)
 
@@ -243,7 +243,7 @@ class JobSupervisor:
         await self._messages.hear(message)
 
     async def next_report(self, after: int | None, wait_s: float) -> Report | None:
-        """The report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
+        """Return the report after number ``after``, which has been dealt with; None if none came within ``wait_s``."""
         return await self._reports.next(after, wait_s)
 
     def saved(self, message: StateSaved) -> float:
@@ -381,7 +381,7 @@ class JobSupervisor:
         self._journal.note(self._state())
 
     def _state(self) -> ControllerState:
-        """The job as a controller after this one has to know it."""
+        """Return the job as a controller after this one has to know it."""
         return controller_state(
             self._parts,
             losses=self._losses,

@@ -1,4 +1,4 @@
-"""SHELL: what a job's workers tell it, each message to whom it concerns."""
+"""SHELL: messages of a job's workers, passed on to the component that each concerns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NOTICES = 100  # the last ones, among which repeated ones are found
 
 
 class WorkerMessages:
-    """The one place where workers' messages are told apart.
+    """Dispatcher of workers' messages, the only place where they are told apart.
 
     Args:
         errors: judges the exceptions of its workers.

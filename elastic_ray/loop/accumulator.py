@@ -9,7 +9,7 @@ from elastic_ray.run.current import session_of_thread
 
 
 class _Sum(float):
-    """A sum with the part that ``+=`` has just added to it."""
+    """Sum together with the part that ``+=`` has just added to it."""
 
     added: float = 0.0
 

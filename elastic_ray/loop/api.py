@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def current_session() -> Session:
-    """The session of the train loop that runs in this thread.
+    """Return the session of the train loop that runs in this thread.
 
     Outside a trainer there is none yet: one is made that trains alone, or, under ``torchrun``, with the group that
     the environment describes.
@@ -42,7 +42,7 @@ def current_session() -> Session:
 
 
 def session_of_new_model() -> Session:
-    """The session of a model that is being wrapped.
+    """Return the session of a model that is being wrapped.
 
     Outside a trainer, a model that is wrapped after the first epoch, or after an opening that failed, begins another
     run of the process: a notebook's cell that is run again, the next fold. Loaders made since, and the one that has fed
@@ -56,7 +56,10 @@ def session_of_new_model() -> Session:
 
 
 def session_to_build() -> Session:
-    """The session of what is registered before the first epoch; outside a trainer never one whose opening failed."""
+    """Return the session of what is registered before the first epoch.
+
+    Outside a trainer never one whose opening failed.
+    """
     session = current_session()
     return _run_after(session) if session.opening_failed and not session.elastic else session
 
@@ -96,7 +99,7 @@ class ElasticContext:
     _session: Session
 
     def get_world_size(self) -> int:
-        """Number of workers of the present generation."""
+        """Return the number of workers of the present generation."""
         return self._session.group.rank_info.world_size
 
     def get_world_rank(self) -> int:
@@ -108,15 +111,15 @@ class ElasticContext:
         return self._session.group.rank_info.local_rank
 
     def get_local_world_size(self) -> int:
-        """Workers of the present generation on this worker's node."""
+        """Return workers of the present generation on this worker's node."""
         return self._session.group.rank_info.local_world_size
 
     def get_node_rank(self) -> int:
-        """Index of this worker's node in the job."""
+        """Return the index of this worker's node in the job."""
         return self._session.group.rank_info.node_rank
 
     def get_generation(self) -> int:
-        """Number of the present generation: how often the group has changed, 0 before the first."""
+        """Return the number of the present generation: how often the group has changed, 0 before the first."""
         return self._session.group.generation
 
     def get_job_name(self) -> str:
@@ -128,7 +131,7 @@ class ElasticContext:
         return self._session.job
 
     def get_global_step(self) -> int:
-        """Optimizer steps committed so far."""
+        """Return optimizer steps committed so far."""
         return self._session.progress.steps
 
 
@@ -174,7 +177,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
 
 
 def get_checkpoint() -> Checkpoint | None:
-    """The checkpoint to start from: the latest reported one when a job restarts, None otherwise.
+    """Return the checkpoint to start from: the latest reported one when a job restarts, None otherwise.
 
     Workers that join a running job get their state from the others and need none.
     """
@@ -183,7 +186,7 @@ def get_checkpoint() -> Checkpoint | None:
 
 
 def get_tracker_dir() -> str:
-    """Directory for what the train function logs by itself: tensors, images, text, a profiler's traces.
+    """Return the directory for what the train function logs by itself: tensors, images, text, a profiler's traces.
 
     It belongs to the run, so that a new rank 0 continues where the one before has stopped: ``tensorboard/user`` in the
     run's directory, which TensorBoard shows beside the run's own numbers. Where storage is not local it is a directory
@@ -242,5 +245,5 @@ def register_state(name: str, target: Any) -> None:
 
 
 def current_epoch() -> int:
-    """The epoch in progress, from 0."""
+    """Return the epoch in progress, from 0."""
     return current_session().progress.epoch

@@ -47,7 +47,7 @@ def all_reduce(value: float, op: ReduceOp = "sum") -> float: ...
 @overload
 def all_reduce(value: torch.Tensor, op: ReduceOp = "sum") -> torch.Tensor: ...
 def all_reduce(value: float | torch.Tensor, op: ReduceOp = "sum") -> float | torch.Tensor:
-    """The sum, mean, least or largest of all ranks' values; the same on every rank.
+    """Return the sum, mean, least or largest of all ranks' values; the same on every rank.
 
     Every rank must call it at the same place. Before this worker has joined the job (before its first epoch), and while
     it catches up with code that the others have run, it stands alone: the result is its own value. Within a step a rank
@@ -101,7 +101,9 @@ def _reduced_whole(value: int, op: ReduceOp) -> int:
 
 
 def _travels_as(dtype: torch.dtype, op: ReduceOp) -> torch.dtype:
-    """The type in which ranks add up tensors of this one: gloo and NCCL know few, and take an error for a lost rank.
+    """Return the type in which ranks add up tensors of this one.
+
+    Gloo and NCCL know few, and take an error for a lost rank.
 
     Raises TypeError: there is none.
     """
@@ -138,8 +140,10 @@ def _reduced(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
 
 
 def all_gather(value: T) -> list[T]:
-    """Every rank's value, in rank order; the same list on every rank. When it stands alone, and what a lost rank does,
-    is as in :func:`all_reduce`: the list is then as long as there are ranks that took part.
+    """Return every rank's value, in rank order; the same list on every rank.
+
+    When it stands alone, and what a lost rank does, is as in :func:`all_reduce`: the list is then as long as there are
+    ranks that took part.
 
     Args:
         value: tensors and plain values, in lists, tuples and dicts; others on each rank. Tensors come to the device
@@ -166,8 +170,10 @@ def all_gather(value: T) -> list[T]:
 
 
 def broadcast(value: T, src: int = 0) -> T:
-    """The value of rank ``src``, on every rank. When it stands alone, and what a lost rank does, is as in
-    :func:`all_reduce`; where ``src`` is lost, its rank is another worker's, whose value it is then.
+    """Return the value of rank ``src``, on every rank.
+
+    When it stands alone, and what a lost rank does, is as in :func:`all_reduce`; where ``src`` is lost, its rank is
+    another worker's, whose value it is then.
 
     Args:
         value: tensors and plain values, in lists, tuples and dicts; what other ranks than ``src`` pass is not used.
@@ -204,7 +210,7 @@ def barrier() -> None:
 
 
 def _plain(value: Any) -> bytes:
-    """The value as bytes; raises UnsafeStateError."""
+    """Return the value as bytes; raises UnsafeStateError."""
     try:
         return to_bytes(value)
     except NotPlainError as error:

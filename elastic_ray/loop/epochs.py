@@ -100,7 +100,7 @@ class Epochs:
 
 
 def remaining_epochs_until(epochs: int) -> Iterator[int]:
-    """The epochs still to train, from the present one on; for a worker that joins, from where the others are.
+    """Return the epochs still to train, from the present one on; for a worker that joins, from where the others are.
 
     Args:
         epochs: number of epochs in all; 0 or more.

@@ -15,7 +15,7 @@ from placement.cluster.sizes import ANY_SIZE, AllowedSizes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipConfig:
-    """Times in seconds.
+    """Configuration of the membership machine; times in seconds.
 
     Attributes:
         min_workers: fewest workers that the first generation begins with.
@@ -54,7 +54,7 @@ class _Deadline:
 
 
 class GenerationChanges(Roster):
-    """The base of :class:`elastic_ray.membership.machine.JobMembership`: all but who is wanted where.
+    """Base of :class:`elastic_ray.membership.machine.JobMembership`: all except where workers are wanted.
 
     Args:
         config: times.
@@ -126,7 +126,7 @@ class GenerationChanges(Roster):
         self._losses = generation, (*lost, f"worker {record.worker} on node {record.node[:8]}: {cause}")
 
     def _all_lost(self, cause: str) -> AllLost:
-        """No worker is left that holds the state; where several were lost together, all of them are named."""
+        """Return an instruction that no worker is left that holds the state; it names all that were lost together."""
         lost = self._losses[1]
         return AllLost(reason=f"lost all {len(lost)} workers: {'; '.join(lost)}" if len(lost) > 1 else cause)
 

@@ -1,4 +1,4 @@
-"""The job's membership as a state machine: stimuli in, instructions out; no clock, no Ray, no torch (pure).
+"""State machine of a job's membership: stimuli in, instructions out; no clock, no Ray, no torch (pure).
 
 Only this machine issues generations, and every one it issues supersedes the ones before (docs/protocol.md, pitfall 9).
 """
@@ -146,7 +146,7 @@ class JobMembership(GenerationChanges):
 
     @property
     def target_workers(self) -> int:
-        """Workers the job is heading for."""
+        """Number of workers that the job is heading for."""
         return sum(self._target.values())
 
     def is_newcomer(self, worker: str) -> bool:
@@ -381,7 +381,7 @@ def next_group(
     patient: bool = True,
     hurry: bool = False,
 ) -> list[WorkerRecord] | None:
-    """Members of the next planned generation by rank; None where it is not worth one.
+    """Return members of the next planned generation by rank; None where it is not worth one.
 
     It is not announced as long as it would have fewer than ``min_workers``, or for a while a size that is not allowed,
     and more are on their way. Where none are, joiners beyond an allowed size wait; members that are left continue in
@@ -417,7 +417,7 @@ def next_group(
 def first_group(
     roster: Roster, *, wanted: int, most: int, patient: bool, sizes: AllowedSizes = ANY_SIZE
 ) -> list[WorkerRecord] | None:
-    """Members of the first generation, or of the first after all members were lost; None where it has to wait.
+    """Return members of the first generation, or of the first after all members were lost; None where it has to wait.
 
     The latter consists of those that hold the state alone, for a world that grows needs a step at which it may.
     One that has loaded an automatic checkpoint is no holder: all that start can load it, and begin with it together.

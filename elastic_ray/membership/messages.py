@@ -42,7 +42,7 @@ class RankInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
-    """A worker whose train function has returned.
+    """Return value and place of a worker whose train function has returned.
 
     Attributes:
         steps: committed steps of all loaders.
@@ -93,7 +93,7 @@ class GenerationSpec:
         return sum(1 for member in self.members[:rank] if member.node == node)
 
     def node_rank_of(self, worker: str) -> int:
-        """Index of a member's node in order of first appearance."""
+        """Return the index of a member's node in order of first appearance."""
         rank = self.rank_of(worker)
         if rank is None:
             raise ValueError(f"worker must be a member of generation {self.generation}, but got {worker!r}")
@@ -121,14 +121,14 @@ class GenerationSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cancel:
-    """A planned generation that will not come to be: a joiner died or was late."""
+    """Message: a planned generation will not exist, because a joiner died or was late."""
 
     generation: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BatchProposal:
-    """The controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
+    """Message: the controller's wish for another batch shape in a generation; rank 0 carries it into the next step."""
 
     generation: int
     batch: BatchChoice
@@ -136,7 +136,7 @@ class BatchProposal:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
-    """End the job cleanly after the present step.
+    """Message: end the job cleanly after the present step.
 
     Attributes:
         save: it is only preempted: rank 0 saves its state first, and the job continues from there another time.

@@ -80,7 +80,7 @@ class Recovered:
 
 
 def recover(survivors: Sequence[SurvivingWorker], *, world_size: int, now_s: float) -> Recovered:
-    """The roster that living workers make up.
+    """Return the roster that living workers make up.
 
     Args:
         survivors: all living workers; the others count as lost.

@@ -149,7 +149,7 @@ class InFlight:
 
     @property
     def pause(self) -> Pause:
-        """The longest over its workers; nothing of a first generation, before which nothing was trained."""
+        """Longest pause over the workers; zero for a first generation, before which nothing was trained."""
         longest = max(self.pauses.values(), key=lambda pause: pause.pause_s, default=Pause())
         return longest if self.from_workers else Pause()
 
@@ -193,7 +193,7 @@ class Roster:
         return self.current.generation if self.current is not None else 0
 
     def workers_by_node(self) -> dict[str, int]:
-        """Workers with resources (reserved, or asked for) by node."""
+        """Return workers with resources (reserved, or asked for) by node."""
         return dict(Counter(w.node for w in self.workers.values()))
 
     def present(self) -> dict[str, int]:
@@ -201,23 +201,23 @@ class Roster:
         return dict(Counter(w.node for w in self.workers.values() if w.stays))
 
     def watched(self) -> set[str]:
-        """Workers from whom signs of life are expected."""
+        """Return workers from whom signs of life are expected."""
         return {w.worker for w in self.in_phase(WorkerPhase.READY, WorkerPhase.MEMBER)}
 
     def members(self) -> list[WorkerRecord]:
-        """Living members in rank order."""
+        """Return living members in rank order."""
         order = [m.worker for m in self.current.members] if self.current is not None else []
         rank = {worker: index for index, worker in enumerate(order)}
         living = [w for w in self.workers.values() if w.phase is WorkerPhase.MEMBER]
         return sorted(living, key=lambda w: (rank.get(w.worker, len(order)), w.number))
 
     def in_phase(self, *phases: WorkerPhase) -> list[WorkerRecord]:
-        """Workers in these phases, oldest first."""
+        """Return workers in these phases, oldest first."""
         chosen = [w for w in self.workers.values() if w.phase in phases]
         return sorted(chosen, key=lambda w: w.number)
 
     def holders(self) -> list[WorkerRecord]:
-        """Workers with a process that are known to hold a trained state."""
+        """Return workers with a process that are known to hold a trained state."""
         return [w for w in self.in_phase(WorkerPhase.STARTING, WorkerPhase.READY, WorkerPhase.MEMBER) if w.has_state]
 
     def is_planned(self, worker: str) -> bool:
@@ -225,7 +225,7 @@ class Roster:
         return self.in_flight is not None and self.in_flight.spec.rank_of(worker) is not None
 
     def planned(self) -> list[WorkerRecord]:
-        """Joiners of the generation in flight that have not said that they entered it."""
+        """Return joiners of the generation in flight that have not said that they entered it."""
         return [w for w in self.in_phase(WorkerPhase.READY) if self.is_planned(w.worker)]
 
     @property
@@ -238,7 +238,7 @@ class Roster:
         return self.planned() if self.in_flight is not None and self.in_flight.begun else []
 
     def silent(self, flight: InFlight) -> list[WorkerRecord]:
-        """Living members of an announced generation that have told nothing of it."""
+        """Return living members of an announced generation that have told nothing of it."""
         told = flight.pauses.keys() | flight.failed
         return [
             w

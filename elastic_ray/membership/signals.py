@@ -11,7 +11,7 @@ from elastic_ray.events import Pause
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """Something that happened to one worker."""
+    """Event of one worker."""
 
     worker: str
 
@@ -71,7 +71,7 @@ class Lost(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepFailed(Signal):
-    """A collective of ``generation`` failed on it; it waits for the next generation."""
+    """Signal: a collective of ``generation`` failed on the worker, which waits for the next generation."""
 
     generation: int
     cause: str
@@ -101,7 +101,7 @@ class Switched(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Allocated:
-    """The allocator's word: how many workers on which node, and why.
+    """Signal: the allocator's decision on how many workers run on which node, and why.
 
     Attributes:
         nodes: workers by node.
@@ -124,7 +124,7 @@ class Replace:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Time has passed."""
+    """Signal: time has passed."""
 
 
 Stimulus = Signal | Allocated | Replace | TimePassed

@@ -8,7 +8,7 @@ from elastic_ray.membership.messages import StateVersion
 
 
 def transfer_rounds(progress: Sequence[StateVersion]) -> list[list[tuple[int, int]]]:
-    """Rounds of ``(source rank, destination rank)`` after which every rank holds the furthest state.
+    """Return rounds of ``(source rank, destination rank)`` after which every rank holds the furthest state.
 
     The ranks with the furthest progress hold state; all others need it. In each round every holder sends to one
     that needs, so that with h holders n needers are served in ceil(log2((n + h) / h)) rounds. Survivors of a torn

@@ -34,7 +34,7 @@ class LostGroupError(RuntimeError):
 
 
 class WorkerMembership:
-    """Present group, the one that forms ahead, and what the controller has said.
+    """Membership of a worker: its present group, the one that forms ahead, and the controller's messages.
 
     Args:
         worker: id of this worker.
@@ -165,7 +165,7 @@ class WorkerMembership:
             self._news.notify_all()
 
     def prepared_spec(self, generation: int) -> GenerationSpec | None:
-        """The specification of ``generation`` where its group has been formed (or needs none) and still stands."""
+        """Return the specification of ``generation`` if its group is formed (or needs none) and still stands."""
         prepared = self._prepared
         return prepared[0] if prepared is not None and prepared[0].generation == generation else None
 

@@ -76,17 +76,20 @@ FIELDS = tuple(field.name for field in dataclasses.fields(WorkerMeasures))
 
 
 def mib(count: int) -> float:
-    """Bytes in MiB."""
+    """Convert bytes to MiB."""
     return count / _MIB
 
 
 def traffic_fields(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, float]:
-    """Fields of ``WorkerMeasures`` for the bytes counted between two looks at a group's traffic."""
+    """Return fields of ``WorkerMeasures`` for the bytes counted between two looks at a group's traffic."""
     return {f"{name}_mib": mib(count - before.get(name, 0)) for name, count in after.items()}
 
 
 def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
-    """A row of zeros but for the place of ``rank``, so that a sum over all ranks holds every worker's measures."""
+    """Return a row of zeros but for the place of ``rank``.
+
+    A sum of the rows over all ranks holds every worker's measures.
+    """
     values = [0.0] * (len(FIELDS) * world_size)
     first = len(FIELDS) * rank
     values[first : first + len(FIELDS)] = [getattr(own, name) for name in FIELDS]
@@ -94,7 +97,7 @@ def packed(own: WorkerMeasures, rank: int, world_size: int) -> list[float]:
 
 
 def unpacked(sums: Sequence[float], world_size: int) -> tuple[WorkerMeasures, ...]:
-    """The inverse for all ranks, from the sum of their rows."""
+    """Unpack all ranks' measures from the sum of their rows, the inverse of :func:`packed`."""
     count = len(FIELDS)
     rows = (sums[count * rank : count * (rank + 1)] for rank in range(world_size))
     return tuple(WorkerMeasures(**dict(zip(FIELDS, row, strict=True))) for row in rows)

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Monitor:
-    """A request for measurements. What nobody asks for is not measured, and costs nothing.
+    """Request for measurements. What nobody asks for is not measured, and costs nothing.
 
     The requests of all models and policies of a run are joined (:meth:`joined`), so that each of them finds at least
     what it has asked for.

@@ -154,7 +154,7 @@ class StepMeter:
         self._sending.begin()
 
     def size(self, world_size: int) -> int:
-        """Values that ride along."""
+        """Return the number of values that travel with the control sums."""
         return len(FIELDS) * world_size if self.on else 0
 
     def values(self, rank: int, world_size: int) -> Sequence[float]:
@@ -185,7 +185,7 @@ class StepMeter:
 
 
 class _Looks:
-    """A time that grows, by step, from looks that are some steps apart.
+    """Interpolation of a growing time to single steps, from looks some steps apart.
 
     Args:
         clock: the time [s]; only differences of it count.
@@ -202,7 +202,7 @@ class _Looks:
         self._at_s, self._seen_s, self._by_step, self._steps = self._clock(), self._total_s(), 0.0, 0
 
     def end_step(self) -> float:
-        """A step is over; returns what a step has taken, as of the last look."""
+        """End a step; return what a step has taken, as of the last look."""
         self._steps += 1
         now_s = self._clock()
         if now_s - self._at_s >= _SENDING_S:
@@ -213,7 +213,7 @@ class _Looks:
 
 
 def host_bytes() -> int:
-    """Resident set of this process [bytes]; where the kernel has no ``/proc``, the largest that it had."""
+    """Return the resident set of this process [bytes]; where the kernel has no ``/proc``, the largest that it had."""
     try:
         descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -234,12 +234,12 @@ def device_bytes() -> int:
 
 
 def major_faults() -> int:
-    """Pages that this process has had to fetch from a disk since it began."""
+    """Return the number of pages that this process has fetched from a disk since it began."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
 
 
 def memory_used() -> float:
-    """Part that is taken, from 0 to 1, of what this process may use: the largest of host, control group and device."""
+    """Return the used part, from 0 to 1, of this process's memory: the largest of host, control group and device."""
     return max(_host_used(_PROC), _group_used(_PROC, _CGROUPS), _device_used())
 
 

@@ -1,4 +1,4 @@
-"""Sees gradients that are NaN or infinite before the optimizer applies them (torch)."""
+"""Detection of NaN or infinite gradients before the optimizer applies them (torch)."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class FiniteWatch:
 
 
 class LaggingLook:
-    """Numbers of a GPU that are looked at once it has come to them: nobody waits for it."""
+    """Delayed reader of a GPU's numbers, for which nobody waits."""
 
     def __init__(self) -> None:
         self._going: collections.deque[tuple[torch.cuda.Event, torch.Tensor]] = collections.deque()
@@ -133,7 +133,7 @@ class LaggingLook:
 
 
 def total(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum, in float32; a model's parameters may be on several devices."""
+    """Return the sum, in float32; a model's parameters may be on several devices."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for each in numbers:
         by_device.setdefault(each.device, []).append(each.float())

@@ -30,7 +30,7 @@ _MOST_SHAPES = 4
 
 
 def peak_of(name: str) -> float | None:
-    """Peak of a device [FLOP/s]; None where it is not known."""
+    """Return the peak of a device [FLOP/s]; None where it is not known."""
     words = name.replace("-", " ").split()
     for known, peak in PEAK_FLOPS.items():
         if all(word in words for word in known.split()):
@@ -50,7 +50,7 @@ class ForwardFlops:
         self._shapes: set[tuple[int, ...]] = set()
 
     def call(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """The module's forward, counted where its shape is new."""
+        """Run the module's forward pass, counted where its shape is new."""
         first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
         shape = tuple(first.shape) if first is not None else ()
         if not shape or shape in self._shapes or len(self._shapes) >= _MOST_SHAPES:

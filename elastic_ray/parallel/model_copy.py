@@ -33,7 +33,7 @@ class ModelCopy(torch.nn.Module):
         self.training = training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward pass."""
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ torch.nn.parallel.DistributedDataParallel.register(ModelCopy)
 def describe_model(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, amp: bool, strategy: object = None
 ) -> ModelInfo:
-    """A wrapped model.
+    """Describe a wrapped model.
 
     Args:
         optimizer: steps it.

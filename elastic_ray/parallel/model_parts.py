@@ -69,7 +69,7 @@ class ModelParts:
     def replicated(
         self, builder: Any, tracker: NoiseTracker, grad_scale: Callable[[], float], *, check_finite: bool, scaler: Any
     ) -> KeptModel:
-        """Whole on each rank.
+        """Keep the model whole on each rank.
 
         Args:
             tracker: of the noise scale.

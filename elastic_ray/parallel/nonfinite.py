@@ -1,4 +1,4 @@
-"""Gradients and parameters that are NaN or infinite: the errors, and what a job does about them (pure)."""
+"""Non-finite gradients and parameters: the errors, and what a job does about them (pure)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ NONFINITE = ("warn", "skip", "raise", "ignore")
 
 
 class NonFiniteGradientsError(FloatingPointError):
-    """Gradients that the optimizer was to apply are NaN or infinite, and ``nonfinite="raise"``."""
+    """Error raised if gradients to be applied are NaN or infinite, with ``nonfinite="raise"``."""
 
 
 class NonFiniteParametersError(FloatingPointError):
-    """The train function has returned with parameters that are NaN or infinite: such a job is no success."""
+    """Error raised if the train function returns with NaN or infinite parameters: such a job is no success."""
 
 
 def check_choice(nonfinite: object) -> str:
@@ -27,7 +27,7 @@ def check_choice(nonfinite: object) -> str:
 
 
 def describe_gradients(model: int, step: int, ranks: Sequence[int], nonfinite: str) -> str:
-    """A sentence for people; ``ranks`` where they came from, empty where nobody knows."""
+    """Return a sentence for people; ``ranks`` where they came from, empty where nobody knows."""
     where = f" on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else ""
     done = {"skip": "the update was left out", "raise": "training ends"}.get(nonfinite, "they were applied")
     return f"gradients of model {model} were NaN or infinite{where} in step {step}; {done}"

@@ -61,7 +61,7 @@ def lost_output(module: torch.nn.Module, args: Any, kwargs: Any, params: Sequenc
 
 
 def in_parts(module: torch.nn.Module, args: Any, kwargs: Any, *, exact: bool) -> Any:
-    """The output of ``module`` without a graph, a part of the samples at a time: half of them, a quarter, ...
+    """Return the output of ``module`` without a graph, a part of the samples at a time: half of them, a quarter, ...
 
     Args:
         exact: the output must be that of all samples at once. Then numbers are refused, as a mean over samples, which
@@ -125,17 +125,17 @@ def _is_real(value: Any) -> bool:
 
 
 class _Lost(torch.autograd.Function):
-    """A tensor as it is, through which some parameters get gradients of zero."""
+    """Identity of a tensor through which some parameters get gradients of zero."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *params: Tensor) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         ctx.save_for_backward(*params)
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """Zeros, which take no memory of their own."""
+        """Return zeros, which take no memory of their own."""
         return None, *(each.new_zeros(()).expand(each.shape) for each in ctx.saved_tensors)
 
 
@@ -146,7 +146,7 @@ def give_zero_gradients(params: Sequence[Tensor]) -> None:
 
 
 class Untouched:
-    """Finds out whether an optimizer that has failed has changed anything.
+    """Check whether a failed optimizer has changed anything.
 
     Args:
         optimizer: it is about to step.

@@ -236,7 +236,7 @@ def evaluated(
 
 
 class _Once:
-    """Stands for a closure that has been called: gives its value to the first who asks."""
+    """Stand-in for a closure that has been called: returns its value at the first call."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, value: Any) -> None:
         self._value, self._asked = value, False

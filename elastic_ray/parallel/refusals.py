@@ -135,7 +135,7 @@ def refuse_steps_in_backward(module: torch.nn.Module) -> None:
 
 
 def bounded_tables(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Embedding layers with ``max_norm``, by name."""
+    """Return embedding layers with ``max_norm``, by name."""
     tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {
         name or type(layer).__name__: layer

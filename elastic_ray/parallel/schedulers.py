@@ -75,7 +75,7 @@ class Schedulers:
             )
 
     def _strangers(self, known: Sequence[int]) -> tuple[list[str], bool]:
-        """Names of schedulers that no state of the run holds, and whether any was made; in a job alone."""
+        """Return names of schedulers that no state of the run holds, and whether any was made; in a job alone."""
         made = self._run.optimizers.schedulers_of(self._optimizer) if self._run.elastic else ()
         strange = [each for each in made if id(each) not in known and not self._run.states.holds(each)]
         return [type(each).__name__ for each in strange], bool(made)
@@ -89,7 +89,10 @@ class Schedulers:
 
 
 def _with_inner(scheduler: Any) -> list[Any]:
-    """A scheduler, and those that it holds: ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others."""
+    """Return a scheduler, and those that it holds.
+
+    ``SequentialLR``, ``ChainedScheduler``, warm-ups and wrappers of others.
+    """
     found, seen, waiting = list[Any](), set[int](), [scheduler]
     while waiting:
         each = waiting.pop()

@@ -14,7 +14,7 @@ from placement.goodput.model import NoiseScale
 
 
 def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Optimizer], torch.optim.Optimizer]:
-    """The optimizers that ``AdaptiveDataParallel`` was given for a model, and the same as one.
+    """Return the optimizers that ``AdaptiveDataParallel`` was given for a model, and the same as one.
 
     Raises:
         TypeError: there is none, or something else.
@@ -44,7 +44,7 @@ def joined(module: torch.nn.Module, optimizer: Any) -> tuple[list[torch.optim.Op
 
 
 def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]]:
-    """Schedulers by the optimizer that they set the rates of; those that do not tell are the first's."""
+    """Return schedulers by the optimizer that they set the rates of; those that do not tell are the first's."""
     found: list[list[Any]] = [[] for _ in optimizers]
     places = {id(each): number for number, each in enumerate(optimizers)}
     for scheduler in given if isinstance(given, (list, tuple)) else [given]:
@@ -56,7 +56,9 @@ def schedulers_of(given: Any, optimizers: Sequence[torch.optim.Optimizer]) -> li
 def joint_noise(
     whole: NoiseScale | None, parts: Sequence[tuple[Sequence[NoiseScale | None], int]]
 ) -> NoiseScale | None:
-    """Noise scale of a model whose optimizers are measured in units of their own; None before there is an estimate.
+    """Return the noise scale of a model whose optimizers are measured in units of their own.
+
+    None before there is an estimate.
 
     Each optimizer's parameters count by their number of elements n, in units where the gradient of one batch has the
     squared norm n, as Adam's preconditioned one has::

@@ -50,7 +50,7 @@ def follow_in_torch(wrapper: torch.nn.Module, model: torch.nn.Module, optimizer:
 
 
 class _Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports torch's module as Python does, and replaces its parts."""
+    """Importer of torch's module that replaces some of its functions."""
 
     _loader: Any = None
 
@@ -79,7 +79,7 @@ def _replace_parts(functions: types.ModuleType) -> None:
 
 
 def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) -> Any:
-    """Whole parameters, on the ranks that torch promises them to."""
+    """Return whole parameters, on the ranks that torch promises them to."""
     name = "get_state_dict()" if info.handle_optim else "get_model_state_dict()"
     if info.handle_model:
         _check_served(name, model)
@@ -91,7 +91,7 @@ def _get_model(theirs: Callable[..., Any], model: torch.nn.Module, info: Any) ->
 
 
 def _get_optimizers(theirs: Callable[..., Any], model: torch.nn.Module, optimizers: Any, info: Any) -> Any:
-    """Whole states, on the ranks that torch promises them to."""
+    """Return whole states, on the ranks that torch promises them to."""
     ours = _known(optimizers)
     if not info.handle_optim or not ours:
         return theirs(model, optimizers, info)
@@ -152,7 +152,10 @@ def _known(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
 
 
 def _as_given(info: Any) -> Any:
-    """The options of loading whole tensors that each rank has: torch would divide them over a mesh of its own."""
+    """Return the options of loading whole tensors that each rank has.
+
+    Torch would divide them over a mesh of its own.
+    """
     return dataclasses.replace(info, full_state_dict=False, broadcast_from_rank0=False)
 
 
@@ -171,7 +174,7 @@ def _shared(state: Any, info: Any) -> Any:
 
 
 def _of_rank_zero(state_dict: Any) -> Any:
-    """The state that rank 0 was given, in a dict that torch may change."""
+    """Return the state that rank 0 was given, in a dict that torch may change."""
     found = broadcast(state_dict if current_session().rank == 0 else {})
     return state_dict if current_session().world_size == 1 else found
 

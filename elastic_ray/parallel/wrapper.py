@@ -271,7 +271,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return found
 
     def _noise_of(self, groups: slice) -> Sequence[NoiseScale | None]:
-        """Noise scale of some parameter groups; the same object as long as it is the same."""
+        """Return the noise scale of some parameter groups; the same object as long as it is the same."""
         noise = self._tracker.by_group
         return noise if len(self._optimizers) == 1 else noise[groups]
 
@@ -286,7 +286,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             patch_zero_grad(self._optimizers[0], self._tables.zero)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """Run the module's forward pass."""
         try:
             if self._run.faults is not None:
                 self._run.moment("forward")
@@ -316,12 +316,12 @@ class AdaptiveDataParallel(torch.nn.Module):
         return self._forward_in_parts(trains, args, kwargs)  # with the failed one's frames gone
 
     def _lose_step(self) -> bool:
-        """The step in progress does not fit into memory; False where the error is to leave the loop."""
+        """Lose the step in progress, which does not fit into memory; False where the error is to leave the loop."""
         amp = self._sharded and self._scaler is not None  # which asks for gradients that nothing gives
         return not amp and self._run.run_out_of_memory()
 
     def _forward_in_parts(self, trains: bool, args: Any, kwargs: Any) -> Any:
-        """The module's output, a part of the samples at a time; of a step that is lost where the model trains."""
+        """Return the output, a part of the samples at a time; if the model trains, that of a lost step."""
         if self._sharded:  # torch takes the failed pass as in progress
             self._sync.end_lost_pass(give_zero_gradients)
         if not trains:
@@ -336,7 +336,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
     def _too_few(self, torchs: str) -> str:
-        """BatchNorm has met one sample: which split has led to it, and the way out."""
+        """Explain an error of BatchNorm on one sample: which split has led to it, and the way out."""
         run = self._run
         step = run.ledger.outermost
         samples = sum(map(sum, step.sizes)) if step is not None else 0
@@ -357,7 +357,7 @@ class AdaptiveDataParallel(torch.nn.Module):
                 self._run.tell("warning", _ADDED_UP)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[ModelCopy], tuple[torch.nn.Module, bool]]:
-        """Copies and pickles hold the weights of the moment, and train nothing: see ``ModelCopy``."""
+        """Reduce to a ``ModelCopy``: copies and pickles hold the weights of the moment, and train nothing."""
         return copied(self.module, self.training)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -366,7 +366,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._tables.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients, as DDP's ``no_sync``."""
+        """Only add to this rank's gradients in backward passes inside, as DDP's ``no_sync``."""
         return self._sync.no_sync()
 
     def join(self, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
@@ -420,7 +420,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return known if len(self._optimizers) == 1 else dataclasses.replace(known, noise=self.noise_scale)
 
     def gain(self, scale: float) -> float:
-        """Statistical gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
+        """Return the gain (var + sqr) / (var / scale + sqr) of a step at ``scale`` x the initial batch size.
 
         Between 1 and ``scale``; 1 before the first estimate. Source: AdaScale SGD (ICML 2020).
         """
@@ -541,7 +541,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         return result
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
-        """``apply``, with a look at how far it moves the parameters, where that was asked for; then tables' rows."""
+        """Call ``apply``, measure how far it moves parameters if that was asked for, then update tables' rows."""
         meter = self._statistics.meter
         if meter.on and meter.wants_update:
             result = own.measured(functools.partial(own.tiles.update, apply, **kwargs))

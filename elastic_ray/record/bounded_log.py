@@ -11,7 +11,7 @@ MOST = 1000
 
 
 class BoundedLog(Generic[T]):
-    """Things by number, of which only the last ones are kept.
+    """Log of numbered items, of which only the last ones are kept.
 
     Numbers grow by one, but for this: they may come in another order, and a restart goes back and repeats some.
 
@@ -33,7 +33,7 @@ class BoundedLog(Generic[T]):
         return number in self._things
 
     def get(self, number: int) -> T | None:
-        """The thing of this number; None if there is none (any more)."""
+        """Return the item of this number; None if there is none (any more)."""
         return self._things.get(number)
 
     def gone(self, number: int) -> bool:
@@ -67,7 +67,7 @@ _MOST_LINES = 20_000
 
 
 class Backlog:
-    """Lines stay until they are written; of too many, the oldest go, and are counted.
+    """Lines that wait to be written; of too many, the oldest are dropped, and counted.
 
     Attributes:
         dropped: lines that had to go since that was last told.
@@ -93,7 +93,7 @@ class Backlog:
             self.dropped += 1
 
     def tell_dropped(self) -> int:
-        """Lines that had to go since this was last asked."""
+        """Return the number of lines dropped since the last call."""
         dropped, self.dropped = self.dropped, 0
         return dropped
 

@@ -121,10 +121,10 @@ def run_of(spec: JobSpec) -> str:
 
 
 def as_text(value: Sealed | None) -> str | None:
-    """For a note, what a train function returned, if it is small; else None."""
+    """Return as text, for a note, what a train function returned, if it is small; else None."""
     return base64.b64encode(value.pickled).decode() if value is not None and len(value.pickled) <= _MOST_VALUE else None
 
 
 def from_text(text: str | None) -> Sealed | None:
-    """The inverse of :func:`as_text`."""
+    """Invert :func:`as_text`."""
     return Sealed(pickled=base64.b64decode(text)) if text is not None else None

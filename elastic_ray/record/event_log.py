@@ -16,7 +16,7 @@ logger = logging.getLogger("elastic_ray.job")
 
 
 class EventLog:
-    """Takes what happens to a job.
+    """Log of a job's events.
 
     Args:
         machine: who is a member.

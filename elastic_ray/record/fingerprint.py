@@ -23,7 +23,10 @@ from placement.policies.shared.base import describe
 
 
 def fingerprint(spec: JobSpec, loader: LoaderInfo | None) -> str | None:
-    """The job's fingerprint, for people ``Net-1f0c9a2b7d3e on 1 CPU``; None while nothing is known of its model."""
+    """Return the job's fingerprint, for people ``Net-1f0c9a2b7d3e on 1 CPU``.
+
+    None while nothing is known of its model.
+    """
     name = spec.model_fingerprint
     if name is None:
         if loader is None or not loader.models:

@@ -61,7 +61,7 @@ class Losses:
         self._just_raised = False
 
     def all_lost(self, saved_steps: int) -> bool:
-        """The whole job is lost; returns whether it may restart.
+        """Record the loss of the whole job; True if it may restart.
 
         Args:
             saved_steps: steps of its newest checkpoint; 0 without one.
@@ -88,7 +88,7 @@ _STUCK_FAILURES = 10
 
 
 class SizeHistory:
-    """Times are monotonic [s].
+    """History of a job's sizes; times are monotonic [s].
 
     Attributes:
         most_workers: the largest group that it has had.
@@ -123,7 +123,7 @@ class SizeHistory:
             self._launched_s, self.launched_at_s = now_s, at_s
 
     def starting_s(self, now_s: float) -> float:
-        """For how long processes have been starting while no group trains [s]; 0 where one does."""
+        """Return for how long processes have been starting while no group trains [s]; 0 where one does."""
         return max(0.0, now_s - self._launched_s) if self._launched_s is not None else 0.0
 
     def told_of_start(self, now_s: float) -> dict[str, float]:

@@ -95,7 +95,7 @@ def time_spent(events: Iterable[JobEvent], submitted_s: float, now_s: float, sta
 
 
 def steps_to_reach(events: Iterable[JobEvent]) -> int:
-    """Steps at which a job is as far as it was before it lost some; 0 where it has lost none since it was."""
+    """Return the steps at which a job is as far as before it lost some; 0 where it has lost none since."""
     goal = 0
     for event in events:
         goal = _goal(goal, event)
@@ -103,7 +103,7 @@ def steps_to_reach(events: Iterable[JobEvent]) -> int:
 
 
 def _goal(before: int, event: JobEvent) -> int:
-    """``steps_to_reach`` after an event."""
+    """Return ``steps_to_reach`` after an event."""
     if event.kind is EventKind.CAUGHT_UP:
         return 0
     if event.kind is EventKind.RESTART and (reached := int(_number(event, "reached_steps"))) > _number(event, "steps"):
@@ -112,7 +112,7 @@ def _goal(before: int, event: JobEvent) -> int:
 
 
 def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float | None) -> Pause | None:
-    """The last pause that a job's events tell of; None before the first.
+    """Return the last pause that a job's events tell of; None before the first.
 
     Args:
         events: in their order.
@@ -128,7 +128,7 @@ def last_pause(events: Sequence[JobEvent], generation: int, first_step_s: float 
 
 
 def _number(event: JobEvent, name: str) -> float:
-    """A number of an event's detail; 0 where it has none, or one that is not finite."""
+    """Return a number of an event's detail; 0 where it has none, or one that is not finite."""
     value = event.detail.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
@@ -136,7 +136,7 @@ def _number(event: JobEvent, name: str) -> float:
 
 
 def with_length(progress: Progress | None, dataset_size: int | None, init_batch_size: int | None) -> Progress | None:
-    """Progress in whose first epoch a pass over the dataset counts as its length: dataset / M0 iterations.
+    """Return progress in whose first epoch a pass over the dataset counts as its length: dataset / M0 iterations.
 
     That is what one takes at M0. At a larger batch fewer are counted; the first epoch that has ended tells how many.
     """
@@ -148,7 +148,7 @@ def with_length(progress: Progress | None, dataset_size: int | None, init_batch_
 
 
 def progress_ratio(progress: Progress | None) -> float | None:
-    """Iterations done / (done + left), 0 to 1; None without a declared length."""
+    """Return iterations done / (done + left), 0 to 1; None without a declared length."""
     left = remaining(progress)
     if progress is None or left is None:
         return None
@@ -159,7 +159,7 @@ def progress_ratio(progress: Progress | None) -> float | None:
 def samples_to_end(
     progress: Progress | None, dataset_size: int | None, init_batch_size: int | None, efficiency: float | None
 ) -> int | None:
-    """Samples until the end (>= 0); None where the length, or how many samples an iteration takes, is unknown.
+    """Return samples until the end (>= 0); None where the length, or how many samples an iteration takes, is unknown.
 
     Epochs left x dataset; without a dataset of known size iterations left x M0 / efficiency.
 
@@ -181,7 +181,7 @@ def samples_to_end(
 
 
 def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodput: float | None) -> float | None:
-    """Iterations left x M0 / goodput [s, >= 0]; None where one of them is unknown.
+    """Return iterations left x M0 / goodput [s, >= 0]; None where one of them is unknown.
 
     Args:
         progress: of the job, in iterations at M0.
@@ -197,7 +197,7 @@ def seconds_to_end(progress: Progress | None, init_batch_size: int | None, goodp
 def eta_range(
     eta_s: float | None, rates: Iterable[float], efficiency: float | None
 ) -> tuple[float, float] | tuple[None, None]:
-    """The least and the most that a time to the end is likely to be, low <= eta <= high [s]; None where it is unknown.
+    """Return the likely bounds of a time to the end, low <= eta <= high [s]; None where it is unknown.
 
     With v the coefficient of variation of recent speeds (standard deviation / mean) and c = min(2 v, 0.75), c = 0.5
     while there are fewer than three of them::
@@ -270,7 +270,7 @@ def waits_for(
 
 
 def _slots(spec: JobSpec) -> str:
-    """``2 slots (CPU 1, GPU 1) on T4``."""
+    """Return text such as ``2 slots (CPU 1, GPU 1) on T4``."""
     needs = ", ".join(f"{name} {amount:g}" for name, amount in sorted(spec.bundle.items()) if amount)
     kind = spec.label_selector.get(GPU_TYPE_LABEL, "")
     number = "1 slot" if spec.min_workers == 1 else f"{spec.min_workers} slots"

@@ -96,7 +96,7 @@ class JobRecord:
 
     @property
     def states(self) -> tuple[StateFile, ...]:
-        """Automatic checkpoints that are further than that, newest first."""
+        """Automatic checkpoints that are further than the restart point, newest first."""
         point = self.restart_point[1]
         steps = point.steps if point is not None else 0
         newer = self._since_checkpoint
@@ -127,7 +127,10 @@ class JobRecord:
         return self._states[0] if self._states and self._keeps_last else None
 
     def _left_state(self, phase: JobPhase) -> str:
-        """Directory of the automatic checkpoints that a job leaves which ends in this phase; empty for none."""
+        """Return the directory of the automatic checkpoints that a job leaves which ends in this phase.
+
+        Empty for none.
+        """
         left = self.last_state if phase is JobPhase.FINISHED else next(iter(self._states), None)
         return posixpath.dirname(left.path) if left is not None else ""
 
@@ -225,11 +228,11 @@ class JobRecord:
 
     @property
     def last_report(self) -> int:
-        """Number of the last one."""
+        """Number of the last report."""
         return self._reports.last
 
     def restored(self, checkpoint: StoredCheckpoint) -> Report:
-        """A report that was never heard of, with the checkpoint that it left in storage."""
+        """Return a report that was never heard of, with the checkpoint that it left in storage."""
         point = checkpoint.resume_point
         report = Report(
             index=checkpoint.index,
@@ -298,7 +301,7 @@ class JobRecord:
 
 
 def report_of(message: WorkerReport, workers: int) -> Report:
-    """A report as the job's users see it; ``workers`` is the size of the job then."""
+    """Return a report as the job's users see it; ``workers`` is the size of the job then."""
     return Report(
         index=message.index,
         metrics=message.metrics,

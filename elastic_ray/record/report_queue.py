@@ -43,7 +43,7 @@ class ReportQueue:
         self._taken = max(self._taken, taken)
 
     def wanted(self, after: int | None) -> int:
-        """Number of the report that follows number ``after``."""
+        """Return the number of the report that follows number ``after``."""
         return (self._taken if after is None else after) + 1
 
     def gone(self, number: int) -> bool:
@@ -61,7 +61,7 @@ class ReportQueue:
             await self._changed.wait()
 
     async def next(self, after: int | None, wait_s: float) -> Report | None:
-        """The report that follows number ``after``, which counts as taken with all before it.
+        """Return the report that follows number ``after``, which counts as taken with all before it.
 
         Args:
             after: the last report that was dealt with; None for none of this run's.
@@ -85,7 +85,10 @@ class ReportQueue:
         return self._reports.get(after + 1)
 
     def _past_a_hole(self, number: int, now_s: float) -> Report | None:
-        """The report after a missing one, if that has been missing for a while: its controller has died with it."""
+        """Return the report after a missing one, if that has been missing for a while.
+
+        Its controller has died with it.
+        """
         if self._reports.last <= number:
             self._hole = None
             return None

@@ -115,7 +115,7 @@ def total(rows: Iterable[UsageRow], by: Sequence[str]) -> list[UsageRow]:
 
 
 def _spans(events: Sequence[JobEvent], seen_s: float) -> Iterator[_Span]:
-    """Times with workers, cut where a week begins."""
+    """Yield times with workers, cut where a week begins."""
     user = tenant = ""
     gpus = cpus = 0.0
     run = 0
@@ -137,7 +137,7 @@ def _spans(events: Sequence[JobEvent], seen_s: float) -> Iterator[_Span]:
 
 
 def _costs(events: Sequence[JobEvent]) -> dict[int, float]:
-    """Last known cost of each run, counted from 0."""
+    """Return the last known cost of each run, counted from 0."""
     costs: dict[int, float] = {}
     run = 0
     for event in events:
@@ -148,6 +148,6 @@ def _costs(events: Sequence[JobEvent]) -> dict[int, float]:
 
 
 def _amount(told: object, name: str) -> float:
-    """A number of a file that anybody may have written; 0 where it is none."""
+    """Return a number of a file that anybody may have written; 0 where it is none."""
     value = told.get(name, 0.0) if isinstance(told, dict) else 0.0
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else 0.0

@@ -95,7 +95,7 @@ def _place(proof: _Proof, proofs: Iterable[_Proof]) -> str:
 
 
 def _read(lines: Iterable[str], found: list[Finding]) -> list[_Proof]:
-    """The proofs in these lines, once each; what cannot be one is a finding."""
+    """Return the proofs in these lines, once each; what cannot be one is a finding."""
     proofs: list[_Proof] = []
     known: set[int] = set()
 
@@ -171,7 +171,7 @@ def _epoch(proof: _Proof) -> Finding:
 
 
 def _missing(proofs: Iterable[_Proof]) -> list[Finding]:
-    """Epochs before the last one that nothing is known of."""
+    """Return findings on epochs before the last one that nothing is known of."""
     told = sorted({-1} | {int(p.facts["epoch"]) for p in proofs if p.event.kind is EventKind.PASS})
     gaps = [(one + 1, other - 1) for one, other in itertools.pairwise(told) if other - one > 1]
     text = "epoch{}: no line says that it ended, or its samples were not known"

@@ -139,7 +139,7 @@ def _growth_limit(spec: JobSpec, history: SizeHistory) -> int | None:
 
 
 def _atomic_bsz_range(planner: BatchPlanner) -> tuple[int, int] | None:
-    """Bounds of a worker's batch on the present GPU type; None where there are none."""
+    """Return bounds of a worker's batch on the present GPU type; None where there are none."""
     bounds = planner.tuner.atomic_bsz_range if planner.tuner is not None else None
     return (bounds[0] or 1, bounds[1] or (1 << 30)) if bounds else None
 
@@ -167,7 +167,7 @@ def job_status(
     now_s: float,
     started_for_s: float,
 ) -> JobStatus:
-    """The job as its driver sees it.
+    """Return the job as its driver sees it.
 
     Args:
         planner: its speed and its batch.
@@ -283,7 +283,7 @@ def members(
     silence_s: Mapping[str, float],
     ratios: Mapping[str, float],
 ) -> tuple[WorkerInfo, ...]:
-    """Members of the present generation by rank, as far as their processes are known.
+    """Return members of the present generation by rank, as far as their processes are known.
 
     Args:
         processes: by worker.

@@ -70,7 +70,7 @@ class ErrorVerdict:
 
 
 class WorkerErrors:
-    """Judges the exceptions of a job's workers.
+    """Judge of the exceptions of a job's workers.
 
     Args:
         losses: counts those that cost the job a member.
@@ -163,7 +163,7 @@ class WorkerErrors:
         return ErrorVerdict(ends=None, reason="other nodes may start it")
 
     def _programs(self, error: WorkerError, reason: str) -> ErrorVerdict:
-        """The error is the program's: no node is to blame for those that were noted before."""
+        """Return a verdict that blames the program: no node is to blame for errors that were noted before."""
         self._noted = []
         return ErrorVerdict(ends=error.raised, reason=reason)
 

@@ -31,7 +31,7 @@ _THREADS = 4  # one each may hang: writing events and reports, looking for check
 
 
 class _BacklogWriter:
-    """Writes one backlog, one call at a time: a call that hangs is waited for, for it may yet write its lines."""
+    """Writer of one backlog, one call at a time: a call that hangs is waited for, as it may yet write its lines."""
 
     def __init__(self, what: str, backlog: Backlog, append: Callable[[tuple[str, ...]], None]) -> None:
         self.what, self.backlog = what, backlog
@@ -71,7 +71,7 @@ class _BacklogWriter:
 
 
 class RecordWriter:
-    """Writes what waits in a record's backlogs, reads what is stored, deletes what is not kept.
+    """Writer of a record's backlogs, which also reads what is stored and deletes what is not kept.
 
     Args:
         record: what is known of the job.
@@ -186,7 +186,10 @@ class RecordWriter:
         return stored
 
     async def report(self, number: int, last: int) -> Report | None:
-        """The first report from this number on to ``last``, which memory does not keep; None if the file has none."""
+        """Return the first report from this number on to ``last``, which memory does not keep.
+
+        None if the file has none.
+        """
         if number not in self._block:
             try:
                 self._block = await self._calls.run(

@@ -12,7 +12,7 @@ from elastic_ray.state.resume_point import ResumePoint
 
 
 class ControllerClient(Protocol):
-    """The way out of a training session. All calls return at once unless they say otherwise.
+    """Protocol of a training session's calls to its controller. All return at once unless they say otherwise.
 
     Attributes:
         paced: whether ``report`` waits until a sweep's scheduler has decided.
@@ -48,7 +48,7 @@ class ControllerClient(Protocol):
         """Report an event to the job's user: its kind, a sentence, and numbers."""
 
     def tracker_dir(self) -> str:
-        """A directory of this node that the train function may log into; the same run's, whoever is rank 0."""
+        """Return a directory of this node that the train function may log into; the same run's, whoever is rank 0."""
 
     def claim_fault(self, index: int) -> bool:
         """Return whether this process may carry out fault ``index`` of the script."""

@@ -17,7 +17,7 @@ _latest: weakref.ref[Session] | None = None  # of this process; its thread keeps
 
 
 def session_of_thread() -> Session | None:
-    """The session of this thread's train loop; None where nothing has asked for one.
+    """Return the session of this thread's train loop; None where nothing has asked for one.
 
     Torch runs backward passes on a GPU in threads of its own, and hooks, ``autograd.Function.backward`` and what is
     recomputed of a forward pass with them: they belong to the run that was set last in this process.

@@ -76,15 +76,15 @@ class Group:
 
     @property
     def most_workers(self) -> int:
-        """Number of ranks that the group may ever have: the same on all of them, also before they join."""
+        """Largest number of ranks that the group may ever have: the same on all of them, also before they join."""
         return self.rank_info.world_size if self._most_workers is None else self._most_workers
 
     @property
     def traffic(self) -> Mapping[str, int]:
-        """Bytes that its collectives were given, by operation; empty before the first generation."""
+        """Bytes given to the group's collectives, by operation; empty before the first generation."""
         return self.communicator.traffic if self.members else {}
 
     @property
     def sending_s(self) -> float:
-        """Time in which its connections were sending [s]; 0 before the first generation."""
+        """Time in which the group's connections were sending [s]; 0 before the first generation."""
         return self.communicator.connections.sending_s() if self.members else 0.0

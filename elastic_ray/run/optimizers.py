@@ -1,4 +1,4 @@
-"""Sees training that ``AdaptiveDataParallel`` and ``AdaptiveDataLoader`` know nothing of (torch)."""
+"""Detection of training that ``AdaptiveDataParallel`` and ``AdaptiveDataLoader`` do not know of (torch)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _on_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class OptimizerWatch:
-    """Optimizers that step in a group of several workers without having been wrapped.
+    """Watch of optimizers that step in a group of several workers without having been wrapped.
 
     Each worker has its own samples, so that a model that is not synchronised becomes another one on each of them.
     """
@@ -83,7 +83,7 @@ class OptimizerWatch:
         self._schedulers[optimizer] = [*map(weakref.ref, self.schedulers_of(optimizer)), weakref.ref(scheduler)]
 
     def schedulers_of(self, optimizer: torch.optim.Optimizer) -> list[Any]:
-        """Schedulers of an optimizer that were made in this run and are still there."""
+        """Return schedulers of an optimizer that were made in this run and are still there."""
         return [each for made in self._schedulers.get(optimizer, ()) if (each := made()) is not None]
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:

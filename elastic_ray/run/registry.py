@@ -76,7 +76,7 @@ class ModelRegistry:
         return self._rates[0]() if self._rates else ()
 
     def add(self, info: ModelInfo, noise: Noise, rates: Callable[[], tuple[float, ...]] = tuple) -> int:
-        """A newly wrapped model, with what gives its noise scale and its learning rates; returns its number."""
+        """Add a newly wrapped model, with what gives its noise scale and its learning rates; return its number."""
         self._rates.append(rates)
         self._infos.append(info)
         self._noises.append(noise)
@@ -105,12 +105,12 @@ class ModelRegistry:
         return self._signals[0]() if self._signals else None
 
     def gain(self, scale: float) -> float:
-        """Statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
+        """Return the statistical progress of a step at ``scale`` x the initial batch size, in steps at that size."""
         return 1.0 if scale == 1.0 else step_gain(scale, self.noise())
 
 
 class LoaderRegistry:
-    """The loader that leads: its limits are the job's, and it follows the batch that the job chooses.
+    """Registry of loaders; the leading one's limits are the job's, and it follows the batch that the job chooses.
 
     Args:
         fixed_batch: the batch stays as it is, also where the loader lets it adapt.
@@ -140,7 +140,7 @@ class LoaderRegistry:
 
     @property
     def is_left(self) -> bool:
-        """True if the loader that led has been let go, or led an opening that failed."""
+        """True if the leading loader has been let go, or led an opening that failed."""
         return self._failed or (self._leading is not None and self._leading() is None)
 
     def fail(self) -> None:
@@ -209,7 +209,7 @@ class Registry:
 
     @property
     def least_share(self) -> int:
-        """Fewest samples that the models are to be trained with at once."""
+        """Smallest number of samples that the models must be trained with at once."""
         return self._least_share
 
     def ask_for_shares(self, least: int) -> None:
@@ -369,7 +369,10 @@ class Registry:
         return max((each.marker for each in self._gradients), default=0)
 
     def drift_layout(self, *, trained: bool) -> int:
-        """A digest of what the ranks must have in common to average models after a step; 0 where none is averaged."""
+        """Return a digest of what the ranks must have in common to average models after a step.
+
+        0 where none is averaged.
+        """
         layouts = [(number, each.fix_drift()) for number, each in enumerate(self._gradients) if each.drifts]
         return digest((layouts, trained)) if layouts else 0
 

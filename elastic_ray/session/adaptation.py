@@ -78,14 +78,14 @@ class Adaptation:
 
     @property
     def wish(self) -> tuple[int | None, int | None] | None:
-        """Fewest and most workers that they ask for; None for no wish, and once the training is over."""
+        """Fewest and most workers that the policies ask for; None for no wish, and once the training is over."""
         epochs = self._progress.epochs
         is_over = self.stopped or (epochs is not None and self._progress.epoch >= epochs)
         return None if is_over else self.runner.values.wish
 
     @property
     def held_batch(self) -> int | None:
-        """The global batch that they have set; None where the job chooses."""
+        """Global batch that the policies have set; None where the job chooses."""
         return self.runner.values.batch_size
 
     @property
@@ -150,7 +150,7 @@ class Adaptation:
             self.runner.call(hook, self._view())
 
     def _view(self) -> PolicyView:
-        """The run as policies see it now."""
+        """Return the run as policies see it now."""
         run, values, progress, step = self._run, self.runner.values, self._progress, self._step
         info, workers = run.registry.loaders.info, run.meter.workers
         limits = info.limits if info is not None else None

@@ -1,4 +1,4 @@
-"""SHELL over torch.distributed: its default process group, which is the job's present group in every train function.
+"""SHELL over torch.distributed: its default process group is the job's present group in every train function.
 
 Torch's own groups cannot change size. This one has no connections: a collective of it is one of the present
 generation, with the meaning of ``elastic_ray.all_reduce`` (see there). Objects that hold it, as a ``DeviceMesh``,
@@ -73,7 +73,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return 0 if session is None else min(session.group.rank_info.rank, self.size() - 1)
 
     def size(self) -> int:
-        """Number of workers; while this one catches up, of those that the others' results are of."""
+        """Return the number of workers; while this one catches up, of those that the others' results are of."""
         session = session_of_thread()
         if session is None:
             return 1
@@ -83,11 +83,11 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     getRank, getSize = rank, size
 
     def getBackendName(self) -> str:
-        """For torch."""
+        """Return the backend's name."""
         return BACKEND
 
     def new_group(self, ranks: Sequence[int], *args: Any, **options: Any) -> DefaultGroup:
-        """For torch: another object for the same group.
+        """Return another object for the same group.
 
         Raises:
             ValueError: it is to have some of the ranks only.
@@ -103,7 +103,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> EndedWork:
-        """For torch: in place."""
+        """Reduce tensors over all ranks, in place."""
         op = _op_of(opts)
         for tensor in tensors:
             _put([tensor], self._reduced("all_reduce", tensor, op))
@@ -112,7 +112,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """For torch: in place on one rank."""
+        """Reduce tensors in place on one rank."""
         for tensor in tensors:
             found = self._reduced("reduce", tensor, _op_of(opts), root=opts.rootRank)
             if self.rank() == opts.rootRank:
@@ -136,7 +136,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> EndedWork:
-        """For torch: the sum of all ranks' tensors at this rank's place."""
+        """Reduce all ranks' tensors to this rank's place."""
         for output, given in zip(outputs, inputs, strict=True):
             flat = torch.cat([each.reshape(-1) for each in given])
             sizes = [each.numel() for each in given]
@@ -144,7 +144,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """For torch: the same of one tensor, cut into as many equal parts as there are ranks."""
+        """Reduce one tensor, cut into as many equal parts as there are ranks, to this rank's part."""
         self._scattered("reduce_scatter", output, tensor.reshape(-1), [output.numel()] * self.size(), _op_of(opts))
         return EndedWork([output])
 
@@ -153,7 +153,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """For torch: several of them."""
+        """Reduce and scatter several tensors."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.reduce_scatter_single(output, tensor, opts)
         return EndedWork(outputs)
@@ -169,7 +169,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- what is gathered ----------------------------------------------------------------------------------------------
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None) -> EndedWork:
-        """For torch: every rank's tensor into a list of them."""
+        """Gather every rank's tensor into a list."""
         for places, tensor in zip(outputs, tensors, strict=True):
             _put(places, self._gathered("all_gather", tensor))
         return EndedWork([each for places in outputs for each in places])
@@ -177,13 +177,13 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """For torch: several tensors of every rank."""
+        """Gather several tensors of every rank."""
         for number, tensor in enumerate(tensors):
             _put([places[number] for places in outputs], self._gathered("all_gather", tensor))
         return EndedWork([each for places in outputs for each in places])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> EndedWork:
-        """For torch: every rank's tensor, one after the other."""
+        """Gather every rank's tensor, one after the other."""
         if output.numel() != tensor.numel() * self.size():
             prepared = output.numel() // max(1, tensor.numel())
             raise RuntimeError(_SIZES.format(what="all_gather", prepared=prepared, present=self.size()))
@@ -195,7 +195,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], opts: Any = None
     ) -> EndedWork:
-        """For torch: several of them."""
+        """Gather several tensors of every rank, one rank after the other."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork(outputs)
@@ -203,7 +203,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """For torch: every rank's tensor into a list on one rank."""
+        """Gather every rank's tensor into a list on one rank."""
         (tensor,) = tensors
         found = self._gathered("gather", tensor, root=opts.rootRank)
         for places in outputs:
@@ -225,7 +225,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     # -- what is given out ---------------------------------------------------------------------------------------------
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> EndedWork:
-        """For torch: one rank's tensor, in place."""
+        """Broadcast one rank's tensor, in place."""
         root = opts.rootRank
         for tensor in tensors:
 
@@ -240,7 +240,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(tensors)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> EndedWork:
-        """For torch: one rank's tensors, one to each rank."""
+        """Scatter one rank's tensors, one to each rank."""
         (output,), root = outputs, opts.rootRank
         given = torch.stack(list(inputs[0])) if inputs else output.new_zeros(self.size(), *output.shape)
         opts = dist.BroadcastOptions()
@@ -257,7 +257,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> EndedWork:
-        """For torch: a piece of the first dimension to each rank."""
+        """Exchange pieces of the first dimension between all ranks."""
         size, rows = self.size(), tensor.shape[0] if tensor.dim() else 1
         given = list(input_splits) or [rows // size] * size
         taken = list(output_splits) or [(output.shape[0] if output.dim() else 1) // size] * size
@@ -281,7 +281,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> EndedWork:
-        """For torch: a tensor to each rank."""
+        """Exchange tensors between all ranks."""
         received = torch.cat([each.reshape(-1) for each in outputs])
         sent = torch.cat([each.reshape(-1) for each in inputs])
         self.alltoall_base(received, sent, [each.numel() for each in outputs], [each.numel() for each in inputs])
@@ -290,20 +290,20 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
         return EndedWork(outputs)
 
     def barrier(self, opts: Any = None) -> EndedWork:
-        """For torch: all ranks have come here."""
+        """Wait until all ranks have come here."""
         _call("barrier", (), [], lambda communicator, device: [], list)
         return EndedWork([])
 
     # -- from one rank to another --------------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], destination: int, tag: int = 0) -> EndedWork:
-        """For torch: to one rank, which receives it."""
+        """Send a tensor to one rank, which receives it."""
         (tensor,) = tensors
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         return Transfer(lambda communicator: communicator.send(sent, destination, _tag(tag)))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> EndedWork:
-        """For torch: from one rank, which sends it."""
+        """Receive a tensor from one rank, which sends it."""
         found = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         return Transfer(
             lambda communicator: communicator.receive(found, source, _tag(tag)), lambda: _put(tensors, [found])
@@ -311,7 +311,7 @@ class DefaultGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 class Transfer(EndedWork):
-    """A tensor on its way from one rank to another; in a step that is lost nothing is sent, and nothing comes.
+    """Point-to-point transfer of a tensor; in a lost step nothing is sent or received.
 
     Args:
         start: starts it.
@@ -363,7 +363,7 @@ def _call(
     perform: Callable[[Communicator, Any], list[Tensor]],
     alone: Callable[[], list[Tensor]],
 ) -> list[Tensor]:
-    """The result of a collective; in a step as tensors where they are, between steps by way of what is kept of it.
+    """Return the result of a collective; in a step as tensors where they are, between steps by what is kept of it.
 
     Args:
         what: its name.
@@ -394,7 +394,7 @@ def _call(
 
 
 def _session() -> Session:
-    """The session of this thread's train loop; raises RuntimeError in a thread that knows of none."""
+    """Return the session of this thread's train loop; raises RuntimeError in a thread that knows of none."""
     session = session_of_thread()
     if session is None:
         check_thread()
@@ -403,7 +403,7 @@ def _session() -> Session:
 
 
 def _of_bytes(content: bytes) -> Any:
-    """Size of the group that a result is of, and the result.
+    """Return the size of the group that a result is of, and the result.
 
     Raises:
         RuntimeError: the others have made another collective here.
@@ -425,7 +425,7 @@ def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor, device: Any) -> Tensor:
-    """A copy of its memory, which travels whatever the type is."""
+    """Return a copy of its memory, which travels whatever the type is."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.to(device, copy=True, memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
@@ -439,7 +439,7 @@ def _op_of(options: Any) -> Any:
 
 
 def _check_reduces(what: str, tensor: Tensor, op: Any) -> str:
-    """The name of a reduction; raises TypeError where it does not take the tensor, which gloo tells too late."""
+    """Return the name of a reduction; raises TypeError where it does not take the tensor, which gloo tells too late."""
     name, kinds = next((each for known, each in _NUMBERS.items() if op == known), ("", ""))
     kind = "c" if tensor.is_complex() else "f" if tensor.is_floating_point() else "i"
     kind = "b" if tensor.dtype == torch.bool else kind
@@ -461,7 +461,7 @@ def _tag(tag: int) -> int:
 
 
 class _AllRanks(dict[int, int]):
-    """Ranks of the world by rank of the group, which are the same, of the present group."""
+    """Mapping of group ranks to the same world ranks, for the present group."""
 
     def _present(self) -> dict[int, int]:
         return {rank: rank for rank in range(dist.get_world_size())}
@@ -489,7 +489,7 @@ class _AllRanks(dict[int, int]):
 
 
 def _made(name: str) -> DefaultGroup:
-    """A group with what torch looks for in one: a name, and a backend by device."""
+    """Return a group with what torch looks for in one: a name, and a backend by device."""
     group: Any = DefaultGroup()
     store = dist.HashStore()  # type: ignore[attr-defined]
     backend: Any = dist.ProcessGroupGloo(store, 0, 1, _NEVER)
@@ -502,7 +502,7 @@ def _made(name: str) -> DefaultGroup:
 
 
 def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
-    """For torch, which names the group later."""
+    """Create a group, which torch names later."""
     return _made("")
 
 

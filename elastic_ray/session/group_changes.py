@@ -1,4 +1,4 @@
-"""SHELL: changes of group and batch: joining, what the ranks have agreed on, and what a failure makes necessary."""
+"""SHELL: changes of group and batch: joining, agreed changes, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST_WAIT = 1000
 
 
 class GroupChanges:
-    """Takes this rank from one group into the next, and from one batch shape to another.
+    """Changes of this rank from one group into the next, and from one batch shape to another.
 
     Every method returns in a group, or raises ``WorkerDismissed`` or ``LostGroupError``.
 

@@ -145,7 +145,7 @@ class LoaderPasses:
         return self._adaptation.active and self._adaptation.ends(loader_pass)
 
     def fetched(self, fetch: Callable[[], Any]) -> Any:
-        """The micro-batch that ``fetch`` gives."""
+        """Return the micro-batch that ``fetch`` gives."""
         if not self._run.meter.on or self._run.ledger.depth > 1:
             return fetch()
         since_s = time.perf_counter()
@@ -167,7 +167,7 @@ class LoaderPasses:
         self._run.ledger.abandon(left)
 
     def enter(self) -> PassProgress:
-        """The next loader pass of this epoch, with the position that it has already reached.
+        """Enter the next loader pass of this epoch, with the position that it has already reached.
 
         Raises:
             RuntimeError: a pass over whole batches is in progress.
@@ -189,7 +189,7 @@ class LoaderPasses:
     def edge(
         self, loader_pass: PassProgress | None = None, *, ends_pass: bool = False, abandoned: bool = False
     ) -> bool:
-        """The step's body has run: commit it, or find a group to continue with and have it drawn again.
+        """Commit a step whose body has run, or find a group to continue with and have it drawn again.
 
         Args:
             loader_pass: the pass whose step it is; None for the innermost.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
-    """Measurements since the last call; None before the first generation."""
+    """Return measurements since the last call; None before the first generation."""
     spec = run.group.generation_spec
     if spec is None:
         return None
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def opening_failed(self) -> bool:
-        """True if this run was refused before its first step, or a model of it while it was being wrapped."""
+        """True if this run was refused before its first step, or a model of it while being wrapped."""
         return self._opening_failed
 
     def fail_opening(self) -> None:
@@ -219,7 +219,7 @@ class Session:
         return self.run.agreed.preempted and not self.run.agreed.stop
 
     def new_accumulator(self) -> tuple[int, int]:
-        """Key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
+        """Return the key of a newly made accumulator: its epoch (-1 outside epochs) and its number there."""
         return self.run.sums.new_key(self.ledger.accumulator_scope)
 
     def add_to_sum(self, key: tuple[int, int], name: str, value: float) -> None:
@@ -312,7 +312,7 @@ class Session:
             self.run.replicas.leave(self.progress.steps, self.progress.loader_steps)
 
     def enter_loop(self) -> PassProgress:
-        """The next loader pass of this epoch, with the position that it has already reached.
+        """Enter the next loader pass of this epoch, with the position that it has already reached.
 
         Raises:
             RuntimeError: an elastic job whose loop does not use ``remaining_epochs_until``.
@@ -373,7 +373,7 @@ class Session:
         return step_report(self.run, self.adaptation)
 
     def finish(self, *, saves: bool = False) -> bool:
-        """The train function returned.
+        """Finish the run, once the train function has returned.
 
         Args:
             saves: what the run ends with is to be saved; the same on all ranks.

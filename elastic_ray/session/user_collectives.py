@@ -1,4 +1,4 @@
-"""SHELL: collectives that the train function asks for, right through changes of the group.
+"""SHELL: collectives of the train function, which continue through changes of the group.
 
 Inside a step, one that fails voids the step, as any other of its collectives does. Between two steps nothing is drawn
 again: there they are numbered, and a rank that has missed the end of one gets its result from one that has it. So does
@@ -28,7 +28,7 @@ _NUMBERS = 255  # that a rank tells the others, beside 0 for one within a step
 
 @dataclasses.dataclass(slots=True)
 class CollectiveResults:
-    """Results since all ranks were last known to be at one place, in order.
+    """Results of collectives since all ranks were last known to be at one place, in order.
 
     Attributes:
         first: number of the first of them.
@@ -99,7 +99,7 @@ class UserCollectives:
         return self._run.states.progress
 
     def next_known(self) -> bytes | None:
-        """The result of the next collective between steps where this worker catches up with others; else None."""
+        """Return the next collective's result between steps where this worker catches up; else None."""
         progress, kept = self._progress, self._results
         if not kept.contents or self._run.ledger.depth or kept.place != _place(progress):
             return None
@@ -108,7 +108,7 @@ class UserCollectives:
     def call(
         self, what: str, detail: object, perform: Callable[[Communicator], bytes], alone: Callable[[], bytes]
     ) -> bytes:
-        """The result of a collective, as bytes.
+        """Carry out a collective and return its result, as bytes.
 
         Args:
             what: its name.

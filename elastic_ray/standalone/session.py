@@ -43,7 +43,7 @@ _CLOSED = ("closed by peer", "reset by peer", "Broken pipe")
 
 
 def env_store(rank: int, timeout_s: float) -> Any:
-    """The store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
+    """Return the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name.
 
     ``torchrun``'s agent holds one and says so in ``TORCHELASTIC_USE_AGENT_STORE``. Under ``srun``, ``mpirun`` and the
     like no agent does, so rank 0 does it, at that address alone.
@@ -71,7 +71,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _hold(host: str, port: int, timeout: timedelta) -> Any:
-    """A store that this process holds at the address; raises RuntimeError where it cannot listen there."""
+    """Open a store that this process holds at the address; raises RuntimeError where it cannot listen there."""
     options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}  # as torch's own env:// does
     try:
         options["master_listen_fd"] = _bind(host, port).detach()
@@ -84,7 +84,7 @@ def _hold(host: str, port: int, timeout: timedelta) -> Any:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket that listens at this address alone."""
+    """Return a socket that listens at this address alone."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     try:
@@ -112,7 +112,7 @@ _FITS_PART = 5  # as many times what the look before took
 
 
 class StandaloneController:
-    """Takes the controller's place: reports go to the log, and rank 0's own planner adapts the batch.
+    """Substitute for the controller: reports go to the log, and rank 0's own planner adapts the batch.
 
     Args:
         post: delivers a message to this process's membership.
@@ -211,7 +211,7 @@ class StandaloneController:
         return folder
 
     def claim_fault(self, index: int) -> bool:
-        """Scripted faults need a trainer."""
+        """Return False: scripted faults need a trainer."""
         return False
 
 
@@ -220,7 +220,10 @@ def _node_of(rank: int) -> str:
 
 
 def session_after(earlier: Session) -> Session:
-    """A session for another run of the same process, or group of processes; the earlier one's group is let go."""
+    """Return a session for another run of the same process, or group of processes.
+
+    The earlier one's group is let go.
+    """
     assert isinstance(earlier.controller, StandaloneController), "a trainer's session serves one run"
     earlier.membership.close(broken=False)
     earlier.group.follow()
@@ -228,7 +231,7 @@ def session_after(earlier: Session) -> Session:
 
 
 def standalone_session() -> Session:
-    """A session for this process: under ``torchrun`` one of its group, else alone."""
+    """Return a session for this process: under ``torchrun`` one of its group, else alone."""
     place = _place()
     gpu = None
     if torch.cuda.is_available():
@@ -260,7 +263,7 @@ def standalone_session() -> Session:
 
 
 def own_gpu(local_rank: int, chosen: int, count: int) -> int:
-    """The GPU of this process.
+    """Return the GPU of this process.
 
     Args:
         local_rank: of the process on its node.
@@ -303,7 +306,7 @@ def _membership(place: RankInfo, form: CommunicatorFactory) -> WorkerMembership:
 
 
 def _form(prefix: str, departures: Departures, gpu: int | None, spec: GenerationSpec, rank: int) -> Communicator:
-    """The group's communicator; ``gpu`` is the one that this process trains on.
+    """Form the group's communicator; ``gpu`` is the one that this process trains on.
 
     Raises CommunicationFailedError: its store is not to be found, or a rank did not come.
     """

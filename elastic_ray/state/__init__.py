@@ -1,1 +1,1 @@
-"""The training state that all ranks share: what it is, and how it travels."""
+"""Training state that all ranks share, and its transfer."""

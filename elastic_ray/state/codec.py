@@ -1,4 +1,4 @@
-"""Plain values as bytes: what ranks tell each other of a state beside its tensors. Reading them runs no code.
+"""Encoding of plain values as bytes, for states beside their tensors. Reading them runs no code.
 
 A value is one byte that names its type, then its content; a length or a number of items is 8 bytes. Every type
 that is not listed here is refused, so that nothing a peer sends is ever unpickled. Values are exact: a float keeps
@@ -25,19 +25,19 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
 class NotPlainError(TypeError):
-    """A value has a type that is not sent between ranks; the message says which, and where it is."""
+    """Error raised if a value has a type that is not sent between ranks; the message says which, and where it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """Stands for the n-th tensor of a state."""
+    """Stand-in for the n-th tensor of a state."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SparseIndex:
-    """Stands for a sparse tensor, which is two tensors of a state: where its elements are, and what they are."""
+    """Stand-in for a sparse tensor, which is two tensors of a state: indices and values."""
 
     indices: TensorIndex
     values: TensorIndex
@@ -69,7 +69,7 @@ def decode(data: bytes) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
+    """Return the name of a dtype, such as ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -148,7 +148,7 @@ def _complex(content: bytes) -> complex:
 
 
 def _sparse_index(told: Any) -> SparseIndex:
-    """Raises ValueError for anything that :func:`_write` does not make of one."""
+    """Read a sparse index; raises ValueError for anything that :func:`_write` does not make of one."""
     if type(told) is not tuple or [type(each) for each in told] != [TensorIndex, TensorIndex, tuple]:
         raise ValueError("no plain value: no sparse tensor is like this")
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in told[2]):
@@ -178,7 +178,7 @@ _READ_MAPPING: dict[bytes, Callable[[], Any]] = {b"m": dict, b"o": collections.O
 
 
 class _Reader:
-    """Takes bytes apart; believes no length that they name."""
+    """Reader of bytes that trusts no length in them."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -225,7 +225,7 @@ class _Reader:
         return mapping
 
     def _numbers(self, depth: int, *, scalar: bool) -> Any:
-        """An array of NumPy's, or one of its scalars."""
+        """Return an array of NumPy's, or one of its scalars."""
         name = self._content().decode()
         if not re.fullmatch(rf"[<>|=][{_NUMBERS}][0-9]{{1,2}}", name):
             raise ValueError(f"no plain value: NumPy has no numbers of type {name!r}")

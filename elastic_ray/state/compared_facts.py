@@ -70,13 +70,13 @@ class Facts:
 
 
 def common_rank(fingerprints: Sequence[int], joined: Sequence[bool]) -> int:
-    """First rank of those that most ranks agree with; ranks that have just joined come last."""
+    """Return the first rank of those that most ranks agree with; ranks that have just joined come last."""
     known = [rank for rank, value in enumerate(fingerprints) if value]
     return min(known, key=lambda rank: (joined[rank], -fingerprints.count(fingerprints[rank]), rank))
 
 
 def differing(ones: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Names of the facts that differ, in order; numbers may differ a little."""
+    """Return names of the facts that differ, in order; numbers may differ a little."""
     return [name for name in dict.fromkeys([*ones, *others]) if not _alike(ones.get(name), others.get(name))]
 
 

@@ -29,7 +29,7 @@ def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor
 
 
 def integers(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory, in the order of its elements, as integers; of one row."""
+    """Return a tensor's memory, in the order of its elements, as integers; of one row."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce().values()

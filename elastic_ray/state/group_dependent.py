@@ -104,7 +104,7 @@ class GroupDependent(Protocol):
 
     @property
     def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        """Key of strategies whose step times must not be mixed; None while one is being chosen."""
 
     def enter_group(self) -> None:
         """Enter a group, whose ranks all hold the same state."""

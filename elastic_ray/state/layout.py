@@ -23,16 +23,16 @@ _WAY_OUT = (
 
 
 class ReplicasDifferError(RuntimeError):
-    """The ranks of a job hold different parameters, though each has applied the same steps, or different data."""
+    """Error raised if ranks hold different parameters after the same steps, or different data."""
 
 
 def digest(what: object) -> int:
-    """A number of 40 bits that stands for the text of ``what``; 0 for nothing."""
+    """Return a number of 40 bits that stands for the text of ``what``; 0 for nothing."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=_DIGEST_BYTES).digest(), "big")
 
 
 def packed(layout: Mapping[str, str]) -> bytes:
-    """The layout as text."""
+    """Return the layout as text."""
     return json.dumps(layout, sort_keys=True).encode()
 
 

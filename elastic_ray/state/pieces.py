@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Stands in a tree for a tensor of which this rank writes some elements.
+    """Stand-in in a tree for a tensor of which this rank writes some elements.
 
     Attributes:
         shape: of the whole tensor.
@@ -97,7 +97,10 @@ def shared_out(tree: Any, rank: int, world_size: int) -> Any:
 
 
 def only_pieces(tree: Any) -> Any:
-    """The dicts of a tree with no other leaves than `Pieces` that hold something; a list as a dict by position."""
+    """Return the dicts of a tree with no other leaves than `Pieces` that hold something.
+
+    A list as a dict by position.
+    """
     if type(tree) in (list, tuple):
         tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):

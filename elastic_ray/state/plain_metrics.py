@@ -1,4 +1,4 @@
-"""Reported metrics as plain, bounded data (pure): what leaves a worker is read by processes that are not its user's."""
+"""Conversion of reported metrics to plain, bounded data (pure): processes of other users read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITEM = 2  # a comma and a space, or brackets
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as numbers, texts, None, and lists, tuples and dicts of these, of exactly these types.
+    """Return metrics as numbers, texts, None, and lists, tuples and dicts of these, of exactly these types.
 
     NumPy's scalars, and arrays and tensors of one element, become Python's numbers; other arrays and tensors of real
     numbers become (nested) lists. All together, written as JSON, may take 256 KiB.
@@ -43,7 +43,7 @@ class _Budget:
 
 
 def _plain(value: Any, where: str, depth: int, budget: _Budget) -> Any:
-    """The value as plain data; ``where`` names it in errors."""
+    """Return the value as plain data; ``where`` names it in errors."""
     if depth > _DEEPEST:
         raise ValueError(
             f"metrics must not be nested deeper than {_DEEPEST} levels, but {where[:80]}... is, or it holds itself"
@@ -88,7 +88,7 @@ def _leaf(value: Any, where: str, budget: _Budget) -> Any:
 
 
 def _dict(value: Mapping[Any, Any], where: str, depth: int, budget: _Budget) -> dict[str, Any]:
-    """A mapping as a plain dict."""
+    """Return a mapping as a plain dict."""
     budget.spend(0, value, where)
     found = {}
     for key, item in value.items():

@@ -172,7 +172,7 @@ class RunProgress:
         self.meeting = False
 
     def count_report(self, agreed: int) -> int:
-        """The run has made another report; returns its number, after the ``agreed`` ones that all ranks know of."""
+        """Count another report of the run; return its number, after the ``agreed`` ones that all ranks know of."""
         self.reports = max(self.reports, agreed) + 1
         return self.reports
 
@@ -214,7 +214,7 @@ class RunProgress:
         return Effects(sums=copy.deepcopy(self.sums), reports=self.reports)
 
     def after(self, ordinal: int, count: int, gain: float) -> RunProgress:
-        """A copy that counts the step in progress as done.
+        """Return a copy that counts the step in progress as done.
 
         Args:
             ordinal: loader passes of the epoch that had begun when the step did.
@@ -264,7 +264,7 @@ class RunProgress:
 
     @classmethod
     def from_resume_point(cls, point: ResumePoint) -> RunProgress:
-        """The inverse of :meth:`resume_point`."""
+        """Invert :meth:`resume_point`."""
         return cls(
             epoch=point.epoch,
             passes=[PassProgress(position, done, None if position else 0) for position, done in point.passes],
@@ -302,5 +302,5 @@ class Effects:
 
 
 def in_no_generation(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored state as a new job takes it up, which counts its generations from the first again."""
+    """Return a stored state as a new job takes it up, which counts its generations from the first again."""
     return {**state, "lineage": 0, _STORED_AS["optimizers_stepped"]: 0}

@@ -19,7 +19,7 @@ BITS = (1 << 32) - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link of a run's chain of proofs: who changes, adds or leaves out a line breaks it.
+    """Link of a run's chain of proofs: a changed, added or missing line breaks it.
 
     Attributes:
         before: the link that it follows; 0 for the first of a run, and after a checkpoint that does not know it.
@@ -33,7 +33,7 @@ class Link:
 
     @classmethod
     def after(cls, before: int, facts: Mapping[str, Any]) -> Link:
-        """The link with these facts that follows another one."""
+        """Return the link with these facts that follows another one."""
         told = f"{before} {dump(dict(facts), sort_keys=True)}".encode()
         number = int.from_bytes(hashlib.blake2b(told, digest_size=_LINK_BYTES).digest(), "big") or 1
         return cls(before=before, link=number, facts=facts)

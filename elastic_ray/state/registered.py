@@ -46,7 +46,7 @@ class Remembered:
         self._skeleton = copy.deepcopy(skeleton)
 
     def tree(self) -> Any:
-        """A tree equal to the one that was taken, whose tensors belong to the caller."""
+        """Return a tree equal to the one that was taken, whose tensors belong to the caller."""
         return unpack(copy.deepcopy(self._skeleton), [tensor.clone() for tensor in self._tensors])
 
     def __deepcopy__(self, memo: Any) -> Remembered:
@@ -114,7 +114,7 @@ class ModuleExtras:
         return any(_has_own(part) or (self._sums and _keeps_sums(part)) for part in self._module.modules())
 
     def capture(self) -> Any:
-        """Modes, states and sums, each by name of the part."""
+        """Return modes, states and sums, each by name of the part."""
         parts = dict(self._module.named_modules())
         return {
             "training": {name: part.training for name, part in parts.items()},
@@ -203,7 +203,7 @@ def _take(part: nn.Module, state: dict[str, Any]) -> list[str]:
 
 
 def _as_given(state: dict[str, Any]) -> dict[str, Any]:
-    """A captured state with bytes in memory as they were."""
+    """Return a captured state with bytes in memory as they were."""
     return {
         key: io.BytesIO(bytes(value[_IN_MEMORY].cpu().numpy()))
         if isinstance(value, dict) and set(value) == {_IN_MEMORY}

@@ -60,7 +60,7 @@ class Replicas:
 
     @staticmethod
     def _compared(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-        """Parameters that all ranks hold whole: those of a sharded model have rows of their own on each."""
+        """Return parameters that all ranks hold whole: those of a sharded model have rows of their own on each."""
         return [(name, p) for name, p in module.named_parameters() if not hasattr(p, "to_local")]
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class Replicas:
         self._held = self._memory()
 
     def _memory(self) -> int:
-        """A number that changes with whatever writes into parameters."""
+        """Return a number that changes with whatever writes into parameters."""
         parameters = (p for module in self._modules for _, p in self._compared(module))
         return hash(tuple((p.data_ptr(), p._version) for p in parameters))
 
@@ -102,12 +102,12 @@ class Replicas:
             self._left = loader_steps, int.from_bytes(digest.digest(), "big") or 1
 
     def left_at(self, loader_steps: int) -> int:
-        """The fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
+        """Return the fingerprint of when the loop over epochs was left, if that was after so many steps; else 0."""
         at, fingerprint = self._left
         return fingerprint if at == loader_steps else 0
 
     def fingerprint(self, steps: int) -> int:
-        """A fingerprint of all parameters, and of how they are trained, after ``steps`` steps; never 0."""
+        """Return a fingerprint of all parameters, and of how they are trained, after ``steps`` steps; never 0."""
         self._checked = steps
         told = repr((self._sums(), self._settings().fingerprint))
         digest = hashlib.blake2b(told.encode(), digest_size=_BYTES)
@@ -151,7 +151,7 @@ class Replicas:
         )
 
     def _named_modules(self) -> list[tuple[str, torch.nn.Module]]:
-        """The models, with what their parameters' names begin with."""
+        """Return the models, with what their parameters' names begin with."""
         several = len(self._modules) > 1
         return [(f"model {number}: " if several else "", each) for number, each in enumerate(self._modules)]
 
@@ -182,7 +182,7 @@ class Replicas:
 
 
 def _plain(value: Any) -> Any:
-    """An optimizer's option as a plain value; None where that cannot be told."""
+    """Return an optimizer's option as a plain value; None where that cannot be told."""
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
     if isinstance(value, torch.Tensor):
@@ -191,7 +191,7 @@ def _plain(value: Any) -> Any:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's memory, taken as integers; it wraps around, wherever the tensor lies."""
+    """Return the sum of a tensor's memory, taken as integers; it wraps around, wherever the tensor lies."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -57,7 +57,7 @@ class ResumePoint:
 
     @classmethod
     def from_json(cls, point: Any) -> ResumePoint | None:
-        """The inverse of :meth:`to_json`; None for an empty object, which says nothing.
+        """Invert :meth:`to_json`; None for an empty object, which says nothing.
 
         Raises ValueError: a field is missing or wrong; the message names it.
         """

@@ -56,7 +56,7 @@ class Exchanged:
 
 @contextlib.contextmanager
 def _named(name: str, what: str) -> Iterator[None]:
-    """Errors of a state's own code name the state, which may be one of many that user code has registered.
+    """Name the state in errors of its own code: user code may have registered many.
 
     Raises RuntimeError: such an error.
     """
@@ -162,7 +162,9 @@ class SharedState:
         return {"run": self.progress.to_state(), "shape": shape}
 
     def alike(self) -> dict[str, torch.Tensor]:
-        """Tensors that all ranks hold alike between two steps, by name: whole parameters, and optimizers' states.
+        """Return tensors that all ranks hold alike between two steps, by name.
+
+        Whole parameters, and optimizers' states.
 
         Not rows, tiles and slices of which each rank has its own, nor buffers, which a pass may move on each rank.
         """

@@ -26,12 +26,12 @@ class StartingPoint:
         self._taken = False
 
     def take_checkpoint(self) -> Any:
-        """The checkpoint, for code that asks for it: it continues after it."""
+        """Return the checkpoint to code that asks for it, and that continues after it."""
         self._taken = True
         return self._checkpoint
 
     def first_epoch(self) -> int:
-        """Epoch that the code begins with which counts epochs by itself.
+        """Return the epoch that code begins with which counts epochs by itself.
 
         Raises:
             RuntimeError: there is a checkpoint, and nothing else to continue from, but the code has not asked for it.
@@ -50,13 +50,13 @@ class StartingPoint:
 
     @property
     def epochs_behind(self) -> int:
-        """Epochs that such code has to go by before it is where the others are, as far as that is known."""
+        """Number of epochs that the code must skip before it is where the others are, as far as known."""
         return max(0, (self._others_at or 0) - self.first_epoch())
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState:
-    """Captured states that a worker begins with, and that make it a holder of state.
+    """Captured states that a worker starts with, and that make it a holder of state.
 
     Attributes:
         states: from before a rerun in this process, or of an automatic checkpoint.

@@ -33,10 +33,10 @@ _MOST_DIMENSIONS = 64
 
 
 class Stateful(Protocol):
-    """Something whose state every rank must share."""
+    """Protocol of an object whose state every rank must share."""
 
     def capture(self) -> Any:
-        """The state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
+        """Return the state as nested dicts, lists and tuples of tensors and plain values; tensors are not copied."""
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state; the tree's tensors belong to the callee from now on."""
@@ -47,7 +47,7 @@ class SharedOut(Stateful, Protocol):
     """A state of which each rank holds a part; what :meth:`capture` gives is what all of them hold."""
 
     def capture_to_save(self) -> Any:
-        """The whole, where this rank holds it."""
+        """Return the whole state, where this rank holds it."""
 
     def capture_to_keep(self) -> Any:
         """Return the state that all ranks hold, and this rank's part."""
@@ -72,7 +72,7 @@ class _Spec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.is_cuda)
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Plain values, for :meth:`from_plain`."""
+        """Return plain values, for :meth:`from_plain`."""
         return self.shape, dtype_name(self.dtype), self.cuda
 
     @classmethod
@@ -87,7 +87,7 @@ class _Spec:
 
 
 class UnsafeStateError(TypeError):
-    """A state holds what could only be sent, or loaded, by running code."""
+    """Error raised if a state holds what could only be sent, or loaded, by running code."""
 
 
 def check_plain(trees: Mapping[str, Any]) -> None:
@@ -135,7 +135,7 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unpack(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """The inverse of :func:`pack`; what stands in for dense tensors stands in for them there as well.
+    """Unpack a skeleton, the inverse of :func:`pack`; what stands in for dense tensors may be put there as well.
 
     Raises RuntimeError: tensors make no sparse tensor that the skeleton tells of.
     """
@@ -161,7 +161,7 @@ def _with_leaves(skeleton: Any, leaf: Callable[[TensorIndex | SparseIndex], Any]
 
 
 def _alike(kind: type[Any], values: dict[Any, Any]) -> Any:
-    """A mapping of these values that is of this kind where a scheduler may count on that (milestones)."""
+    """Return a mapping of these values that is of this kind where a scheduler may count on that (milestones)."""
     return kind(values) if kind in (collections.OrderedDict, collections.Counter) else values
 
 
@@ -237,7 +237,7 @@ def receive_state(
 
 
 def _receive_header(communicator: Communicator, source: int) -> tuple[dict[str, Any], list[_Spec]]:
-    """Skeletons of the states, and what describes each of their tensors."""
+    """Return skeletons of the states, and what describes each of their tensors."""
     size = torch.zeros(1, dtype=torch.int64)
     communicator.wait_all([communicator.receive(size, source, _TAG)])
     if not 0 < int(size) <= _LARGEST_HEADER_BYTES:
@@ -395,7 +395,7 @@ def to_bytes(tree: Any) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """The inverse of :func:`to_bytes`; tensors are on the CPU, in memory of their own.
+    """Invert :func:`to_bytes`; tensors are on the CPU, in memory of their own.
 
     Raises ValueError: a peer has sent something else.
     """
@@ -422,7 +422,7 @@ def from_bytes(content: bytes) -> Any:
 
 
 def on_device_of(tree: Any, own: Any) -> Any:
-    """A tree whose tensors are where the tensors of ``own`` are."""
+    """Return a tree whose tensors are where the tensors of ``own`` are."""
     device = next((tensor.device for tensor in pack(own)[1]), torch.device("cpu"))
     if device.type == "cpu":
         return tree

@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class UnreadTensor:
-    """Stands in a captured tree for a tensor of a checkpoint.
+    """Stand-in in a captured tree for a tensor of a checkpoint.
 
     Attributes:
         elements: reads the elements between two places of the flattened tensor, the second one left out, into memory of
@@ -37,12 +37,15 @@ class UnreadTensor:
         return dataclasses.replace(self, device=device, rows_dtype=dtype)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
+        """Return rows of a tensor of one dimension or more, [stop - start, ...]; errors are those of :meth:`read`."""
         width = math.prod(self.shape[1:])
         return self.part(start * width, stop * width).view(stop - start, *self.shape[1:])
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Elements between two places of the flattened tensor, [stop - start]; errors are those of :meth:`read`."""
+        """Return elements between two places of the flattened tensor, [stop - start].
+
+        Errors are those of :meth:`read`.
+        """
         return self.elements(start, stop).to(self.device, self.rows_dtype)
 
     def whole(self) -> Tensor:
@@ -62,7 +65,7 @@ class UnreadTensor:
 
 
 def read_all(tree: Any) -> Any:
-    """A tree with all tensors read, each to its device; the same object where that changes nothing."""
+    """Return a tree with all tensors read, each to its device; the same object where that changes nothing."""
     if isinstance(tree, UnreadTensor):
         return tree.whole()
     if isinstance(tree, Mapping):

@@ -92,7 +92,9 @@ class StepClock:
         self._stands_s = time.monotonic()
 
     def resume(self, generation: int) -> Pause:
-        """A new generation begins: returns the time since the last committed step by its parts, 0 where there is none.
+        """Resume in a new generation.
+
+        Return the time since the last committed step by its parts, 0 where there is none.
 
         The parts are differences of one clock's readings, so that they sum to the whole.
         """

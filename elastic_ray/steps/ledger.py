@@ -1,4 +1,4 @@
-"""The ledger of one rank's steps: which one is in progress, what of it counts, what a lost one takes back (pure)."""
+"""Ledger of one rank's steps: the one in progress, what is committed, and what to undo if it is lost (pure)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Replay:
         return self._before_pass
 
     def reach_pass(self, ordinal: int) -> bool:
-        """The code comes to the epoch's pass of this number; whether it has caught up."""
+        """Note that the code comes to the epoch's pass of this number; True if it has caught up."""
         if ordinal < self._ordinal:
             return False
         self._before_pass = False
@@ -51,7 +51,7 @@ class Replay:
         return self._collective is None
 
     def reach_collective(self, number: int) -> bool:
-        """The code comes to its collective of this number; whether it has caught up."""
+        """Note that the code comes to its collective of this number; True if it has caught up."""
         if self._before_pass or self._collective is None or number < self._collective:
             return False
         self._take_back()
@@ -169,7 +169,7 @@ class StepLedger:
 
     @property
     def accumulator_scope(self) -> int:
-        """Epoch that an accumulator belongs to which is made now; -1 before the first."""
+        """Epoch of an accumulator that is made now; -1 before the first."""
         return self._state.progress.epoch if self._in_epoch else -1
 
     def begin_epoch(self) -> None:
@@ -204,7 +204,7 @@ class StepLedger:
             self._replay = None
 
     def begin_pass(self) -> int:
-        """The epoch's next loader pass begins; returns its number in the epoch.
+        """Begin the epoch's next loader pass; return its number in the epoch.
 
         Raises:
             RuntimeError: a pass over whole batches is in progress.
@@ -236,7 +236,7 @@ class StepLedger:
         self.abandoned = self.depth
 
     def take_abandoned(self) -> LoaderStep | None:
-        """The innermost of the steps that were left, to be committed now; None when there is no more."""
+        """Return the innermost of the steps that were left, to be committed now; None when there is no more."""
         if not self.abandoned or self.step is None:
             return None
         self.abandoned -= 1
@@ -265,7 +265,7 @@ class StepLedger:
         self.failed = self.failure is not None
 
     def end(self, expected: PassProgress | None = None) -> LoaderStep:
-        """The body of the innermost step has run; returns it, to be committed or undone.
+        """End the innermost step, whose body has run; return it, to be committed or undone.
 
         Args:
             expected: the pass whose step it is; None for the innermost one's.
@@ -331,7 +331,7 @@ class StepLedger:
         return trained
 
     def undo(self, step: LoaderStep, *, gradients_wait: bool = False) -> LostStep:
-        """A step that has ended was lost: take back what user code moved on in it. :meth:`resume` follows.
+        """Undo a step that was lost: take back what user code moved on in it. :meth:`resume` follows.
 
         Args:
             step: it.
@@ -465,7 +465,7 @@ class StepSums:
         self._made: dict[int, int] = {}
 
     def new_key(self, scope: int) -> tuple[int, int]:
-        """Key of a newly made accumulator: its scope (an epoch, -1 outside epochs) and its number there."""
+        """Return the key of a newly made accumulator: its scope (an epoch, -1 outside epochs) and its number there."""
         self._made[scope] = number = self._made.get(scope, -1) + 1
         return scope, number
 

@@ -1,4 +1,4 @@
-"""Errors of allocators that have no memory left: how to know them, and how to free what a failed pass holds (torch)."""
+"""Errors of allocators without memory: how to recognise them, and how to free what a failed pass holds (torch)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_caches() -> None:
 
 
 def gpu_memory() -> tuple[int, int] | None:
-    """Bytes that tensors of this process have held of its GPU at most, and that it has reserved; None without one."""
+    """Return the bytes that tensors of this process held of its GPU at most, and those reserved; None without one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

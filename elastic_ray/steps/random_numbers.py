@@ -1,4 +1,4 @@
-"""SHELL: torch's generators of a rank, so that no two draw the same dropout masks, and none those of before."""
+"""SHELL: torch's generators of a rank, so that no two ranks draw the same dropout masks, nor earlier ones again."""
 
 from __future__ import annotations
 

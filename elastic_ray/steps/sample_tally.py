@@ -17,7 +17,7 @@ _MASK = (1 << _WIDTH) - 1
 
 
 class SampleTally:
-    """A ``ControlPart``: each rank tells the hashes of the samples that its loader has handed out for the step.
+    """Tally of samples: each rank's hashes of the samples that its loader gave out for the step; a ``ControlPart``.
 
     Args:
         ledger: knows the step in progress.

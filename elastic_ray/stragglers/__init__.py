@@ -1,1 +1,1 @@
-"""Stragglers: which workers of a group are slow, why, what they are relieved of, and when one is to be replaced."""
+"""Stragglers: slow workers of a group, the causes, their relief, and their replacement."""

@@ -31,13 +31,13 @@ _SIGNIFICANT = 3.0
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """The middle value; of an even number the smaller one of the two, so that it is one of the values."""
+    """Return the middle value; of an even number the smaller one of the two, so that it is one of the values."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedTrace:
-    """Moving averages of what the ranks of one group take for their steps, since its members or shares have changed.
+    """Moving averages of the ranks' step times in one group, since its members or shares have changed.
 
     A rank's time t is compared with the median's as it would be for as much work. Steps have a part that does not grow
     with their work, of unknown size, so that of a healthy rank with q times the median's work only this is known:
@@ -64,7 +64,7 @@ class SpeedTrace:
     def add(
         self, *, work: Sequence[float], busy_s: Sequence[float], data_s: Sequence[float], among: Sequence[int]
     ) -> SpeedTrace:
-        """The trace after one more step.
+        """Return the trace after one more step.
 
         Args:
             work: samples (or tokens) of each rank, above 0; a step in which a rank has none does not count.
@@ -100,12 +100,12 @@ class SpeedTrace:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Plain values, for :meth:`from_state`."""
+        """Return plain values, for :meth:`from_state`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> SpeedTrace:
-        """The inverse of :meth:`to_state`, of which tuples may have become lists."""
+        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
         per_rank = {name: tuple(tree[name]) for name in ("busy", "data", "recent")}
         last = tuple(tuple(row) for row in tree["last"])
         return cls(skipped=tree["skipped"], steps=tree["steps"], deviation=tree["deviation"], last=last, **per_rank)
@@ -116,7 +116,7 @@ class SpeedTrace:
         return self.steps >= MIN_STEPS
 
     def ratio(self, rank: int, among: Sequence[int]) -> float:
-        """A rank's time over the median of the ranks ``among``; 1 before anything is known."""
+        """Return a rank's time over the median of the ranks ``among``; 1 before anything is known."""
         return self.busy[rank] / self._usual(among) if self.steps else 1.0
 
     def last_ratio(self, rank: int, among: Sequence[int]) -> float:

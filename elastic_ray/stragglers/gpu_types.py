@@ -78,7 +78,7 @@ class TypeShares:
         return self._mixed
 
     def weights(self, others: Sequence[float] | None) -> tuple[float, ...] | None:
-        """Shares of the present ranks in a step's samples; None where they are equal.
+        """Return shares of the present ranks in a step's samples; None where they are equal.
 
         Args:
             others: shares for another reason, by rank, which are multiplied with these; None where there is none.
@@ -92,7 +92,7 @@ class TypeShares:
         return None if min(own) == max(own) else tuple(own)
 
     def comparable(self, sizes: Sequence[Sequence[float]]) -> Sequence[Sequence[float]]:
-        """Samples of each rank and micro-batch, as they would be if the ranks' types had equal shares."""
+        """Return samples of each rank and micro-batch, as they would be if the ranks' types had equal shares."""
         if not self.mixed:
             return sizes
         known, members = self._known(), self._members()
@@ -154,7 +154,7 @@ class TypeShares:
             self._sums, self._steps = {}, 0
 
     def _known(self) -> dict[str, float]:
-        """Weight of each present type, the largest being 1: measured, or else by the model's speeds."""
+        """Return the weight of each present type, the largest being 1: measured, or else by the model's speeds."""
         speeds: dict[str, float] = {}
         for member in self._members():
             speeds.setdefault(member.gpu_type, member.speed)
@@ -194,7 +194,7 @@ class TypeShares:
         )
 
     def capture(self) -> dict[str, Any]:
-        """State for joiners and checkpoints."""
+        """Return state for joiners and checkpoints."""
         sums = {gpu: dataclasses.asdict(each) for gpu, each in self._sums.items()}
         return {"weights": dict(self._weights), "seen": list(self._seen), "steps": self._steps, "sums": sums}
 

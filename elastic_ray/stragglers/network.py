@@ -43,7 +43,7 @@ class SendTrace:
     slow: tuple[int, ...] = ()
 
     def add(self, *, sending_s: Sequence[float], mib: Sequence[float], seconds: float) -> SendTrace:
-        """The trace after one more step of all ranks.
+        """Return the trace after one more step of all ranks.
 
         Args:
             sending_s: time in which each was sending [s].
@@ -56,7 +56,7 @@ class SendTrace:
         return sums._looked() if sums.seconds >= _LOOK_S else sums
 
     def _looked(self) -> SendTrace:
-        """The look in progress is over."""
+        """Return the trace after the look in progress."""
         ranks = range(len(self.sending_s))
         excess_s = [self.sending_s[rank] - self._of_others(rank, self.sending_s) for rank in ranks]
         least_s = _LEAST_PART * self.seconds
@@ -78,12 +78,12 @@ class SendTrace:
         return lower_median([value for other, value in enumerate(values) if other != rank])
 
     def to_state(self) -> dict[str, Any]:
-        """Plain values, for :meth:`from_state`."""
+        """Return plain values, for :meth:`from_state`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> SendTrace:
-        """The inverse of :meth:`to_state`, of which tuples may have become lists."""
+        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
         lists = {name: tuple(tree[name]) for name in ("sending_s", "mib", "recent", "ratios", "slow")}
         return cls(seconds=tree["seconds"], looks=tree["looks"], **lists)
 

@@ -1,4 +1,4 @@
-"""Looks after the stragglers of one group: all ranks do so alike, from measures that all of them have (pure)."""
+"""Watch of one group's stragglers, equal on all ranks, from measures that all of them have (pure)."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class StragglerWatch:
         return tuple(rank for rank in ranks if self._workers[rank] not in slow) or ranks
 
     def _found(self, rank: int, members: Sequence[Member]) -> SlowWorker:
-        """A new straggler."""
+        """Return a new straggler."""
         member, healthy, trace = members[rank], self._healthy, self._trace
         here = [other for other, each in enumerate(members) if each.node == member.node]
         cause = StragglerCause.WORKER
@@ -232,7 +232,7 @@ class StragglerWatch:
 
     @staticmethod
     def _detail(state: str, slow: SlowWorker, rank: int) -> dict[str, Any]:
-        """Numbers of an event."""
+        """Return numbers of an event."""
         return {
             "state": state,
             "worker": slow.worker,
@@ -288,7 +288,7 @@ class StragglerWatch:
             )
 
     def capture(self) -> dict[str, Any]:
-        """State for joiners and checkpoints."""
+        """Return state for joiners and checkpoints."""
         return {
             "workers": list(self._workers),
             "trace": self._trace.to_state(),
@@ -388,7 +388,7 @@ class MemoryTrace:
     used: tuple[float, ...] = ()
 
     def add(self, *, faults: Sequence[float], compute_s: Sequence[float], used: Sequence[float]) -> MemoryTrace:
-        """The trace after one more step."""
+        """Return the trace after one more step."""
         now_s = [_FAULT_S * count for count in faults]
         return MemoryTrace(
             faults_s=_moved(self.faults_s or now_s, now_s),
@@ -413,12 +413,12 @@ class MemoryTrace:
         return full or beyond_s >= _EXPLAINS * excess_s
 
     def to_state(self) -> dict[str, Any]:
-        """Plain values, for :meth:`from_state`."""
+        """Return plain values, for :meth:`from_state`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> MemoryTrace:
-        """The inverse of :meth:`to_state`, of which tuples may have become lists."""
+        """Restore a trace from :meth:`to_state`, of which tuples may have become lists."""
         return cls(**{name: tuple(values) for name, values in tree.items()})
 
 

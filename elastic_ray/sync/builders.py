@@ -22,7 +22,7 @@ class StrategyBuilder(Protocol):
     """
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """The strategy; equal on every rank that calls it with equal arguments."""
+        """Build the strategy; equal on every rank that calls it with equal arguments."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class AllReduce:
         return Reduce(bucket_bytes=self.bucket_bytes, wire=self.wire, topology=self.topology)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         way = "all_reduce" if self.topology == "native" else self.topology
         return dense(self._reduce, profile, self.wire.name or way)
 
@@ -66,7 +66,7 @@ class PowerSGD:
         check_whole("rank", self.rank, least=1, error=StrategyError)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return dense(Reduce(wire=Wire(rank=self.rank)), profile, "powersgd")
 
 
@@ -75,7 +75,7 @@ class PS:
     """A single parameter server for all tensors, on rank 0 (AutoDist: PS, synchronous)."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return dense(Owner(placement="first"), profile, "ps")
 
 
@@ -84,7 +84,7 @@ class PSLoadBalancing:
     """Every rank is the parameter server of some tensors, balanced by bytes (AutoDist: PSLoadBalancing)."""
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return dense(Owner(placement="balanced"), profile, "ps_balanced")
 
 
@@ -102,7 +102,7 @@ class PartitionedAR:
         Reduce(parts=self.parts)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return dense(Reduce(parts=self.parts), profile, "partitioned_ar")
 
 
@@ -122,7 +122,7 @@ class RandomAxisPartitionAR:
         Reduce(parts=self.parts, axis=-1, seed=self.seed)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return dense(Reduce(parts=self.parts, axis=-1, seed=self.seed), profile, "random_axis_partition_ar")
 
 
@@ -143,7 +143,7 @@ class Parallax:
         Reduce(wire=self.wire)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return Strategy(
             rules=tuple(
                 Rule(pattern=exactly(name), sync=Rows(update=self.update))
@@ -174,7 +174,7 @@ class LocalSGD:
         return Average(algorithm="local_sgd", period=self.period)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return Strategy(average=self._average, name="local_sgd")
 
 
@@ -202,7 +202,7 @@ class DiLoCo:
         )
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return Strategy(average=self._average, name="diloco")
 
 
@@ -226,7 +226,7 @@ class SMA:
         return Average(algorithm="sma", alpha=self.alpha, period=self.period)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return Strategy(average=self._average, name="sma")
 
 
@@ -251,7 +251,7 @@ class PairAveraging:
         return Average(algorithm="pair", period=self.period)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return Strategy(average=self._average, name="pair")
 
 
@@ -275,13 +275,13 @@ class AdaptiveSGD:
         return Average(algorithm="sma", alpha=self.alpha, period=1, until=self.change_step)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return Strategy(average=self._average, name="adaptive_sgd")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Auto:
-    """The fastest strategy, found while training: the likeliest are tried for some steps each, and one is kept.
+    """Search for the fastest strategy while training: the likeliest are tried for some steps each, and one is kept.
 
     Attributes:
         exact: only strategies whose step is that of plain data-parallel training.
@@ -301,7 +301,7 @@ class Auto:
 
 
 def exactly(name: str) -> str:
-    """The glob that matches this name alone."""
+    """Return the glob that matches this name alone."""
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
@@ -330,7 +330,7 @@ class _Tiles:
         return Owner(unit="tile", gradients=self._GRADIENTS, copies=self.copies, cut=self._CUT)
 
     def build(self, profile: ModelProfile, topology: Topology) -> Strategy:
-        """See ``StrategyBuilder``."""
+        """Build the strategy; see ``StrategyBuilder``."""
         return dense(self._owner, profile, self._NAME)
 
 

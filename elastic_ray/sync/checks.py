@@ -12,7 +12,7 @@ _MOST_TEXT = 1 << 20
 
 
 class StrategyError(ValueError):
-    """A strategy cannot be used as it is, or not with this model, optimizer or group."""
+    """Error raised if a strategy cannot be used as it is, or not with this model, optimizer or group."""
 
 
 def check_one_of(field: str, value: object, known: tuple[str, ...]) -> None:
@@ -50,7 +50,7 @@ def check_type(field: str, value: object, kind: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """JSON of a file that may be anybody's: short, without depth, and with each field once."""
+    """Parse JSON of a file that may be anybody's: short, without depth, and with each field once."""
     if len(text) > _MOST_TEXT:
         raise StrategyError(f"a strategy's JSON must have at most {_MOST_TEXT} characters, but it has {len(text)}")
 

@@ -63,7 +63,7 @@ class _Everywhere:
 
 
 def resolve_strategy(given: object) -> StrategyBuilder:
-    """The builder that a user means.
+    """Return the builder that a user means.
 
     Args:
         given: a name of :data:`NAMED`, a builder, a ``Strategy``, a ``Reduce`` or ``Owner`` for all parameters, or the
@@ -94,7 +94,7 @@ def resolve_strategy(given: object) -> StrategyBuilder:
 
 
 def _read(path: Path) -> Strategy:
-    """The strategy in a file; an error names the file."""
+    """Return the strategy in a file; an error names the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:

@@ -120,7 +120,7 @@ def _routed(sync: Sync, topology: Topology) -> Sync:
 
 
 def _tiles(syncs: Sequence[Sync], topology: Topology) -> TilePlan | None:
-    """Parameters in tiles; raises StrategyError for rules that cut or copy them in different ways."""
+    """Return parameters in tiles; raises StrategyError for rules that cut or copy them in different ways."""
     found = {i: sync for i, sync in enumerate(syncs) if isinstance(sync, Owner) and sync.owns_tiles}
     if not found:
         return None
@@ -192,7 +192,7 @@ def _check(param: ParamInfo, sync: Sync, profile: ModelProfile) -> None:
 
 
 def _cut_all(params: Sequence[ParamInfo], syncs: Sequence[Sync]) -> list[BucketPlan]:
-    """Buckets of one group, dtype, device and way each, in the order of reduction.
+    """Return buckets of one group, dtype, device and way each, in the order of reduction.
 
     Tables come last, as in backward; but a small bucket comes after them, so that control values ride on it.
     """
@@ -213,7 +213,7 @@ def _kind(param: ParamInfo, sync: Sync) -> tuple[int, str, str, Sync]:
 
 
 def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first: bool) -> list[list[int]]:
-    """Parameters of one kind, bucket by bucket; a table, and an owner's tensor, is alone in its bucket."""
+    """Return parameters of one kind, bucket by bucket; a table, and an owner's tensor, is alone in its bucket."""
     if isinstance(sync, Rows):
         return [[i] for i in mine]
     together = isinstance(sync, Reduce) or sync.owns_tiles
@@ -231,7 +231,7 @@ def _cut(mine: Sequence[int], params: Sequence[ParamInfo], sync: Sync, *, first:
 
 
 def _owners(cuts: Sequence[tuple[Sync, int]], topology: Topology) -> list[int]:
-    """The owner of each bucket: the rank with fewest bytes so far, as AutoDist's PSLoadBalancing."""
+    """Return the owner of each bucket: the rank with fewest bytes so far, as AutoDist's PSLoadBalancing."""
     loads = [0] * topology.world_size
     owners = []
     for sync, nbytes in cuts:

@@ -41,7 +41,7 @@ class ParamInfo:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -84,7 +84,7 @@ class ModelProfile:
     frozen: tuple[str, ...] = ()
 
     def optimizer_of(self, param: ParamInfo) -> OptimizerInfo:
-        """The optimizer that steps a parameter."""
+        """Return the optimizer that steps a parameter."""
         return self.by_group[param.group] if self.by_group else self.optimizer
 
 
@@ -100,7 +100,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return len(self.nodes)
 
     @property

@@ -27,7 +27,7 @@ _HOW = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UpdatedRows:
-    """Rows that an update is being made of.
+    """Rows that are part of an update in progress.
 
     Attributes:
         places: position of each of the model's parameters, by ``id``.
@@ -91,7 +91,7 @@ def change_parameters(change: Callable[..., object], *of: nn.Module | Iterable[T
 
 
 def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list[list[Tensor]]:
-    """The parameters; raises TypeError, ValueError as :func:`change_parameters`."""
+    """Return the parameters; raises TypeError, ValueError as :func:`change_parameters`."""
     if not callable(change):
         raise TypeError(f"change must be a function of lists of tensors, but got {change!r:.80}")
     groups = [list(each.parameters() if isinstance(each, nn.Module) else each) for each in of]
@@ -111,7 +111,7 @@ def _checked(change: object, of: Sequence[nn.Module | Iterable[Tensor]]) -> list
 
 
 class HandChanges:
-    """Notices rows that a rank owns and that were changed besides updates, where others hold copies of them.
+    """Detector of owned rows that were changed besides updates, while others hold copies of them.
 
     It looks at a few elements of each parameter: enough for averages, and for decay by hand. What they do not show, as
     clipping of single weights, is found when a pass ends.

@@ -211,7 +211,7 @@ Sync: TypeAlias = Reduce | Owner | Rows
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
-    """Ranks step with gradients of their own, and their models are averaged.
+    """Averaging of models whose ranks update with their local gradients.
 
     Between two averages the ranks hold different models. At a change of group, a checkpoint, the end of a loader's
     pass and the end of the run all hold the consensus: the mean of all.
@@ -352,7 +352,7 @@ class Strategy:
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """The strategy that :meth:`to_json` has written.
+        """Read the strategy that :meth:`to_json` has written.
 
         Raises:
             StrategyError: the text is no JSON, of another version, or a field is unknown or out of range.

@@ -1,1 +1,1 @@
-"""Processes that have imported everything before a job needs them."""
+"""Warm processes, which have imported everything before a job needs them."""

@@ -1,4 +1,4 @@
-"""SHELL: a controller's (or a sweep's) way to the cluster's pool of warm worker processes."""
+"""SHELL: client of a controller (or a sweep) for the cluster's pool of warm worker processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWER_S = 2.0  # a cold process takes not much longer than waiting for a pool 
 
 
 class PoolClient:
-    """Takes processes from the pool, and starts those that it wants.
+    """Client that takes processes from the pool, and starts those that the pool wants.
 
     Args:
         owner: in whose name processes are taken.
@@ -46,7 +46,7 @@ class PoolClient:
         self._witnesses: dict[str, Any] = {}
 
     async def take(self, node: str, *, starting: bool = True) -> tuple[Any, str] | None:
-        """A process on the node that belongs to the owner from now on, and its name; None if there is none.
+        """Return a process on the node that belongs to the owner from now on, and its name; None if there is none.
 
         Args:
             node: where.
@@ -99,7 +99,7 @@ class PoolClient:
             logger.info("%s: the pool of warm processes does not answer: %r", self._owner.holder, error)
 
     def witness(self, node: str) -> Any | None:
-        """A process on the node that can look at others."""
+        """Return a process on the node that can look at others."""
         return self._witnesses.get(node)
 
 

@@ -55,12 +55,12 @@ _CLOSING_S = 5.0
 
 
 def find_pool() -> Any | None:
-    """The cluster's pool; None if there is none. Blocks for a moment."""
+    """Return the cluster's pool; None if there is none. Blocks for a moment."""
     return find_actor(NAME)
 
 
 def get_or_create_pool() -> Any:
-    """The cluster's pool, made on first use on the head node. Blocks for a moment."""
+    """Return the cluster's pool, made on first use on the head node. Blocks for a moment."""
     return create_on_head(WarmPool, NAME, get_if_exists=True, max_restarts=-1)
 
 
@@ -81,13 +81,13 @@ def close_pool(timeout_s: float = _CLOSE_S) -> None:
 
 
 def process_name(environment: str, node: str) -> str:
-    """A new name for a process of the pool."""
+    """Return a new name for a process of the pool."""
     return f"{NAME}/{environment}/{node}/{secrets.token_hex(4)}"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _PoolEntry:
-    """A process that no job has: its actor, None until its controller has started it, and until when it may do so."""
+    """Entry of a free process: its actor, None until its controller has started it, and the deadline for that."""
 
     process: PooledProcess
     actor: Any = None
@@ -124,7 +124,9 @@ class WarmPool:
         self._main = asyncio.get_event_loop().create_task(self._watch())
 
     async def hand_out(self, job: str, environment: str, node: str, *, starting: bool) -> tuple[Any, bool, str] | None:
-        """A process for good, whether it is ready, and its name; None if there is none. It is to be claimed first.
+        """Return a process for good, whether it is ready, and its name; None if there is none.
+
+        It is to be claimed first.
 
         Args:
             job: whose controller (or sweep) asks; the node is left alone while this job begins.
@@ -147,7 +149,7 @@ class WarmPool:
     async def order(
         self, job: str, environment: str, nodes: Mapping[str, int], *, first: bool = False, over: bool = False
     ) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
-        """A job that trains says how many processes it would use, by node.
+        """Take the number of processes that a training job would use, by node.
 
         Args:
             environment: key of its runtime environment.

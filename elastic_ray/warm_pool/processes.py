@@ -1,4 +1,4 @@
-"""SHELL: where a job's worker processes come from and go: its own, those of its sweep, and the cluster's warm pool."""
+"""SHELL: worker processes of a job: its own, those of its sweep, and those of the cluster's warm pool."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> Worke
 
 
 def environment_of(spec: JobSpec) -> dict[str, Any]:
-    """Ray's runtime environment of the job's worker processes."""
+    """Return Ray's runtime environment of the job's worker processes."""
     environment: dict[str, Any] = dict(spec.runtime_env)
     if spec.use_gpu:
         # The process asks for no GPU itself and would see none; it takes those of its reservation.
@@ -75,7 +75,7 @@ def environment_of(spec: JobSpec) -> dict[str, Any]:
 
 
 def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: str) -> Any:
-    """A new worker process on the node; the caller ends it, and it ends itself when its owner is gone.
+    """Start a worker process on the node; the caller ends it, and it ends itself when its owner is gone.
 
     It asks for no resources: Ray could not move a process that is warm into the placement group that reserves a
     worker's, but it can run where the group has reserved the room.
@@ -103,7 +103,7 @@ def start_process(spec: JobSpec, node: str, owner: ProcessOwner | None, name: st
 
 
 def pool_client(spec: JobSpec, owner: ProcessOwner) -> PoolClient:
-    """The owner's way to the cluster's pool."""
+    """Return the owner's way to the cluster's pool."""
     return PoolClient(owner, environment_of(spec), lambda node, name: start_process(spec, node, None, name))
 
 
@@ -153,7 +153,10 @@ class Processes:
         return pool_client(self._spec, self._owner)
 
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
-        """A process on the node that is ready: a warm one, one that the sweep lends, one of the pool, or a new one."""
+        """Return a process on the node that is ready.
+
+        A warm one, one that the sweep lends, one of the pool, or a new one.
+        """
         warm = self._warm.get(node, [])
         while warm:
             actor = warm.pop()
@@ -179,7 +182,7 @@ class Processes:
         return await self._start(node)
 
     async def _start(self, node: str) -> tuple[Any, ProcessInfo]:
-        """A new process of the job's own, once it is ready."""
+        """Start a new process of the job's own and return it once it is ready."""
         name = f"{_prefix(self._spec.job)}{secrets.token_hex(8)}"
         actor = start_process(self._spec, node, self._owner, name)
         self._names[actor] = name
@@ -207,7 +210,7 @@ class Processes:
         return self._names.get(actor, "")
 
     async def _borrow(self, node: str) -> tuple[Any, bool] | None:
-        """A process of the sweep, and whether it is ready; None if it lends none."""
+        """Borrow a process of the sweep, and tell whether it is ready; None if it lends none."""
         if self._sweep is None:
             return None
         try:
@@ -218,7 +221,7 @@ class Processes:
         return lent
 
     async def _started(self, actor: Any) -> ProcessInfo:
-        """A borrowed process that is only starting, once it is there; a start takes as long as it takes."""
+        """Wait for a borrowed process that is only starting; a start takes as long as it takes."""
         self._lent[actor] = _Lent.STARTING
         try:
             process_info: ProcessInfo = await actor.prepare.remote(self._setup_of_lent)
@@ -266,7 +269,7 @@ class Processes:
         self._sweep.take_back.remote(self._run, actor, fit=fit)
 
     def witness(self, node: str) -> Any | None:
-        """A warm process of the node, which can look at others."""
+        """Return a warm process of the node, which can look at others."""
         return next(iter(self._warm.get(node, [])), None) or self._pool.witness(node)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:

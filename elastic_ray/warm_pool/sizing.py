@@ -55,7 +55,7 @@ class PoolConfig:
 
 
 def read_config(environment: Mapping[str, str]) -> PoolConfig:
-    """The pool's bounds as the cluster's nodes were started with them.
+    """Return the pool's bounds as the cluster's nodes were started with them.
 
     ``ELASTIC_RAY_POOL=off`` turns the pool off; ``ELASTIC_RAY_POOL=per_node=2,total=16,memory_share=0.05`` sets
     fields of :class:`PoolConfig`. Without the variable all of them have their defaults.
@@ -92,7 +92,7 @@ class PoolNode:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PooledProcess:
-    """A process that no job has.
+    """Process of the pool that no job has.
 
     Attributes:
         name: its actor's.
@@ -135,7 +135,7 @@ class ProcessRequest:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A process is to be started."""
+    """Instruction: start a process."""
 
     node: str
     environment: str
@@ -144,14 +144,14 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """A process is to be ended."""
+    """Instruction: end a process."""
 
     name: str
     reason: str
 
 
 def remember(config: PoolConfig, requests: Iterable[ProcessRequest], now_s: float) -> tuple[ProcessRequest, ...]:
-    """The demands that still count, the most pressing first.
+    """Return the demands that still count, the most pressing first.
 
     Jobs that run come first, in the order in which they began, so that they never take turns; then what jobs wanted
     that have ended, the latest first, for the next one is most likely of its kind.
@@ -211,7 +211,7 @@ def plan(
 
 
 def _sizes(processes: Sequence[PooledProcess]) -> dict[str, int]:
-    """Memory of a process by environment [bytes]: the largest that has been seen, or an estimate."""
+    """Return memory of a process by environment [bytes]: the largest that has been seen, or an estimate."""
     sizes: dict[str, int] = {}
     for each in processes:
         if each.memory_bytes:
@@ -268,7 +268,7 @@ def _ends(
     processes: Sequence[PooledProcess],
     wanted: Mapping[tuple[str, str], int],
 ) -> Iterable[End]:
-    """Processes that are to end: their node goes, or they are too many there."""
+    """Yield processes that are to end: their node goes, or they are too many there."""
     kept: collections.Counter[tuple[str, str]] = collections.Counter()
     # What is ready stays before what is only starting.
     for each in sorted(processes, key=lambda process: (not process.ready, process.name)):

@@ -1,4 +1,4 @@
-"""SHELL: a worker's way to its job's controller, which may be away for as long as Ray takes to restart it."""
+"""SHELL: client of a worker for its job's controller, which may be away while Ray restarts it."""
 
 from __future__ import annotations
 

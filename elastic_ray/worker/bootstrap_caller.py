@@ -1,4 +1,4 @@
-"""SHELL: a worker's way to the other members of a generation that is being formed: calls to the job's controller."""
+"""SHELL: calls of a worker to the job's controller, to reach the other members of a generation being formed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ON_THE_WAY_S = 2.0
 
 
 class ControllerCaller:
-    """For one generation.
+    """Caller of the controller's bootstrap for one generation.
 
     Args:
         assignment: what the worker was started with.

@@ -39,7 +39,7 @@ class Registration:
 
 
 class ControllerWatchdog:
-    """Asks in a thread of its own for as long as the process lives.
+    """Watchdog that asks for the controller in a thread, for as long as the process lives.
 
     Args:
         introduce: what to tell a controller that has lost its memory; None while no run is under way.

@@ -1,4 +1,4 @@
-"""SHELL: what ``ray.train``'s own functions find in a worker: there they mean ``elastic_ray``'s."""
+"""SHELL: functions of ``ray.train`` in a worker, which mean ``elastic_ray``'s there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = {
 
 @contextlib.contextmanager
 def in_ray_train() -> Iterator[None]:
-    """Within it ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do."""
+    """Let ``ray.train.report``, ``get_checkpoint``, ``prepare_model`` and the others do what ours do in the block."""
     with (
         patched(_HOME, "_train_fn_utils", _TrainFnUtils()),
         patched(_TORCH_HOME, "DistributedDataParallel", _prepared_model),
@@ -120,13 +120,13 @@ class _TrainFnUtils:
 
 
 class _Context:
-    """``ray.train.get_context()``: values are those of the moment, as ``elastic_ray.get_context()``'s."""
+    """Context that ``ray.train.get_context()`` returns: values are current, as ``elastic_ray.get_context()``'s."""
 
     def __init__(self, workers: int | None = None) -> None:
         self._workers = workers
 
     def get_world_size(self) -> int:
-        """Workers of the present group, or as many as Ray's function is to find."""
+        """Return the number of workers of the present group, or as many as Ray's function is to find."""
         import elastic_ray
 
         return self._workers or elastic_ray.get_context().get_world_size()

@@ -1,4 +1,4 @@
-"""SHELL: puts an object of ours where one of Ray's modules keeps its own, without importing that module."""
+"""SHELL: patches an object of one of Ray's modules without importing that module."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def patched(home: str, name: str, value: object) -> Iterator[None]:
-    """``value`` is ``home.name``, now or as soon as something imports the module: not everybody needs that second.
+    """Patch ``home.name`` with ``value`` in the block, now or as soon as something imports the module.
 
     Args:
         home: full name of a module.
@@ -40,7 +40,7 @@ def patched(home: str, name: str, value: object) -> Iterator[None]:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Does something with a module once it has been imported."""
+    """Hook that runs once a module has been imported."""
 
     def __init__(self, home: str, then: Callable[[ModuleType], None]) -> None:
         self._home = home

@@ -24,7 +24,7 @@ from elastic_ray.worker.setup import ProcessInfo
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved:
-    """An automatic checkpoint is there.
+    """Message: an automatic checkpoint was written.
 
     Attributes:
         pause_s: for how long training stood still [s].
@@ -66,7 +66,7 @@ class WorkerOutOfMemory(Rerun):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerNotice(Signal):
-    """Something that the job's user should know, as an event: its kind, a sentence, and numbers."""
+    """Message for the job's user, as an event: its kind, a sentence, and numbers."""
 
     kind: EventKind
     text: str
@@ -95,7 +95,7 @@ class WorkerReport(Signal):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHeartbeat(Signal):
-    """A sign of life.
+    """Sign of life of a worker.
 
     Attributes:
         report: rank 0's measurements.
@@ -182,7 +182,7 @@ class RunEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFinished(RunEnd):
-    """The train function has returned ``value``, on the worker's last ``rank`` after ``steps`` steps of all loaders."""
+    """End of a run: the train function returned ``value``, as last ``rank`` after ``steps`` steps of all loaders."""
 
     value: Sealed | None = None
     rank: int = 0
@@ -190,27 +190,27 @@ class RunFinished(RunEnd):
 
 
 class RunLeft(RunEnd):
-    """The worker has left its generation, as it was told to."""
+    """End of a run: the worker has left its generation, as it was told to."""
 
 
 class RunStopped(RunEnd):
-    """The job was told to stop."""
+    """End of a run: the job was told to stop."""
 
 
 class RunPreempted(RunEnd):
-    """The job is preempted, and another rank saves it."""
+    """End of a run: the job is preempted, and another rank saves it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunSaved(RunEnd):
-    """Rank 0's of a preempted job: it has saved the state, or ``problem`` says why it could not."""
+    """End of rank 0's run in a preempted job: it has saved the state, or ``problem`` says why it could not."""
 
     problem: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunFailed(RunEnd):
-    """The train function has raised ``error``, or something went wrong beside it.
+    """End of a run: the train function has raised ``error``, or something failed beside it.
 
     Attributes:
         origin: where that comes from; None of what went wrong beside the train function.
@@ -235,7 +235,7 @@ class RunOutOfMemory(RunFailed):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLost(RunEnd):
-    """The worker's group is broken, and none followed; ``cause`` says why in a sentence."""
+    """End of a run: the group is broken and none followed; ``cause`` says why in a sentence."""
 
     cause: str
 

@@ -1,4 +1,4 @@
-"""SHELL: whom a worker process belongs to: the pool at first, then one job, or one sweep, until it ends.
+"""SHELL: ownership of a worker process: by the pool at first, then by one job, or one sweep, until it ends.
 
 A process of the cluster's pool was started in the name of an earlier job. What Ray has set in it for that one is
 replaced: where modules are found, whose driver shows its output, and where names of actors are looked up.
@@ -54,7 +54,7 @@ class Ownership:
         self._thread.start()
 
     def wanted(self) -> bool:
-        """A pool keeps it for later; whether it has no owner yet."""
+        """Keep the process in a pool for later; True if it has no owner yet."""
         self._wanted_s = time.monotonic()
         return self._owner is None
 
@@ -67,7 +67,7 @@ class Ownership:
         self._prepared = True
 
     def claim(self, owner: ProcessOwner) -> bool:
-        """Belong to this one; whether it does."""
+        """Claim the process for this owner; True if it succeeded."""
         if self._owner is None:
             adopt(owner)
             self._owner = owner
@@ -108,7 +108,7 @@ def _is_gone(owner: Any) -> bool:
 
 
 def calling_owner(holder: str) -> ProcessOwner:
-    """The calling actor as an owner (or driver, which then ends its processes itself) and its Ray job."""
+    """Return the calling actor as an owner (or driver, which then ends its processes itself) and its Ray job."""
     context = ray.get_runtime_context()
     actor = context.current_actor if context.get_actor_id() is not None else None
     if _adopted:

@@ -81,7 +81,7 @@ class WorkerProcess:
             self._worker.post(token, worker, message)
 
     def sees_running(self, pid: int) -> bool:
-        """See :func:`is_running`; of a process of this node."""
+        """True if a process of this node runs; see :func:`is_running`."""
         return is_running(pid)
 
 

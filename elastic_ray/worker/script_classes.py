@@ -1,4 +1,4 @@
-"""Loads what the driver's script has pickled by value, and gives its classes the names that they have there.
+"""Unpickling of what the driver's script defines, with the names that its classes have there.
 
 A worker's ``__main__`` is Ray's. What the script's ``__main__`` defines travels by value, and processes that the train
 function starts (a DataLoader's) cannot send it back by name unless ``__main__`` has it here as well.
@@ -35,7 +35,7 @@ def load(packed: bytes) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Notes the classes and functions that cloudpickle makes anew."""
+    """Unpickler that notes the classes and functions that cloudpickle makes anew."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)

@@ -33,7 +33,9 @@ class WorkerSetup:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOwner:
-    """For whom a worker process works; one that was started before is made like a process of that one's own.
+    """Owner of a worker process.
+
+    One that was started before is made like a process of that owner's own.
 
     Attributes:
         holder: the job, or the sweep whose trials share the process; no other is ever given it.

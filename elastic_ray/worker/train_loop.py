@@ -57,14 +57,14 @@ def pack(train_loop: Callable[..., Any], config: Mapping[str, Any] | None, polic
 
 
 class _ByValue(ray.cloudpickle.CloudPickler):
-    """Pickles what a script defines by value, and modules by name, whatever their class.
+    """Pickler that stores what a script defines by value, and modules by name, whatever their class.
 
     cloudpickle takes along each submodule whose name code mentions: ``torch`` and an attribute ``classes`` are
     ``torch.classes`` to it, an object that is a module of a class of its own and cannot be pickled.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """See ``pickle.Pickler``."""
+        """Reduce an object; see ``pickle.Pickler``."""
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             name = next((name for name, each in sys.modules.items() if each is obj), "")
             if name:
@@ -126,7 +126,10 @@ def call(packed: bytes) -> Any:
 
 
 def _with_place(error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error, with the node and Python that lack the package and how it gets there; as it is where they have it."""
+    """Return the error, with the node and Python that lack the package and how it gets there.
+
+    As it is where they have it.
+    """
     package = (error.name or "").partition(".")[0]
     if not package or package in sys.modules or importlib.util.find_spec(package) is not None:
         return error

@@ -1,4 +1,4 @@
-"""SHELL: what a worker process does before it belongs to a job, so that no first step waits for it.
+"""SHELL: warm-up of a worker process before it belongs to a job, so that no first step waits for it.
 
 What it imports is work for a processor alone. Where more processes start on a machine than there are processors, they
 take turns: all of them would else be ready at the end only, and the first step would wait for the last import.
@@ -46,7 +46,7 @@ def warm_up() -> None:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, at its peak."""
+    """Return the resident memory of this process, at its peak."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -83,7 +83,7 @@ def _session_folder() -> Path:
 
 
 def _take(folder: str, slots: int, deadline_s: float) -> int | None:
-    """The open file that holds a slot; None where no slot came free in time."""
+    """Return the open file that holds a slot; None where no slot came free in time."""
     while True:
         for slot in range(slots):
             file = open_append(os.path.join(folder, str(slot)), private=True)

@@ -224,7 +224,7 @@ class Worker:
         return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
-        """The first good one of the automatic checkpoints to continue from, and its path."""
+        """Return the first good automatic checkpoint to continue from, and its path."""
         unusable = ""
         for state in assignment.states:
             try:
@@ -325,7 +325,7 @@ class Worker:
         saved: SavedState | None,
         checkpoint: Any,
     ) -> Session:
-        """A session for one run: a membership of its own, and what it continues from."""
+        """Return a session for one run: a membership of its own, and what it continues from."""
         elastic = self._setup.elastic
 
         def form(spec: GenerationSpec, rank: int) -> Communicator:
@@ -377,7 +377,7 @@ class Worker:
 
 
 def _stored_checkpoint(assignment: Assignment, link: ActorControllerClient) -> Any:
-    """The reported checkpoint to start from; None at the beginning."""
+    """Return the reported checkpoint to start from; None at the beginning."""
     if assignment.checkpoint is None:
         return None
     from ray.train import Checkpoint
@@ -397,7 +397,7 @@ def _end(kind: type[_End], **values: Any) -> _End:
 
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
-    """The job continues another time: rank 0 saves what all ranks hold, or each its part."""
+    """Save a preempted run: rank 0 saves what all ranks hold, or each its part."""
     if session.rank != 0:
         problem = saver.save() if saver is not None else ""
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it

@@ -33,7 +33,7 @@ _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a secon
 
 
 class WorkerActors:
-    """Carries out what the membership machine wants done with workers, and says what became of it.
+    """Workers of a job: carries out the membership machine's instructions, and reports the results.
 
     A worker's resources are reserved by a placement group of its own; its process is an actor beside the group that
     asks for nothing itself. Both are detached: they outlive a controller that Ray restarts, and the next one adopts
@@ -98,32 +98,35 @@ class WorkerActors:
             self._tell(Reserved(worker=worker))
 
     def _asking(self, worker: str) -> int:
-        """Other workers of its node whose groups are not fulfilled yet."""
+        """Return the number of other workers of its node whose groups are not fulfilled yet."""
         unfulfilled = self._groups.keys() - self._fulfilled
         return sum(self._nodes.get(other) == self._nodes.get(worker) for other in unfulfilled)
 
     def reserved(self) -> dict[str, int]:
-        """Fulfilled reservations by node."""
+        """Return fulfilled reservations by node."""
         counts: dict[str, int] = {}
         for worker in self._fulfilled & self._groups.keys():
             counts[self._nodes[worker]] = counts.get(self._nodes[worker], 0) + 1
         return counts
 
     def processes(self) -> dict[str, str]:
-        """Names of the workers' processes, by worker; empty of those that a sweep lends and has started itself."""
+        """Return names of the workers' processes, by worker.
+
+        Empty of those that a sweep lends and has started itself.
+        """
         return {worker: self._processes.name_of(actor) for worker, actor in self._actors.items()}
 
     def homes(self) -> dict[str, str]:
-        """Nodes of the workers' processes, by worker."""
+        """Return nodes of the workers' processes, by worker."""
         return {worker: self._nodes[worker] for worker in self._actors if worker in self._nodes}
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
-        """GPU type of the nodes of a generation, empty where they do not say; None if they differ."""
+        """Return the GPU type of a generation's nodes, empty where they do not say; None if they differ."""
         types = {self.process_infos[m.worker].gpu_type for m in spec.members if m.worker in self.process_infos}
         return next(iter(types), "") if len(types) <= 1 else None
 
     def with_gpu_types(self, spec: GenerationSpec, speeds: Mapping[str, float]) -> GenerationSpec:
-        """The generation with its members' GPU types, and how fast these are [samples/s] as far as is known."""
+        """Return the generation with its members' GPU types, and how fast these are [samples/s] as far as is known."""
         members = []
         for member in spec.members:
             info = self.process_infos.get(member.worker)
@@ -189,7 +192,7 @@ class WorkerActors:
         return token in (self._token, self._tokens.get(worker))
 
     async def _with_gpus(self, assignment: Assignment) -> Assignment:
-        """The GPUs behind the reservation: a task inside the group sees which they are."""
+        """Return the GPUs behind the reservation: a task inside the group sees which they are."""
         group = self._groups[assignment.worker]
         probe: Any = ray.remote(_gpu_ids)
         ids = await probe.options(

@@ -11,7 +11,7 @@ _LONGEST_GAP_S = 0.3
 
 
 class FailureDetector:
-    """Silence of workers (or of the driver) on a clock that stands still while the controller itself is held up.
+    """Failure detector by silence of workers (or the driver), whose clock stops while the controller is held up.
 
     Args:
         timeout_s: silence after which a member of a group counts as hung.
@@ -56,12 +56,12 @@ class FailureDetector:
         return found
 
     def silence_s(self, worker: str) -> float | None:
-        """For how long it has been silent [s]; None if it has not been heard of."""
+        """Return for how long the worker has been silent [s]; None if it has not been heard of."""
         heard_s = self._heard_s.get(worker)
         return None if heard_s is None else self._clock_s - heard_s
 
     def silent(self, now_s: float, members: Iterable[str]) -> list[tuple[str, float]]:
-        """Members that have been silent for longer than the timeout, and for how long [s]."""
+        """Return members that have been silent for longer than the timeout, and for how long [s]."""
         if self._looked_s is not None:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
@@ -73,7 +73,7 @@ class FailureDetector:
 
 
 class ExpectedRanks:
-    """Tells workers their expected rank when they start, each another one.
+    """Expected ranks of workers that start, each a different one.
 
     Before the first generation exactly one living worker is told rank 0, so that ``if rank == 0: download()`` runs
     once; a worker that joins a group that trains is never told 0. The ranks that they get in the end may be others.
@@ -83,7 +83,7 @@ class ExpectedRanks:
         self._told: dict[str, int] = {}
 
     def of(self, worker: str, nodes: Mapping[str, str], spec: GenerationSpec | None, target: int) -> RankInfo:
-        """The expected place of a worker that starts now.
+        """Return the expected place of a worker that starts now.
 
         Args:
             nodes: of every living worker, this one included, by id; oldest first.

@@ -145,7 +145,7 @@ class WorkerGroup:
         return any(spec.generation == generation and spec.rank_of(worker) is not None for spec in specs if spec)
 
     def training(self) -> set[str]:
-        """Members, and those that are about to be, whose train function runs."""
+        """Return members, and those that are about to be, whose train function runs."""
         members = [*self.machine.members(), *self.machine.entering()]
         return {member.worker for member in members} - self.returned
 
@@ -214,7 +214,7 @@ class WorkerGroup:
         await self.actors.refilled()
 
     def heard(self, worker: str) -> bool:
-        """A worker has said something; whether it matters.
+        """Note a message of a worker; True if it matters.
 
         It does not of one that was declared lost, or served the trial before: the job continues without it.
         """
@@ -331,7 +331,7 @@ class WorkerGroup:
 
 
 def _survivor(told: WorkerReregistration) -> SurvivingWorker:
-    """A living worker as the membership machine needs it."""
+    """Return a living worker as the membership machine needs it."""
     ready, failed = told.ready, told.failed
     return SurvivingWorker(
         worker=told.worker,

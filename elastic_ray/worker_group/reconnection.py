@@ -1,4 +1,4 @@
-"""SHELL: a restarted controller waits until the workers of the one before have told it who they are."""
+"""SHELL: restart of a controller, which waits until the workers of the one before have registered."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Reconnection:
         return sorted(self._processes.keys() - self._told.keys() - self._struck)
 
     async def complete(self) -> tuple[WorkerReregistration, ...]:
-        """Everybody who lives, but for those that are stopped: they hang, as far as a job is concerned."""
+        """Return everybody who lives, except those that are stopped: they hang, as far as a job is concerned."""
         begin_s = time.monotonic()
         looking = asyncio.get_running_loop().create_task(self._look())
         while missing := self._missing:

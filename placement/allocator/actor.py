@@ -81,11 +81,11 @@ logger = logging.getLogger("placement.allocator")
 
 
 class PolicyConflictError(ValueError):
-    """The allocator shares the cluster out by another policy, and has jobs."""
+    """Error raised if the allocator runs another policy, and has jobs."""
 
 
 def get_or_create_allocator(policy: object = None, *, config: AllocatorConfig | None = None) -> ActorHandle[Any]:
-    """The cluster's allocator, created on first use on the head node (if it is there).
+    """Return the cluster's allocator, created on first use on the head node (if it is there).
 
     A cluster has one policy and one configuration at a time. What is asked for here takes effect if there is no
     allocator yet, or one without jobs, which is then replaced and leaves its successor what is not asked for.
@@ -275,7 +275,7 @@ class Allocator:
     async def heartbeat(
         self, view: JobView, controller: ActorHandle[Any], root: StorageRoot | None = None
     ) -> HeartbeatReply:
-        """A job's controller says how the job stands: every second, and at once when something changed.
+        """Handle a heartbeat of a job's controller: one comes every second, and at once when something changed.
 
         Args:
             root: where its results are, until the allocator has answered that it knows.
@@ -317,7 +317,10 @@ class Allocator:
         return (await self._start()).snapshot()
 
     async def views(self) -> tuple[JobView, ...]:
-        """Every job that could run, where it is to be, with what others know of its model: what the policy sees."""
+        """Return every job that could run, where it is to be, with what others know of its model.
+
+        What the policy sees.
+        """
         return tuple((await self._start()).views(time.time()))
 
     async def look(self, life: str, after: int) -> AllocatorLook:
@@ -340,7 +343,7 @@ class Allocator:
         )
 
     async def dashboard(self) -> str:
-        """Address of the page; empty while there is none."""
+        """Return the address of the page; empty while there is none."""
         return self._dashboard.address if self._dashboard is not None else ""
 
     async def explain(self, job: str) -> Explanation:
@@ -351,7 +354,7 @@ class Allocator:
         return (await self._start()).explain(job)
 
     async def scaling(self) -> tuple[ScalingDecision | None, dict[str, float]]:
-        """The last decision about the cluster's size, and what each job has cost so far [USD]."""
+        """Return the last decision about the cluster's size, and what each job has cost so far [USD]."""
         return (None, {}) if self._scaler is None else (self._scaler.decision, dict(self._scaler.spent_usd))
 
     async def forgive(self, node: str) -> bool:
@@ -361,7 +364,7 @@ class Allocator:
         return had
 
     async def rule_by(self, identity: str | None, config: AllocatorConfig | None) -> AllocatorSettings | None:
-        """A caller wants the policy with this identity, or this configuration: None if both rule; else what is there.
+        """Return None if the wanted policy and configuration rule; else what is there.
 
         Without jobs nothing is in the way, and all that is known has been written: this actor may be replaced.
         """
@@ -378,7 +381,7 @@ class Allocator:
         return AllocatorSettings(packed=self._packed, config=self._config, running=core.jobs)
 
     async def _start(self) -> AllocatorCore:
-        """The core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
+        """Return the core, made as soon as the nodes are known; groups that exist by then are jobs to hear from."""
         async with self._started:
             if self._core is None:
                 while (nodes := await self._read()) is None:
@@ -412,7 +415,10 @@ class Allocator:
                 logger.exception("a round of the allocator failed; the next one follows in %g s", _POLL_S)
 
     async def _read(self) -> tuple[RawNode, ...] | None:
-        """The nodes as Ray names them, now the last in the history; None where they cannot be read, or are none."""
+        """Read the nodes as Ray names them, now the last in the history.
+
+        None where they cannot be read, or are none.
+        """
         try:
             nodes = await asyncio.wait_for(asyncio.to_thread(read_nodes), timeout=_READ_TIMEOUT_S)
         except Exception as error:  # the control store may be away for a moment; the last view stays

@@ -98,16 +98,16 @@ class AllocatorConfig:
 
     @property
     def scaling(self) -> Autoscaling | None:
-        """Node types and objective by which the allocator decides about the cluster's size; None where it does not."""
+        """Node types and objective for decisions on the cluster's size; None where the allocator makes none."""
         return None if isinstance(self.autoscaling, str) else self.autoscaling
 
     def priority_of(self, job: str) -> int | None:
-        """Priority that a job has in place of its own; None for its own."""
+        """Return the priority that a job has in place of its own; None for its own."""
         return next((each for pattern, each in self.priorities.items() if fnmatch.fnmatchcase(job, pattern)), None)
 
     @property
     def constraints(self) -> Constraints:
-        """The cluster's rules."""
+        """Constraints of the cluster."""
         return Constraints(
             tenants=self.tenants,
             one_multi_node_job_per_node=self.one_multi_node_job_per_node,

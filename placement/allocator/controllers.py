@@ -20,7 +20,7 @@ _QUIET_S = 2.5  # after so long without a heartbeat the controller is asked whet
 
 
 class Controllers:
-    """Handles of the controllers, and what is still to be told to them.
+    """Handles of the controllers, and instructions still to be sent to them.
 
     Args:
         on_death: called with the job whose controller is gone for good.

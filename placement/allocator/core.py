@@ -1,4 +1,4 @@
-"""The allocator's brain: a state machine that is told what happened and answers with instructions."""
+"""Core of the allocator: a state machine that takes events and returns instructions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SURE = 0.05  # a speed that varies by this much or more is not followed more of
 
 
 class AllocatorCore:
-    """Decides who gets what; pure: the clock comes with each event, and instructions are data.
+    """State machine of the allocation; pure: the clock comes with each event, and instructions are data.
 
     A decision is made when a job arrives or ends, when its limits or its model change, when nodes change, and
     rarely without a cause. One decision serves all that comes within ``gather_s``; ``due_s`` says when it is due, and
@@ -320,7 +320,7 @@ class AllocatorCore:
             self._hurry(Trigger.END)
 
     def _due(self, now_s: float) -> Trigger | None:
-        """The trigger of a decision that is due now."""
+        """Return the trigger of a decision that is due now."""
         if not self._jobs or not self._cluster.nodes:
             self._urgent = self._pending = None
             return None
@@ -373,7 +373,7 @@ class AllocatorCore:
         return plan.noted(self._avoids) if self._avoids else plan
 
     def views(self, now_s: float) -> list[JobView]:
-        """Every job that could run and is not paused, placed as decided, with what others know of its model."""
+        """Return every job that could run and is not paused, placed as decided, with what others know of its model."""
         views = [
             job.view.placed(self._surviving(job.target))
             for job in sorted(self._jobs.values(), key=lambda job: job.view.arrival)

@@ -14,7 +14,7 @@ from placement.planning.tenants import Tenant
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobHeartbeat:
-    """A job's controller says how the job stands; the first one is the job's arrival.
+    """Event: a job's controller reports the job's state; the first report is the job's arrival.
 
     Attributes:
         cluster: the cluster with what this job holds counted as usable, where the news of the job change that
@@ -27,7 +27,7 @@ class JobHeartbeat:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """A job is over and gives back everything.
+    """Event: a job is over and releases everything.
 
     Attributes:
         view: how it stood at last, None where it is not known.
@@ -41,7 +41,7 @@ class JobEnded:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodesChanged:
-    """The cluster as it is now.
+    """Event: the cluster as it is now.
 
     Attributes:
         obtainable: nodes that are not there, but that the autoscaler could have; a job that fits onto these is not
@@ -54,7 +54,7 @@ class NodesChanged:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TimePassed:
-    """Time has passed."""
+    """Event: time has passed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +66,14 @@ class Recalled:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeForgiven:
-    """An operator has mended a node: its failures are forgotten."""
+    """Event: an operator has mended a node, whose failures are forgotten."""
 
     node: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged:
-    """An operator has changed the settings of the cluster.
+    """Event: an operator has changed the settings of the cluster.
 
     Attributes:
         tenants: as ``AllocatorConfig`` has them.

@@ -19,7 +19,7 @@ EXTRA = "one-more-worker"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """An answer for people; ``str`` of it is a short text.
+    """Explanation for people; ``str()`` of it is a short text.
 
     Attributes:
         nodes: workers per node id that it is to have.
@@ -92,7 +92,7 @@ def explain(
 
 
 def _extra(view: JobView, cluster: Cluster) -> Node:
-    """A node for one worker, of the kind that the job is on, or could be on."""
+    """Return a node for one worker, of the kind that the job is on, or could be on."""
     nodes = cluster.by_id()
     own = [nodes[node] for node in sorted(view.allocation) if node in nodes]
     like = next(iter(own or [node for node in cluster.nodes if node.matches(view.selector)]), None)

@@ -49,7 +49,7 @@ def cluster_samples(
     node_types: Sequence[NodeType] = (),
     prices: Mapping[str, float] = _NO_PRICES,
 ) -> tuple[Sample, ...]:
-    """The present values of all gauges.
+    """Return the present values of all gauges.
 
     Args:
         scaling: its last decision about the cluster's size; None where it decides none.
@@ -77,20 +77,20 @@ def decision_samples(trigger: Trigger, cpu_s: float) -> tuple[Sample, ...]:
 
 
 def _phase_samples(jobs: Iterable[JobState]) -> list[Sample]:
-    """Jobs by phase, each phase also where no job is in it."""
+    """Return jobs by phase, each phase also where no job is in it."""
     phases = collections.Counter(_phase(job) for job in jobs)
     return [sample for phase in _PHASES for sample in JOBS.sample(phases[phase], phase)]
 
 
 def _phase(job: JobState) -> str:
-    """A job runs if it holds workers' resources, and starts if it is to."""
+    """Return the phase of a job: it runs if it holds workers' resources, and starts if it is to."""
     if job.view.paused and not job.target:
         return "paused"
     return "running" if job.view.allocation else "starting" if job.target else "waiting"
 
 
 def _slot_samples(nodes: Sequence[Node], jobs: Iterable[JobState]) -> list[Sample]:
-    """Slots by GPU type and state; the states of a type sum to all its slots.
+    """Return slots by GPU type and state; the states of a type sum to all its slots.
 
     ``starting`` are granted to jobs that do not hold them yet, ``draining`` those that no job has on nodes that go,
     ``other`` what others than elastic jobs hold.
@@ -134,7 +134,7 @@ def _slots_per_worker(bundle: Resources, total: Resources) -> float:
 
 
 class AllocatorMetrics:
-    """Says when what is written.
+    """Writer of the allocator's metrics, and its timing.
 
     Args:
         write: takes samples; None writes nothing.

@@ -28,7 +28,7 @@ class PackedPolicy:
     pickled: bytes
 
     def open(self) -> Policy:
-        """The policy."""
+        """Return the policy."""
         policy: Policy = pickle.loads(self.pickled)
         return policy
 
@@ -61,7 +61,7 @@ def pack_policy(policy: object) -> PackedPolicy:
 
 
 def _source(policy: Policy) -> Any:
-    """The user's function, or the class."""
+    """Return the user's function, or the class."""
     function = getattr(policy, "function", None)
     if inspect.ismethod(function):
         return type(function.__self__)

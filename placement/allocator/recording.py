@@ -71,7 +71,7 @@ class Life:
     steady_s: tuple[float, ...] = ()
 
     def make_policy(self) -> Policy:
-        """The policy as it was at the start.
+        """Return the policy as it was at the start.
 
         Raises:
             InputError: it is none of those that come with the package.
@@ -94,7 +94,7 @@ class Life:
 
 
 def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool) -> str:
-    """The line that begins a life; ``policy`` before its first decision."""
+    """Return the line that begins a life; ``policy`` before its first decision."""
     core = config or AllocatorConfig()
     known = type(policy) in {type(make()) for make in POLICIES.values()}
     said = {
@@ -108,19 +108,19 @@ def start_line(policy: Policy, config: AllocatorConfig | None, *, settling: bool
 
 
 def event_line(event: Event, now_s: float, steady_s: float | None = None) -> str:
-    """The line of an event; the time for intervals is left out where it is the time of day."""
+    """Return the line of an event; the time for intervals is left out where it is the time of day."""
     kind = type(event)
     steady = {} if steady_s in (None, now_s) else {"steady_s": steady_s}
     return _line({"now_s": now_s, **steady, kind.__name__: _plain(kind, event)})
 
 
 def decision_line(record: DecisionRecord) -> str:
-    """The line of a decision."""
+    """Return the line of a decision."""
     return _line({"decided": _plain(DecisionRecord, record)})
 
 
 class Recorder:
-    """Says what happens to a core, in lines.
+    """Recorder of a core's events and decisions, in lines.
 
     Args:
         write: takes the lines; None records nothing.
@@ -158,12 +158,15 @@ def _line(said: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> Any:
-    """NumPy's numbers, which some fields hold."""
+    """Convert NumPy's numbers, which some fields hold."""
     return value.item()
 
 
 def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
-    """A value of this type as JSON has it; of a dataclass all fields, or only those that differ from their defaults."""
+    """Return a value of this type as JSON has it.
+
+    Of a dataclass all fields, or only those that differ from their defaults.
+    """
     if value is None:
         return None
     plain = functools.partial(_plain, whole=whole)
@@ -186,7 +189,7 @@ def _plain(kind: Any, value: Any, *, whole: bool = False) -> Any:
 
 
 def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
-    """The lives of a recording.
+    """Read the lives of a recording.
 
     A last line that is cut off is left out: its allocator died while writing it.
 
@@ -215,7 +218,10 @@ def read_recording(lines: Iterable[str]) -> tuple[Life, ...]:
 
 
 def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decided: list[DecisionRecord]) -> Life:
-    """A life from its first line and what followed; raises KeyError, TypeError or ValueError for a bad first line."""
+    """Return a life from its first line and what followed.
+
+    Raises KeyError, TypeError or ValueError for a bad first line.
+    """
     was_set = any(steady_s != now_s for now_s, steady_s, _ in events)
     if start["format"] != FORMAT:
         raise ValueError(f"format must be {FORMAT}, but got {start['format']!r}")
@@ -231,7 +237,7 @@ def _life(start: dict[str, Any], events: list[tuple[float, float, Event]], decid
 
 
 def _built(kind: Any, plain: Any) -> Any:
-    """The inverse of ``_plain``; raises TypeError or ValueError where it is no value of this type."""
+    """Build a value of this type, the inverse of ``_plain``; raises TypeError or ValueError where it is none."""
     if kind is Any:
         return plain
     if _is_dataclass(kind):
@@ -257,7 +263,7 @@ def _built(kind: Any, plain: Any) -> Any:
 
 
 def _object(kind: Any, plain: Any) -> Any:
-    """A dataclass; some take their fields by other names, but in the same order."""
+    """Build a dataclass; some take their fields by other names, but in the same order."""
     given = _checked(plain, dict)
     fields = _fields(kind)
     unknown = sorted(given.keys() - {field.name for field, _ in fields})
@@ -280,7 +286,7 @@ def _checked(plain: Any, kind: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _fields(kind: Any) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
-    """The fields that a caller gives, each with its type."""
+    """Return the fields that a caller gives, each with its type."""
     hints = typing.get_type_hints(kind, localns=_LATE)
     left_out = _SHELLS_OWN if kind is AllocatorConfig else ()
     return tuple((field, hints[field.name]) for field in dataclasses.fields(kind) if field.name not in left_out)
@@ -297,7 +303,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _some(arguments: tuple[Any, ...]) -> Any:
-    """The type in ``type | None``."""
+    """Return the type in ``type | None``."""
     (kind,) = (each for each in arguments if each is not types.NoneType)
     return kind
 
@@ -313,7 +319,7 @@ def _members(arguments: tuple[Any, ...], count: int) -> tuple[Any, ...]:
 def replay(
     life: Life, *, policy: Policy | None = None, watch: Callable[[AllocatorCore, float], None] | None = None
 ) -> tuple[DecisionRecord, ...]:
-    """The decision log of a new core that is told the same: ``life.decided``, to the letter.
+    """Return the decision log of a new core that is told the same: ``life.decided``, to the letter.
 
     Args:
         policy: the one that ruled, where it does not come with the package; by default the recorded one.
@@ -335,7 +341,7 @@ _STEP_S = 0.5  # that the two clocks differ by more between two readings only if
 
 
 class SteadyClock:
-    """The time of day for what is shown and stored, and one for intervals that knows no steps.
+    """Pair of clocks: the time of day for what is shown and stored, and a steady one for intervals.
 
     Both are seconds since the epoch, and the same until the time of day is set for the first time.
 

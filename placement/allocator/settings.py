@@ -127,7 +127,7 @@ def check_quotas(tenants: Collection[Tenant], known: Collection[str]) -> None:
 
 
 def _mapping(value: object, where: str, known: Collection[str] | None = None) -> Mapping[str, Any]:
-    """A mapping with keys of text, out of the known ones if there are any."""
+    """Return a mapping with keys of text, out of the known ones if there are any."""
     if not isinstance(value, Mapping):
         raise InputError(f"{where} must be a mapping, but got {value!r:.80}")
     for key in value:
@@ -147,7 +147,7 @@ def _made(where: str, make: Callable[..., _Made], *arguments: Any, **fields: Any
 
 
 def _tenants(plain: object, where: str) -> tuple[Tenant, ...]:
-    """Tenants by name, each with weight and quota; nothing stands for the defaults."""
+    """Return tenants by name, each with weight and quota; nothing stands for the defaults."""
     found = []
     for name, said in _mapping(plain, where).items():
         body = _mapping({} if said is None else said, f"{where}: {name}", _TENANT)
@@ -168,7 +168,7 @@ def _priorities(plain: object, where: str) -> Mapping[str, int]:
 
 
 def _autoscaling(plain: object, where: str, folder: Path | None) -> Autoscaling | Literal["auto", "off"]:
-    """Node types of a cluster file or of a list, with the other fields of ``Autoscaling``; or a word."""
+    """Return node types of a cluster file or of a list, with the other fields of ``Autoscaling``; or a word."""
     if plain in ("auto", "off"):
         return "auto" if plain == "auto" else "off"
     if isinstance(plain, str):
@@ -201,7 +201,7 @@ def _list(value: object, where: str) -> list[Any]:
 
 
 def _scaling_as_plain(scaling: Autoscaling) -> dict[str, Any]:
-    """The mapping that ``_autoscaling`` takes; of an objective that is an object, the name of its class."""
+    """Return the mapping that ``_autoscaling`` takes; of an objective that is an object, the name of its class."""
     objective = scaling.objective
     said = {field.name: getattr(scaling, field.name) for field in dataclasses.fields(Autoscaling)}
     return {

@@ -103,7 +103,7 @@ class KnownJob:
 
     @property
     def waits(self) -> bool:
-        """True if it has no workers and would take some."""
+        """True if the job has no workers and would take some."""
         return not self.target and not self.view.paused
 
     def hear(self, view: JobView, now_s: float) -> None:

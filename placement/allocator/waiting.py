@@ -11,7 +11,7 @@ EVERY_S = 5.0
 
 
 class StartTimes:
-    """Answers for many jobs from one look at the cluster."""
+    """Start times of many jobs from one look at the cluster."""
 
     def __init__(self, look: Callable[[], CoreSnapshot]) -> None:
         self._look = look
@@ -19,7 +19,9 @@ class StartTimes:
         self._looked_s: float | None = None
 
     def of(self, job: str, now_s: float) -> float | None:
-        """Seconds until the job has its smallest size, of one that has no workers; None where that cannot be told.
+        """Return seconds until the job has its smallest size, of one that has no workers.
+
+        None where that cannot be told.
 
         Args:
             now_s: present time [s since the epoch]; a clock that went back makes the last look an old one.

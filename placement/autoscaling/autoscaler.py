@@ -76,14 +76,14 @@ class ScalingDecision:
     usd_per_h: float
 
     def bundles(self, types: Sequence[NodeType]) -> tuple[tuple[Resources, Mapping[str, str]], ...]:
-        """The nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""
+        """Return the nodes as Ray's autoscaler is asked for them: one bundle with a label selector for each."""
         return tuple(
             (dict(each.resources), dict(each.labels)) for each in types for _ in range(self.nodes.get(each.name, 0))
         )
 
 
 class Autoscaler:
-    """Decides about nodes; soft state: made anew beside a running cluster it takes what is there for what was asked.
+    """Autoscaler with soft state: made anew beside a running cluster, it takes what is there as requested.
 
     Args:
         types: node types on offer.
@@ -143,7 +143,7 @@ class Autoscaler:
         return self._bills.get(job)
 
     def forget(self, job: str) -> float:
-        """The job has ended; what it has cost [USD]. May be called while ``decide`` is on its way in another thread."""
+        """Forget a job that has ended; return its cost [USD]. May be called while ``decide`` runs in another thread."""
         self._forgotten.add(job)
         return self._bills.pop(job, Bill()).usd
 
@@ -180,7 +180,7 @@ class Autoscaler:
         return self._decided(target, release, leaving, fleet, wants, there, now_s)
 
     def _there(self, cluster: Cluster) -> dict[str, list[Node]]:
-        """Nodes by type, without those on their way out."""
+        """Return nodes by type, without those on their way out."""
         there: dict[str, list[Node]] = {each.name: [] for each in self._types}
         for node in cluster.nodes:
             name = type_of(node, self._types)
@@ -189,7 +189,7 @@ class Autoscaler:
         return there
 
     def _order(self, there: Mapping[str, Sequence[Node]], views: Sequence[JobView]) -> dict[str, list[Node]]:
-        """Nodes by type, those first that are best kept: not given up before, and with most workers."""
+        """Return nodes by type, those first that are best kept: not given up before, and with most workers."""
         load: collections.Counter[str] = collections.Counter()
         for view in views:
             load.update(dict(view.allocation))
@@ -199,7 +199,7 @@ class Autoscaler:
         }
 
     def _limited(self, present: Mapping[str, int], now_s: float) -> tuple[NodeType, ...]:
-        """The types, those that are closed with what is there of them as their limit."""
+        """Return the types, those that are closed with what is there of them as their limit."""
         return tuple(
             each
             if self._launches.closed(each.name, now_s) is None
@@ -289,7 +289,7 @@ class Autoscaler:
                 left[each.name] -= 1
 
     def _kept(self, target: Mapping[str, int], present: Mapping[str, int], now_s: float) -> dict[str, int]:
-        """The most that was wanted of each type within the last ``linger_s``, of what is there."""
+        """Return the most that was wanted of each type within the last ``linger_s``, of what is there."""
         if not self._targets:  # made anew beside jobs that it has yet to hear of: nothing goes at once
             self._targets.append((now_s, present))
         self._targets.append((now_s, target))
@@ -306,7 +306,7 @@ class Autoscaler:
         cluster: Cluster,
         now_s: float,
     ) -> tuple[str, ...]:
-        """Nodes beyond those that are kept.
+        """Return nodes beyond those that are kept.
 
         While something is still waited for, only empty ones: it may be what is to take the workers. Nor does a node go
         without which some running job would have to stop.
@@ -340,7 +340,7 @@ class Autoscaler:
         there: Mapping[str, Sequence[Node]],
         now_s: float,
     ) -> ScalingDecision:
-        """The decision, with reasons by node type and notes by job; its nodes are waited for from now on."""
+        """Return the decision, with reasons by node type and notes by job; its nodes are waited for from now on."""
         gone = set(release)
         stay = {name: sum(1 for node in nodes if node.node_id not in gone) for name, nodes in there.items()}
         nodes = {name: max(target[name], n) for name, n in stay.items()}
@@ -372,7 +372,7 @@ class Autoscaler:
 
 
 def _why(users: Sequence[str], wants: Mapping[str, WantedSize]) -> str:
-    """The reason of the job that wants most of it."""
+    """Return the reason of the job that wants most of it."""
     if not users:
         return "no job needs them"
     first = max(users, key=lambda job: wants[job].workers)

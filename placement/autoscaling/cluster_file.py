@@ -1,4 +1,4 @@
-"""Node types out of a cluster file: Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``; what is wrong is said at once.
+"""Node types of a cluster file: Ray's ``cluster.yaml`` or a KubeRay ``RayCluster``; errors are reported at once.
 
 ``python -m placement.autoscaling.cluster_file cluster.yaml`` checks a file and prints what it offers. ``ray up`` checks
 Ray's own schema; here is what that does not look at: a worker type, its price, and the labels that jobs and allocator
@@ -107,7 +107,10 @@ def read_cluster_file(path: str | Path, prices: PriceTable | None = None) -> Clu
 
 
 def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
-    """The type at its market's price; raises InputError unless labels and GPUs agree with market and instance type."""
+    """Return the type at its market's price.
+
+    Raises InputError unless labels and GPUs agree with market and instance type.
+    """
     where = f"cluster file {path}, node type {raw.name!r}"
     try:
         price = prices.instance(raw.instance)
@@ -138,7 +141,7 @@ def _node_type(raw: _Raw, prices: PriceTable, path: str) -> NodeType:
 
 
 def _of_ray_up(found: Mapping[str, Any], path: str) -> list[_Raw]:
-    """Worker types of a ``ray up`` file; that of the head counts only where it has ``max_workers`` above 0."""
+    """Return worker types of a ``ray up`` file; that of the head counts only where it has ``max_workers`` above 0."""
     types = found.get("available_node_types")
     if not isinstance(types, dict) or not types:
         raise InputError(f"cluster file {path} must have node types under available_node_types, but has none")
@@ -191,7 +194,7 @@ def _is_spot(config: Mapping[str, Any], where: str) -> bool:
 
 
 def _of_ray_cluster(found: Mapping[str, Any], path: str) -> list[_Raw]:
-    """The worker groups of a RayCluster, perhaps none; raises InputError where its head would take work."""
+    """Return the worker groups of a RayCluster, perhaps none; raises InputError where its head would take work."""
     spec = _mapping(found.get("spec"), f"cluster file {path}: spec", "{headGroupSpec: ..., workerGroupSpecs: ...}")
     where = f"cluster file {path}, headGroupSpec"
     head = _within(spec, ("headGroupSpec", "rayStartParams"), f"cluster file {path}")
@@ -234,7 +237,7 @@ def _mapping(value: object, what: str, like: str) -> Mapping[str, Any]:
 
 
 def _within(value: Mapping[str, Any], path: Sequence[str], where: str) -> Mapping[str, Any]:
-    """The mapping at the end of a path; empty where it is left out, or empty in the file."""
+    """Return the mapping at the end of a path; empty where it is left out, or empty in the file."""
     for name in path:
         value = _mapping(value.get(name) or {}, f"{where}: {name}", "{name: value}")
     return value
@@ -253,7 +256,7 @@ def _whole(body: Mapping[str, Any], field: str, where: str, default: int) -> int
 
 
 def _number(body: Mapping[str, Any], field: str, where: str, default: float) -> float:
-    """The field, or else the default, as a finite number of 0 or more; it may be written as text."""
+    """Return the field, or else the default, as a finite number of 0 or more; it may be written as text."""
     value = body.get(field, default)
     try:
         number = float(value)  # "0" too: Kubernetes has some numbers as strings
@@ -269,7 +272,7 @@ def _got(value: object) -> str:
 
 
 def _amounts(resources: object, where: str) -> dict[str, float]:
-    """Resources of one node by name; raises InputError where they are missing, empty or no numbers."""
+    """Return resources of one node by name; raises InputError where they are missing, empty or no numbers."""
     if not isinstance(resources, Mapping) or not resources:
         raise InputError(
             f"{where}: resources must say what a node has, such as {{CPU: 48, GPU: 4}}, but got {resources}"

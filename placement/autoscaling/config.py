@@ -17,7 +17,7 @@ from placement.cluster.price_table import PriceTable
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Autoscaling:
-    """Lets the allocator decide how many nodes of which type there are; Ray's autoscaler starts and ends them.
+    """Configuration that lets the allocator decide how many nodes of which type there are; Ray starts and ends them.
 
     Attributes:
         node_types: on offer; :meth:`from_file` reads those of a cluster file.
@@ -52,7 +52,7 @@ class Autoscaling:
         objective: str | Objective = "cost_per_progress",
         budget_usd_per_h: float | None = None,
     ) -> Autoscaling:
-        """For the cluster that a file of ``ray up`` or a KubeRay manifest describes.
+        """Make the configuration for the cluster that a file of ``ray up`` or a KubeRay manifest describes.
 
         Args:
             path: the file.
@@ -70,10 +70,10 @@ class Autoscaling:
 
     @property
     def chosen(self) -> Objective:
-        """The objective itself."""
+        """Objective itself, resolved from its name."""
         return make_objective(self.objective, self.budget_usd_per_h)
 
     @property
     def obtainable(self) -> tuple[Node, ...]:
-        """Every node that there could be."""
+        """Every node that could exist."""
         return tuple(each.node(f"{each.name}~{i}") for each in self.node_types for i in range(each.max_nodes))

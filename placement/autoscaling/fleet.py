@@ -57,7 +57,7 @@ class _Builder:
                 self._add(name)
 
     def place(self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool) -> int:
-        """Room for workers of a job, on nodes that are open first; how many find none."""
+        """Place workers of a job, on nodes that are open first; return how many find no room."""
         for each in self._open:
             if workers and each.node.gpu_type == gpu and each.node.matches(view.selector):
                 if on_demand and each.node.spot:
@@ -87,7 +87,10 @@ class _Builder:
     def _cheapest(
         self, view: JobView, gpu: str, workers: int, lasts_h: Mapping[str, float], *, on_demand: bool
     ) -> str | None:
-        """The type on which so many workers cost least; one of which there are some already, if it is hardly dearer."""
+        """Return the type on which so many workers cost least.
+
+        One of which there are some already, if it is hardly dearer.
+        """
         best: tuple[float, int, str] | None = None
         if self._most is not None and sum(self.counts.values()) >= self._most:
             return None
@@ -113,7 +116,7 @@ def build(
     lasts_h: Mapping[str, float],
     most: int | None = None,
 ) -> Fleet:
-    """The cheapest nodes for these sizes.
+    """Return the cheapest nodes for these sizes.
 
     Jobs are served by priority, then running ones, then by arrival, each out of the room that earlier ones leave on a
     node first. A mixed job has its minimum on on-demand nodes. Where several types do, the one counts that costs

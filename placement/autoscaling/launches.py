@@ -26,7 +26,7 @@ class _Failed:
 
 
 class Launches:
-    """Closes a node type for a while when what was asked of it does not come: then others are asked for instead.
+    """Launches of node types: closes a type for a while when its nodes do not come, so that others are requested.
 
         asked for --(arrives)--> there
         asked for --(nothing arrives for startup + timeout)--> closed for retry x 2^failures --> open again

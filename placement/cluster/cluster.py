@@ -86,19 +86,22 @@ class Cluster:
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: node.node_id)))
 
     def draining(self, node_ids: Collection[str]) -> Cluster:
-        """The cluster with these nodes on their way out: they get no new workers, and those on them are moved."""
+        """Return the cluster with these nodes on their way out.
+
+        They get no new workers, and those on them are moved.
+        """
         if not node_ids:
             return self
         nodes = (dataclasses.replace(n, draining=True) if n.node_id in node_ids else n for n in self.nodes)
         return Cluster(nodes=tuple(nodes))
 
     def by_id(self) -> dict[str, Node]:
-        """Nodes by their id."""
+        """Return nodes by their id."""
         return {node.node_id: node for node in self.nodes}
 
 
 class AllocationError(ValueError):
-    """An allocation breaks a rule.
+    """Error raised if an allocation breaks a rule.
 
     Attributes:
         rule: short name of the rule: ``known job``, ``known node``, ``draining``, ``whole number``,
@@ -153,7 +156,7 @@ def check(allocation: Allocation, bundles: Mapping[str, Resources], cluster: Clu
 
 
 def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> dict[str, dict[str, float]]:
-    """Amounts by node id that these workers take."""
+    """Return amounts by node id that these workers take."""
     used: dict[str, dict[str, float]] = {}
     for job, placed in allocation.items():
         for node_id, workers in placed.items():
@@ -164,7 +167,7 @@ def used_on_nodes(allocation: Allocation, bundles: Mapping[str, Resources]) -> d
 
 
 def without(cluster: Cluster, allocation: Allocation, bundles: Mapping[str, Resources]) -> Cluster:
-    """The cluster less what these workers take."""
+    """Return the cluster less what these workers take."""
     used = used_on_nodes(allocation, bundles)
     return Cluster(
         nodes=tuple(
@@ -189,7 +192,7 @@ class Change:
 
 
 def diff(before: Allocation, after: Allocation) -> tuple[Change, ...]:
-    """The jobs whose workers differ, those that give something back first, then by name."""
+    """Return the jobs whose workers differ, those that give something back first, then by name."""
     changes = [
         Change(job=job, before=dict(before.get(job, {})), after=dict(after.get(job, {})))
         for job in sorted({*before, *after})

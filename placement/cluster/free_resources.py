@@ -51,11 +51,11 @@ class FreeResources:
         self._changed: list[int] = []  # the node of every change, so that slots are not counted anew for all nodes
 
     def key(self, view: JobView) -> str:
-        """See ``occupancy.Free``."""
+        """Return the key of a job; see ``occupancy.Free``."""
         return view.job
 
     def index(self, node_id: str) -> int | None:
-        """Position of a node, None if it is gone or draining."""
+        """Return the position of a node, None if it is gone or draining."""
         return self._index.get(node_id)
 
     def slots(self, view: JobView) -> NDArray[np.int64]:
@@ -94,7 +94,7 @@ class FreeResources:
         return True
 
     def share(self, view: JobView) -> float:
-        """Dominant share: the largest part of any resource of the whole room that one worker takes."""
+        """Return the dominant share: the largest part of any resource of the whole room that one worker takes."""
         return self._kind(view).share
 
     def _kind(self, view: JobView) -> _KindSlots:
@@ -104,7 +104,10 @@ class FreeResources:
         return self._kinds[key]
 
     def _new_kind(self, view: JobView) -> _KindSlots:
-        """The job's kind, counted on all nodes; without ``needs`` and slots where no node has one of the resources."""
+        """Return the job's kind, counted on all nodes.
+
+        Without ``needs`` and slots where no node has one of the resources.
+        """
         wanted = {name: amount for name, amount in view.bundle.items() if amount > 0}
         matching = None
         if view.selector:

@@ -285,7 +285,7 @@ def alike(views: Iterable[JobView]) -> bool:
 
 
 def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDArray[np.float64]:
-    """A job's speed on 0..n workers, each size on as few nodes as it fits.
+    """Return a job's speed on 0..n workers, each size on as few nodes as it fits.
 
     speed[k] = goodput(nodes(k), k) / goodput(nodes(k1), k1) with k1 the smallest size that can run at all, so
     that speeds of different jobs compare. Without a model, speed[k] = k: linear, within
@@ -314,7 +314,7 @@ def speeds(view: JobView, slots: Sequence[int], most: int | None = None) -> NDAr
 
 
 def goodputs(view: JobView, slots: Sequence[int]) -> NDArray[np.float64]:
-    """A job's goodput [samples/s] on 1..n workers, as ``speeds`` counts them; empty without a model."""
+    """Return a job's goodput [samples/s] on 1..n workers, as ``speeds`` counts them; empty without a model."""
     n = min(view.useful_workers, int(sum(slots)))
     if view.goodput is None or n == 0:
         return np.zeros(0)
@@ -334,7 +334,7 @@ class _FittedSizes(NamedTuple):
 
 
 def _fitted_sizes(view: JobView, model: GoodputModel, slots: Sequence[int], most: int) -> _FittedSizes:
-    """The job's sizes 1..most, each on as few nodes as it fits."""
+    """Return the job's sizes 1..most, each on as few nodes as it fits."""
     roomy = np.cumsum(sorted(slots, reverse=True))
     nodes = tuple((np.searchsorted(roomy, np.arange(1, most + 1)) + 1).tolist())
     return _FittedSizes(model, nodes, view.max_batch_size, view.atomic_bsz_range, view.accumulation, view.held_batch)
@@ -352,7 +352,7 @@ def _fitted_speeds(sizes: _FittedSizes) -> NDArray[np.float64]:
 
 @functools.lru_cache(maxsize=4096)
 def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
-    """Goodput [samples/s] on 1..n workers; 0 where no batch fits, read-only."""
+    """Return goodput [samples/s] on 1..n workers; 0 where no batch fits, read-only."""
     most = sizes.max_batch_size
     best = sizes.model.best_held(
         np.array(sizes.nodes),
@@ -369,7 +369,7 @@ def _fitted_goodputs(sizes: _FittedSizes) -> NDArray[np.float64]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Oracle:
-    """Truth that no live job knows.
+    """True data that no live job knows.
 
     Attributes:
         step_s: true seconds of one step at the requested batch on 1, 2, ... workers, each count on as few nodes
@@ -412,5 +412,5 @@ def oracle_of(view: JobView) -> Oracle | None:
 
 
 def requested_workers(view: JobView) -> int | None:
-    """The exact number that the job's user asked for; None of a live one, which is elastic."""
+    """Return the exact number that the job's user asked for; None of a live one, which is elastic."""
     return view.requested_workers if isinstance(view, TraceJobView) else None

@@ -50,7 +50,7 @@ class MemoryNeed:
 
     @property
     def _most(self) -> int | None:
-        """Workers from which on the need falls no further."""
+        """Number of workers from which on the need does not fall."""
         return None if self.shard_size is None else self.copies * self.shard_size
 
     def need_bytes(self, workers: int) -> int:

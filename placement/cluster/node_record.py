@@ -1,4 +1,4 @@
-"""Failures of workers by node: who tells of them, and for how long a node is avoided for that (pure).
+"""Failures of workers by node: their reporters, and how long a node is avoided for them (pure).
 
 A node that was lost as a whole has no record: it comes back under another id.
 """
@@ -32,7 +32,7 @@ _LONGEST_CAUSE = 200
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailure:
-    """A worker that failed on a node, as its job's controller tells of it with each heartbeat.
+    """Failure of a worker on a node, as its job's controller reports it with each heartbeat.
 
     Attributes:
         worker: id of the worker, which no other of the job has.

@@ -1,4 +1,4 @@
-"""Kinds of nodes that may be asked for: what they have, what they cost, and how long they last."""
+"""Types of nodes that may be requested: resources, prices, and lifetimes."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class NodeType:
 
     @property
     def gpu_type(self) -> str:
-        """Type of its GPUs, empty where it does not say."""
+        """Type of the node's GPUs; empty where it has none."""
         return self.labels.get(GPU_TYPE_LABEL, "")
 
     def node(self, node_id: str) -> Node:
-        """A node of this type with nothing on it."""
+        """Return a node of this type with nothing on it."""
         labels = {**self.labels, GROUP_LABEL: self.name}
         return Node(node_id=node_id, total=self.resources, free=self.resources, labels=labels)
 

@@ -1,4 +1,4 @@
-"""The nodes while a decision puts jobs onto them: who is where, what is left, and the two ways to choose a node.
+"""Occupancy of nodes while a decision places jobs: workers, free room, and the two ways to choose a node.
 
 ``best_fit`` takes the tightest node that holds all, so that large gaps stay whole; ``worst_fit`` takes the roomiest, so
 that a job spans few nodes. Both are bin packing's. Who keeps its place, and who comes first, is the caller's to say.
@@ -47,11 +47,11 @@ class FreeSlots:
         self._free = np.array(slots, dtype=np.int64)
 
     def key(self, job: int) -> int:
-        """See ``Free``."""
+        """Return the key of a job; see ``Free``."""
         return job
 
     def slots(self, job: int) -> Ints:
-        """See ``Free``."""
+        """Return the free slots; see ``Free``."""
         return self._free.copy()
 
     def take(self, job: int, index: int, workers: int) -> None:
@@ -77,11 +77,11 @@ class Occupancy(Generic[_Job, _Key]):
         return self._free.slots(job)
 
     def place(self, job: _Job) -> Mapping[int, int]:
-        """The job's workers by node; empty if it has none."""
+        """Return the job's workers by node; empty if it has none."""
         return self._places.get(self._free.key(job), {})
 
     def workers(self, job: _Job) -> int:
-        """The job's workers altogether."""
+        """Return the number of the job's workers."""
         return sum(self.place(job).values())
 
     def put(self, job: _Job, index: int, workers: int) -> None:
@@ -110,23 +110,23 @@ class Occupancy(Generic[_Job, _Key]):
         return place
 
     def on(self, index: int) -> frozenset[_Key]:
-        """Keys of the jobs on a node."""
+        """Return keys of the jobs on a node."""
         return frozenset(self._on.get(index, ()))
 
     def multi_node_nodes(self, beside: _Job | None = None) -> set[int]:
-        """Nodes that carry a job which spans several, other than the one that is named."""
+        """Return nodes that carry a job which spans several, other than the one that is named."""
         own = None if beside is None else self._free.key(beside)
         return {index for key in self._multi_node if key != own for index in self._places[key]}
 
 
 def best_fit(fits: NDArray[np.int64], wanted: int) -> int | None:
-    """The tightest node that takes so many workers, of equal ones the first; None if none does."""
+    """Return the tightest node that takes so many workers, of equal ones the first; None if none does."""
     enough = fits >= wanted
     return int(np.argmin(np.where(enough, fits, np.iinfo(np.int64).max))) if enough.any() else None
 
 
 def worst_fit(fits: NDArray[np.int64]) -> int | None:
-    """The roomiest node, of equal ones the first; None if none takes a worker."""
+    """Return the roomiest node, of equal ones the first; None if none takes a worker."""
     index = int(np.argmax(fits)) if len(fits) else 0
     return index if len(fits) and fits[index] > 0 else None
 

@@ -54,14 +54,14 @@ def pack(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster) -
 
 
 def _missing(packing: Packing, counts: Mapping[str, int], jobs: Sequence[JobView]) -> tuple[int, int, int]:
-    """Fewer running jobs without any worker is better, then fewer of all jobs, then fewer workers missing."""
+    """Rank a packing: fewer running jobs without any worker, then fewer of all jobs, then fewer workers missing."""
     without = {job for job, short in packing.short.items() if short == counts[job]}
     stopped = sum(1 for view in jobs if view.workers and view.job in without)
     return stopped, len(without), sum(packing.short.values())
 
 
 def _place(counts: Mapping[str, int], jobs: Sequence[JobView], cluster: Cluster, *, keep: bool) -> Packing:
-    """Places for all, in one pass or, where a minimum is at stake, in two."""
+    """Return places for all, in one pass or, where a minimum is at stake, in two."""
     free = FreeResources(cluster)
     packer = _Packer(free)
     if keep:

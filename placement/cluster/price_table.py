@@ -38,12 +38,15 @@ class Price:
         check_whole("gpus", self.gpus, error=InputError)
 
     def usd_per_h(self, *, spot: bool) -> float:
-        """USD per hour of the whole."""
+        """Return USD per hour of the whole."""
         return self.spot if spot else self.on_demand
 
 
 def _defaults() -> dict[str, Price]:
-    """Rounded prices [USD/h]: of one GPU under the names of GPU types, of the whole machine under instance types."""
+    """Return rounded prices [USD/h].
+
+    Of one GPU under the names of GPU types, of the whole machine under instance types.
+    """
     cards = {
         ("aws", "t4"): Price(on_demand=0.98, spot=0.35),
         ("rtx",): Price(on_demand=0.50, spot=0.20),
@@ -88,7 +91,7 @@ class PriceTable:
     prices: Mapping[str, Price] = dataclasses.field(default_factory=_defaults)
 
     def rates(self, types: Collection[str], spot: Collection[str] = ()) -> dict[str, float]:
-        """USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.
+        """Return USD per GPU and hour of each GPU type, those in ``spot`` at their spot price.
 
         Raises InputError: a type is not in the table, or a row without GPUs.
         """
@@ -104,7 +107,7 @@ class PriceTable:
         return {t: self.prices[t].usd_per_h(spot=t in spot) / self.prices[t].gpus for t in sorted(types)}
 
     def instance(self, name: str) -> Price:
-        """The row of an instance type.
+        """Return the row of an instance type.
 
         Raises InputError: the table has none of that name; names the table and what it has.
         """
@@ -133,7 +136,10 @@ def read_prices(path: str | Path) -> PriceTable:
 
 
 def _prices(rows: Iterable[Mapping[str, Any]], source: str) -> dict[str, Price]:
-    """Prices by type; raises InputError with the row's number where one lacks a column, repeats a type or is wrong."""
+    """Return prices by type.
+
+    Raises InputError with the row's number where one lacks a column, repeats a type or is wrong.
+    """
     prices: dict[str, Price] = {}
     for number, row in enumerate(rows, start=1):
         where = f"prices {source}, row {number}"

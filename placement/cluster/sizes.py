@@ -1,4 +1,4 @@
-"""Numbers of workers that a job may have, where not all between its least and its most will do."""
+"""Allowed numbers of workers of a job, where not all between its least and its most are."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class AllowedSizes:
         return self.at_most(workers) == workers
 
     def at_most(self, workers: int) -> int:
-        """The largest allowed size that is not above this; 0 for none."""
+        """Return the largest allowed size that is not above this; 0 for none."""
         if self.sizes:
             place = bisect.bisect_right(self.sizes, workers)
             found = self.sizes[place - 1] if place else 0
@@ -82,7 +82,7 @@ class AllowedSizes:
         return found if found >= self.fitting else 0
 
     def at_least(self, workers: int) -> int | None:
-        """The smallest allowed size from this one on; None where all are smaller."""
+        """Return the smallest allowed size from this one on; None where all are smaller."""
         least = max(workers, self.fitting)
         if not self.sizes:
             return -(-least // self.multiple_of) * self.multiple_of
@@ -105,7 +105,7 @@ class AllowedSizes:
         return (self, low, high) if low is not None and low <= high else (AllowedSizes(), least, most)
 
     def floors(self, most: int) -> NDArray[np.int64]:
-        """``at_most`` of 0, 1, ... ``most``."""
+        """Return ``at_most`` of 0, 1, ... ``most``."""
         every = np.arange(most + 1, dtype=np.int64)
         if self.sizes:
             known = np.array([0, *self.sizes], dtype=np.int64)

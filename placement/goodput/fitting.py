@@ -1,4 +1,4 @@
-"""Fitting the throughput model to measured steps, with optimism about what was never seen.
+"""Fit of the throughput model to measured steps, optimistic about what was never seen.
 
 Source of the priors: Pollux (OSDI 2021), section 4.1 ("prior-driven exploration"): a job that has never run
 on more resources is taken to scale perfectly onto them, so that the allocator tries, and then knows.
@@ -77,7 +77,7 @@ class Observation:
 
 
 def fit(observations: Iterable[Observation], *, fixed_batch: bool = False) -> ThroughputModel:
-    """The model whose step times are nearest to those measured, by the squared errors of their logarithms.
+    """Return the model whose step times are nearest to those measured, by the squared errors of their logarithms.
 
     Minimises, over alpha, beta >= 0 and 1 <= gamma <= 10, with w_i = count_i / sum of counts::
 
@@ -150,7 +150,10 @@ class _Regression:
         self.bounds = least[self.free], most[self.free]
 
     def _tie(self, *, one_bsz: bool, fixed_batch: bool) -> tuple[Floats, Floats, list[int]]:
-        """(ties, offset, indices of the free parameters): what the data cannot tell is tied to others, or to 0 or 1."""
+        """Return (ties, offset, indices of the free parameters).
+
+        What the data cannot tell is tied to others, or to 0 or 1.
+        """
         local, third = ~self.remote & ~self.alone, self.beyond_two > 0
         seen_n, seen_r = self.remote.any(), local.any()
         grows_n, grows_r = (self.remote & third).any(), (local & third).any()
@@ -181,7 +184,7 @@ class _Regression:
         return ties, offset, free
 
     def starts(self) -> list[Floats]:
-        """A little and much synchronisation, with little and much overlap."""
+        """Return starts of the search: a little and much synchronisation, with little and much overlap."""
         micro = np.where(self.measured, self.log_grad, self.log_step - np.log1p(self.accum))
         compute = float(np.exp(np.median(micro))) / 2
         points = [(0.1, 1.5), (1.0, 3.0)] if _GAMMA in self.free else [(0.0, 1.0)]
@@ -189,7 +192,7 @@ class _Regression:
         return [np.clip(whole[self.free], *self.bounds) for whole in wholes]
 
     def solve(self, start: Floats) -> tuple[float, Floats]:
-        """(cost, free parameters) where the search from `start` ends; what it leaves is below the noise."""
+        """Return (cost, free parameters) where the search from `start` ends; what it leaves is below the noise."""
         return least_squares(self.errors, self.slopes, start, self.bounds)
 
     def model(self, free: Floats) -> ThroughputModel:
@@ -202,7 +205,7 @@ class _Regression:
         return ThroughputModel(alpha_c, beta_c, alpha_n, beta_n, alpha_r, beta_r, gamma, alpha_s)
 
     def _times(self, p: Floats) -> tuple[Floats, Floats]:
-        """T_grad and T_sync of each observation."""
+        """Return T_grad and T_sync of each observation."""
         grad = p[_ALPHA_C] + p[_BETA_C] * self.bsz
         alpha = np.where(self.remote, p[_ALPHA_N], p[_ALPHA_R])
         beta = np.where(self.remote, p[_BETA_N], p[_BETA_R])
@@ -217,7 +220,7 @@ class _Regression:
         return np.concatenate([of_step, of_grad, _PRIORS @ p - _PRIOR_VALUES])
 
     def slopes(self, free: Floats) -> Floats:
-        """Derivatives of `errors`: a row for each error, a column for each free parameter."""
+        """Return derivatives of `errors`: a row for each error, a column for each free parameter."""
         p = self.ties @ free + self.offset
         (grad, sync), gamma = self._times(p), p[_GAMMA]
         joint = power_sum(grad, sync, gamma)

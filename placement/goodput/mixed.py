@@ -96,7 +96,7 @@ class MixedGroup:
 
     @property
     def workers(self) -> int:
-        """R, of all types."""
+        """Number R of workers of all types."""
         return sum(part.workers for part in self.parts)
 
     @property
@@ -105,7 +105,7 @@ class MixedGroup:
         return sum(math.inf if part.most is None else float(part.workers * part.most) for part in self.parts)
 
     def grad_time(self, samples: int) -> float:
-        """T_grad of a micro-step of so many samples of the whole group [s]; infinity above ``most``.
+        """Return T_grad of a micro-step of so many samples of the whole group [s]; infinity above ``most``.
 
         Raises ValueError: samples is below 1.
         """
@@ -113,7 +113,9 @@ class MixedGroup:
         return float(self._grad_times(np.array([samples], dtype=np.float64))[0][0])
 
     def shares(self, samples: int) -> tuple[tuple[int, ...], ...]:
-        """Samples of each worker in a micro-step, from the largest on, for each part; they add up to ``samples``.
+        """Return samples of each worker in a micro-step, from the largest on, for each part.
+
+        They add up to ``samples``.
 
         Raises ValueError: samples is below 1, or above ``most``.
         """
@@ -133,11 +135,13 @@ class MixedGroup:
         return model.alpha_c + model.beta_c * samples if samples else -1.0
 
     def sync_time(self) -> float:
-        """T_sync [s]."""
+        """Return T_sync [s]."""
         return self._sync()[0]
 
     def step_time(self, batch_size: int, accum_steps: int = 0) -> float:
-        """T_step [s] of a batch of so many samples in ``accum_steps`` + 1 micro-steps; infinity where it is too large.
+        """Return T_step [s] of a batch of so many samples in ``accum_steps`` + 1 micro-steps.
+
+        Infinity where it is too large.
 
         Raises ValueError: the batch is below 1, or accum_steps below 0.
         """
@@ -155,7 +159,7 @@ class MixedGroup:
         held_batch: int | None = None,
         accumulation: bool = False,
     ) -> MixedBatch:
-        """The batch with the highest goodput, as ``GoodputModel.best`` and ``best_held`` count it.
+        """Return the batch with the highest goodput, as ``GoodputModel.best`` and ``best_held`` count it.
 
         Args:
             noise: of the gradient at the initial batch.
@@ -177,7 +181,7 @@ class MixedGroup:
         return MixedBatch(goodput=0.0)
 
     def _best_of(self, batch: Floats, noise: NoiseScale, init_batch_size: int, accumulation: bool) -> MixedBatch:
-        """The best one of some batch sizes."""
+        """Return the best one of some batch sizes."""
         k = np.maximum(np.ceil(batch / self.most), 1.0) if self.most < math.inf else np.ones_like(batch)
         micro = np.ceil(batch / k)
         fits = (k == 1.0) | accumulation
@@ -195,7 +199,7 @@ class MixedGroup:
         )
 
     def _step_times(self, micro: Floats, accum_steps: Floats) -> Floats:
-        """T_step of each size of a micro-step."""
+        """Return T_step of each size of a micro-step."""
         grad, _ = self._grad_times(micro)
         sync, gamma = self._sync()
         once = max(part.model.alpha_s for part in self.parts)
@@ -205,13 +209,13 @@ class MixedGroup:
         return np.where(finite, step, np.inf)
 
     def _sync(self) -> tuple[float, float]:
-        """T_sync, and gamma of the type that it is of."""
+        """Return T_sync, and gamma of the type that it is of."""
         times = [(float(part.model.sync_time(self.nodes, self.workers)), -part.model.gamma) for part in self.parts]
         sync, gamma = max(times)
         return sync, -gamma
 
     def _grad_times(self, samples: Floats) -> tuple[Floats, Floats]:
-        """T_grad of each size of a micro-step, and what a worker of each type takes in it at most, (K, B)."""
+        """Return T_grad of each size of a micro-step, and what a worker of each type takes in it at most, (K, B)."""
         alpha, beta, count = (
             np.array(column, dtype=np.float64)[:, np.newaxis]
             for column in zip(*((p.model.alpha_c, p.model.beta_c, p.workers) for p in self.parts), strict=True)

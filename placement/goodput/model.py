@@ -50,7 +50,7 @@ class NoiseScale:
             object.__setattr__(self, name, real(name, getattr(self, name)))
 
     def gain(self, scale: ArrayLike) -> FloatOrArray:
-        """Progress of one step at batch `scale` x M0, in steps at M0::
+        """Return the progress of one step at batch `scale` x M0, in steps at M0::
 
             gain(scale) = (var + sqr) / (var / scale + sqr)
 
@@ -68,7 +68,7 @@ class NoiseScale:
         return plain(np.where(x > 0, gain, 0.0 if self.var > 0 else 1.0))
 
     def efficiency_at(self, scale: Floats) -> Floats:
-        """gain(scale) / scale = (var + sqr) / (var + sqr scale), for positive scales and without checks."""
+        """Return gain(scale) / scale = (var + sqr) / (var + sqr scale), for positive scales and without checks."""
         sqr, var = max(self.sqr, 0.0), max(self.var, 0.0)
         top = max(sqr, var)
         sqr, var = (sqr / top, var / top) if top > 0 else (1.0, 0.0)
@@ -128,17 +128,17 @@ class GoodputModel:
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Seconds of one optimizer step; see `ThroughputModel.step_time`."""
+        """Return seconds of one optimizer step; see `ThroughputModel.step_time`."""
         return self.throughput_model.step_time(nodes, replicas, atomic_bsz, accum_steps)
 
     def throughput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Samples per second: M / T_step."""
+        """Return samples per second: M / T_step."""
         return plain(self._throughput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def efficiency(self, batch_size: ArrayLike) -> FloatOrArray:
-        """Progress per sample at this batch size, relative to M0: gain(M / M0) / (M / M0).
+        """Return progress per sample at this batch size, relative to M0: gain(M / M0) / (M / M0).
 
         It never rises with the batch size; below M0 it is above 1.
 
@@ -151,7 +151,7 @@ class GoodputModel:
     def goodput(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Useful samples per second: throughput x efficiency."""
+        """Return useful samples per second: throughput x efficiency."""
         return plain(self._goodput(*_checked(nodes, replicas, atomic_bsz, accum_steps)))
 
     def best(
@@ -163,7 +163,7 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> tuple[FloatOrArray, Any, Any]:
-        """The batch with the highest goodput: (goodput, atomic_bsz, accum_steps) for each place.
+        """Return the batch with the highest goodput: (goodput, atomic_bsz, accum_steps) for each place.
 
         Every batch lies in [init_batch_size, max_batch_size], with atomic_bsz within its bounds. The search
         tries about a hundred batch sizes in geometric steps and refines the best; it is deterministic. If no
@@ -199,7 +199,7 @@ class GoodputModel:
         return plain(goodput), plain(atomic_bsz), plain(accum_steps)
 
     def held_at(self, batch_size: int) -> tuple[GoodputModel, float]:
-        """For a job that keeps to another batch than M0.
+        """Return the model for a job that keeps to another batch than M0, and its gain there.
 
         Returns A model whose only batch this is (``best`` without ``max_batch_size``), and the worth of one of its
         samples: its goodput times the worth is this model's goodput at the batch.
@@ -219,7 +219,9 @@ class GoodputModel:
         atomic_bsz_range: AtomicRange = None,
         accumulation: bool = False,
     ) -> FloatOrArray:
-        """Goodput at a global batch, at the best one (see `best`) where it does not fit or is None; 0 where none fits.
+        """Return goodput at a global batch, at the best one (see `best`) where it does not fit or is None.
+
+        0 where none fits.
 
         Raises:
             TypeError: an argument is of another type.
@@ -236,7 +238,7 @@ class GoodputModel:
         return plain(np.where(values > 0, np.minimum(values * worth, LARGEST), free))
 
     def _fixed_batch(self, ask: _BatchQuery) -> _BestBatches:
-        """M0 itself in each column, split as evenly as can be; goodput is -1 where the shares do not fit."""
+        """Return M0 itself in each column, split as evenly as can be; goodput is -1 where the shares do not fit."""
         share = np.ceil(self.init_batch_size / ask.replicas)
         k = np.ceil(share / ask.high) if ask.accumulation else np.ones_like(share)
         m = np.ceil(share / k)
@@ -247,7 +249,7 @@ class GoodputModel:
         return np.where(fits, rate, -1.0), m, k
 
     def _search(self, ask: _BatchQuery) -> _BestBatches:
-        """The best batch of each column within the limits, by coarse steps, then by fine ones around the best."""
+        """Return each column's best batch within the limits, by coarse steps, then by fine ones around the best."""
         # Samples per replica and step, over all k = s + 1 micro-steps.
         most = np.maximum(np.floor(ask.limit / ask.replicas), 1.0)
         least = np.minimum(np.maximum(np.ceil(self.init_batch_size / ask.replicas), ask.low), most)
@@ -266,7 +268,7 @@ class GoodputModel:
         return value, m, k
 
     def _choose(self, ask: _BatchQuery, k: Floats, wanted: Floats) -> _BestBatches:
-        """The best choice of each column, with m as near to `wanted` as the limits let it."""
+        """Return the best choice of each column, with m as near to `wanted` as the limits let it."""
         unit = ask.replicas * k
         most = np.floor(ask.limit / unit)
         # Just below M0 where no multiple of `unit` lies between M0 and the limit.
@@ -295,7 +297,7 @@ class GoodputModel:
 
 
 def _candidates(local: Floats, least: Floats, low: float, high: float) -> tuple[Floats, Floats]:
-    """(k, wanted m) for the samples per replica and step in `local`, in columns.
+    """Return (k, wanted m) for the samples per replica and step in `local`, in columns.
 
     Besides each of them in as few micro-steps as `high` allows: full micro-steps of `high`, since goodput
     jumps down after each; the two ends of the first few k; and some m from `low` to `high` in as few micro-steps as

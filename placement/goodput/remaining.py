@@ -15,7 +15,7 @@ _MANY = 1_000  # jobs, of which pairs are no longer compared
 
 
 def remaining(progress: Progress | None) -> float | None:
-    """Scale-invariant iterations to the end, estimated as a live job can; None without a declared length.
+    """Return scale-invariant iterations to the end, estimated as a live job can; None without a declared length.
 
     Declared epochs x measured progress per epoch - progress so far. In its first epoch what other jobs of the same
     model needed for one counts, if it is known; else only that an epoch takes at least what is done already: a
@@ -34,7 +34,7 @@ def remaining(progress: Progress | None) -> float | None:
 
 
 def likely_left(progress: Progress | None) -> float | None:
-    """Scale-invariant iterations by which a job counts for shortest-first decisions; None where nothing tells.
+    """Return scale-invariant iterations by which a job counts for shortest-first decisions; None where nothing tells.
 
     The possible ends are
 
@@ -58,7 +58,9 @@ def likely_left(progress: Progress | None) -> float | None:
 
 
 def gittins_left(done: float, ends: Sequence[float]) -> float:
-    """The inverse of Gittins' index: work to be invested for each end that is reached, at the best place to stop.
+    """Return the inverse of Gittins' index.
+
+    Work to be invested for each end that is reached, at the best place to stop.
 
         min over t of  E[min(X, t) - done | X > done] / P(X <= t | X > done)
 
@@ -82,7 +84,7 @@ def gittins_left(done: float, ends: Sequence[float]) -> float:
 
 
 def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
-    """Remaining time on the smallest size [s] of each job; NaN where nothing is known of its length.
+    """Return remaining time on the smallest size [s] of each job; NaN where nothing is known of its length.
 
     Args:
         views: the jobs.
@@ -101,7 +103,7 @@ def seconds_left(views: Sequence[JobView], rate: Floats) -> Floats:
 
 
 def rank_weights(left_s: Floats, exponent: float, sharpness: float = math.inf) -> Floats:
-    """w_j = (rank_j / n)^a, the rank near 1 for the largest remaining time, near n for the smallest.
+    """Return w_j = (rank_j / n)^a, the rank near 1 for the largest remaining time, near n for the smallest.
 
         rank_j = 1/2 + sum over i of  left_i^q / (left_i^q + left_j^q)
 
@@ -165,7 +167,7 @@ def overdue(views: Sequence[JobView], left_s: Floats, rate: Floats, fair_speed: 
 
 
 def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -> Floats:
-    """H' / (H' + d): the part of the next H' = min(horizon, remaining time) in which a changed job trains.
+    """Return H' / (H' + d): the part of the next H' = min(horizon, remaining time) in which a changed job trains.
 
     Args:
         speed: of each job and option, (J, C).
@@ -180,7 +182,7 @@ def discount(speed: Floats, left_s: Floats, cost_s: Floats, horizon_s: Floats) -
 
 
 def concave_value(speed: Floats, power: float) -> Floats:
-    """phi(s) = (s^p - 1) / p, log s for p = 0: the smaller p, the more an even distribution counts."""
+    """Return phi(s) = (s^p - 1) / p, log s for p = 0: the smaller p, the more an even distribution counts."""
     positive = np.maximum(speed, 1e-9)
     with np.errstate(under="ignore"):
         result: Floats = np.log(positive) if power == 0 else (positive**power - 1.0) / power

@@ -57,12 +57,12 @@ class GoodputCache:
 
 
 def model_of(view: JobView, gpu: str) -> GoodputModel | None:
-    """The job's model on this GPU type; that of the type it knows where it has not run on this one."""
+    """Return the job's model on this GPU type; that of the type it knows where it has not run on this one."""
     return view.models.get(gpu, view.goodput)
 
 
 def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
+    """Return goodput [samples/s] of every job (rows) in every shape (columns); NaN in the rows of jobs without a model.
 
     Args:
         gpu: GPU type.
@@ -103,7 +103,7 @@ def table(views: Sequence[JobView], gpu: str, nodes: Ints, workers: Ints, cache:
 
 
 def _rows(numbers: Floats, nodes: Ints, workers: Ints, cache: GoodputCache) -> Floats:
-    """Goodput of jobs in shapes, computed where it is not remembered."""
+    """Return goodput of jobs in shapes, computed where it is not remembered."""
     texts = np.ascontiguousarray(np.concatenate([numbers.view(np.int64), nodes, workers], axis=1))
     keys = texts.view(np.dtype((np.void, texts.itemsize * texts.shape[1])))[:, 0].tolist()
     fresh = {key: row for row, key in enumerate(keys) if key not in cache.rows}
@@ -133,7 +133,7 @@ def _factors(known: Ratios, nodes: Ints, workers: Ints) -> Floats:
 
 
 def ratios(observations: tuple[Observation, ...], model: GoodputModel, cache: GoodputCache) -> Ratios:
-    """A curve that falls at the node boundary stays one.
+    """Return measured over modelled step times; a curve that falls at the node boundary stays one.
 
     The mean over the batch sizes measured there, in logarithms, weighted by their counts.
     """
@@ -150,7 +150,10 @@ def spread(view: JobView) -> float:
 
 
 def _ratios(observations: tuple[Observation, ...], model: GoodputModel) -> Ratios:
-    """Geometric means of measured over modelled step times, by shape; each time counts within a factor ``_LIMIT``."""
+    """Return geometric means of measured over modelled step times, by shape.
+
+    Each time counts within a factor ``_LIMIT``.
+    """
     columns = np.array(
         [[o.nodes, o.replicas, o.atomic_bsz, o.accum_steps, o.step_time, o.count] for o in observations],
         dtype=np.float64,

@@ -67,17 +67,17 @@ class ThroughputModel:
             object.__setattr__(self, field.name, value)
 
     def grad_time(self, atomic_bsz: ArrayLike) -> FloatOrArray:
-        """Seconds of one forward and backward pass over `atomic_bsz` (>= 1) samples: T_grad."""
+        """Return seconds of one forward and backward pass over `atomic_bsz` (>= 1) samples: T_grad."""
         return plain(self._grad_time(reals("atomic_bsz", atomic_bsz, at_least=1)))
 
     def sync_time(self, nodes: ArrayLike, replicas: ArrayLike) -> FloatOrArray:
-        """Seconds of one gradient synchronisation: T_sync. Arguments as in `step_time`."""
+        """Return seconds of one gradient synchronisation: T_sync. Arguments as in `step_time`."""
         return plain(self._sync_time(*resources(nodes, replicas)))
 
     def step_time(
         self, nodes: ArrayLike, replicas: ArrayLike, atomic_bsz: ArrayLike, accum_steps: ArrayLike
     ) -> FloatOrArray:
-        """Seconds of one optimizer step: T_step. Scalars give a float, arrays broadcast to an array.
+        """Return seconds of one optimizer step: T_step. Scalars give a float, arrays broadcast to an array.
 
         It never falls when `replicas`, `atomic_bsz` or `accum_steps` rises and the rest stays. A time too
         large for a float is given as the largest float.
@@ -98,7 +98,7 @@ class ThroughputModel:
         return plain(self.step_time_unchecked(n, r, m, s))
 
     def step_time_unchecked(self, nodes: Floats, replicas: Floats, atomic_bsz: Floats, accum_steps: Floats) -> Floats:
-        """`step_time` for float64 arrays that are known to be in range: the inner loop of a search."""
+        """Return `step_time` for float64 arrays that are known to be in range: the inner loop of a search."""
         grad = self._grad_time(atomic_bsz)
         with np.errstate(over="ignore"):
             step = self.alpha_s + accum_steps * grad + power_sum(grad, self._sync_time(nodes, replicas), self.gamma)
@@ -118,7 +118,7 @@ class ThroughputModel:
 
 
 def power_sum(x: Floats, y: Floats, gamma: float) -> Floats:
-    """(x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out.
+    """Return (x^gamma + y^gamma)^(1/gamma) for x, y >= 0 and gamma >= 1, with the larger one factored out.
 
     Without the factoring 1e-40 s to the tenth power is 0 and 1e40 s to the tenth is infinite.
     """
@@ -138,7 +138,7 @@ def real(name: str, value: Any, *, at_least: float = -math.inf) -> float:
 
 
 def reals(name: str, value: ArrayLike, *, at_least: float) -> Floats:
-    """Finite numbers >= `at_least` as a float64 array, or an error that names the first bad one."""
+    """Check finite numbers >= `at_least` and return a float64 array; an error names the first bad one."""
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" and array.size:
         raise TypeError(f"{name} must be a real number or an array of them, but got {value!r}")
@@ -151,7 +151,7 @@ def reals(name: str, value: ArrayLike, *, at_least: float) -> Floats:
 
 
 def resources(nodes: ArrayLike, replicas: ArrayLike) -> tuple[Floats, Floats]:
-    """Validated (nodes, replicas): 1 <= nodes <= replicas."""
+    """Check and return (nodes, replicas): 1 <= nodes <= replicas."""
     n = reals("nodes", nodes, at_least=1)
     r = reals("replicas", replicas, at_least=1)
     bad = r < n
@@ -165,5 +165,5 @@ def resources(nodes: ArrayLike, replicas: ArrayLike) -> tuple[Floats, Floats]:
 
 
 def plain(array: NDArray[Any]) -> FloatOrArray:
-    """A Python number for a zero-dimensional array, else the array."""
+    """Return a Python number for a zero-dimensional array, else the array."""
     return array.item() if np.ndim(array) == 0 else array

@@ -43,7 +43,7 @@ class BoundedModel:
 
 
 def goodputs(questions: Sequence[BoundedModel], nodes: Ints, workers: Ints) -> Floats:
-    """Goodput [samples/s, each counted by its worth at the initial batch] at the best batch of every shape.
+    """Return goodput [samples/s, each counted by its worth at the initial batch] at the best batch of every shape.
 
     For batch M = R b with b samples per worker and step, split into k = ceil(b / most) micro-steps of m = b / k::
 
@@ -79,7 +79,7 @@ def of_numbers(numbers: Floats, nodes: Ints, workers: Ints) -> Floats:
 
 
 def _best(fields: Floats, nodes: Floats, workers: Floats, work: Floats) -> Floats:
-    """Goodput of shapes with a column of numbers for each; batch sizes are rows here.
+    """Return goodput of shapes with a column of numbers for each; batch sizes are rows here.
 
     Everything large is computed in place in ``work``: new memory costs more than the arithmetic.
     """

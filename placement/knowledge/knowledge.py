@@ -104,7 +104,7 @@ class _Family:
         return self.cached
 
     def model(self, *, fixed_batch: bool) -> ThroughputModel | None:
-        """Fitted to what was measured; None where that was nothing."""
+        """Fit a model to what was measured; None where that was nothing."""
         told = self.fitted_to if self.fitted_to is not None else self._told()
         if fixed_batch not in self.fits and told:
             self.fits[fixed_batch] = fit(told, fixed_batch=fixed_batch)
@@ -190,7 +190,7 @@ class Knowledge:
             del self._read[key]
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """The view with what others have measured where the job itself has not.
+        """Return the view with what others have measured where the job itself has not.
 
         Observations, models, room to grow, and how much progress an epoch takes.
 
@@ -305,12 +305,12 @@ def machine_of(node: Node) -> str:
 
 
 def _epoch(view: JobView) -> int:
-    """Finished epochs: gradient noise depends on how far training is."""
+    """Return the number of finished epochs: gradient noise depends on how far training is."""
     return 0 if view.progress is None else len(view.progress.epoch_ends) * view.progress.stride
 
 
 def _noise(family: _Family, view: JobView) -> NoiseScale | None:
-    """The family's noise where the job is in its training, else the earliest: noise rises as training continues.
+    """Return the family's noise where the job is in its training, else the earliest: noise rises as training continues.
 
     var = tr(Sigma) / M0, and the job's M0 may be another than that of the one who measured it.
     """
@@ -323,7 +323,7 @@ def _noise(family: _Family, view: JobView) -> NoiseScale | None:
 
 
 def _with_batches(view: JobView, families: Iterable[_Family]) -> JobView:
-    """The view with the limits of the batch that the family's last job had."""
+    """Return the view with the limits of the batch that the family's last job had."""
     known = [(seen_s, batches) for family in families for _, batches, seen_s in family.noise.values()]
     if not known:
         return view
@@ -342,7 +342,7 @@ def _largest_batch(observations: Iterable[Observation]) -> int:
 
 
 def _present_type(view: JobView, models: Mapping[str, GoodputModel]) -> str | None:
-    """The GPU type whose model the view carries as its present one."""
+    """Return the GPU type whose model the view carries as its present one."""
     for gpu, model in view.models.items():
         if model == view.goodput:
             return gpu
@@ -376,7 +376,7 @@ class EndedJobs:
         )
 
     def ended(self, job: str, now_s: float) -> bool:
-        """A job is over; whether that is to be kept."""
+        """End a job; True if its length is to be kept."""
         length = self._present.pop(job, None)
         if length is None:
             return False
@@ -396,7 +396,7 @@ class EndedJobs:
         return tuple(each for name in sorted(fingerprints) for each in self._ended.get(name, ()))
 
     def complete(self, view: JobView, now_s: float) -> JobView:
-        """The view with where earlier jobs of its model ended, in its own iterations."""
+        """Return the view with where earlier jobs of its model ended, in its own iterations."""
         known = [each for each in self._ended.get(view.fingerprint or "", ()) if now_s - each.seen_s < self._forget_s]
         if not known or view.progress is None or not view.init_batch_size:
             return view

@@ -93,7 +93,7 @@ class Measurements:
 
 
 def merged(several: Iterable[Measurements]) -> Measurements:
-    """Measurements of several writers as one; of the same shape, or epoch, the newest."""
+    """Return measurements of several writers as one; of the same shape, or epoch, the newest."""
     several = tuple(several)
     steps: dict[tuple[object, ...], KnownStep] = {}
     noises: dict[tuple[object, ...], KnownNoise] = {}
@@ -111,7 +111,7 @@ def merged(several: Iterable[Measurements]) -> Measurements:
 
 
 def newest(lengths: Iterable[KnownLength]) -> tuple[KnownLength, ...]:
-    """Each length once, of each model the last ones, in the order of time."""
+    """Return each length once, of each model the last ones, in the order of time."""
     kept: dict[str, list[KnownLength]] = {}
     for length in sorted(set(lengths), key=lambda each: (each.seen_s, each.fingerprint, each.samples)):
         kept.setdefault(length.fingerprint, []).append(length)
@@ -135,6 +135,6 @@ def covers(measurements: Measurements, other: Measurements, since_s: float) -> b
 
 
 def shape_of(observation: Observation) -> Shape:
-    """The shape of a measurement."""
+    """Return the shape of a measurement."""
     batch = round(math.log2(max(observation.atomic_bsz, 1.0)))
     return observation.nodes, observation.replicas, observation.accum_steps, batch

@@ -1,4 +1,4 @@
-"""SHELL: what jobs have measured, kept as Parquet files beside their results.
+"""SHELL: measurements of jobs, kept as Parquet files beside their results.
 
 ``<storage_path>/.elastic_ray/knowledge/<writer>.parquet``: every allocator (one per cluster) writes a file of its own
 under each storage path that its jobs use, with what it knows of those jobs' models, and reads all files there before
@@ -213,7 +213,7 @@ def _table(measurements: Measurements) -> pa.Table:
 
 
 def _step_row(step: KnownStep) -> dict[str, Any]:
-    """A measured step time as a row of the file; columns of noises are left out and become null."""
+    """Return a measured step time as a row of the file; columns of noises are left out and become null."""
     seen = step.observation
     return {
         "kind": "step",
@@ -232,7 +232,7 @@ def _step_row(step: KnownStep) -> dict[str, Any]:
 
 
 def _noise_row(known: KnownNoise) -> dict[str, Any]:
-    """A noise scale, with the limits of its job's batch, as a row of the file; None where there is no limit."""
+    """Return a noise scale, with the limits of its job's batch, as a row of the file; None where there is no limit."""
     batches = known.batches
     least, most = batches.atomic_bsz_range or (None, None)
     return {
@@ -269,7 +269,7 @@ def _measurements(table: pa.Table) -> Measurements:
 
 
 def _step(row: dict[str, Any]) -> KnownStep:
-    """The step time in a row of kind ``step``; raises TypeError or ValueError where a value is out of range."""
+    """Return the step time in a row of kind ``step``; raises TypeError or ValueError where a value is out of range."""
     return KnownStep(
         fingerprint=row["fingerprint"],
         gpu_type=row["gpu_type"],
@@ -288,7 +288,7 @@ def _step(row: dict[str, Any]) -> KnownStep:
 
 
 def _noise(row: dict[str, Any]) -> KnownNoise:
-    """The noise scale in a row of kind ``noise``; its atomic range is None where either bound is missing."""
+    """Return the noise scale in a row of kind ``noise``; its atomic range is None where either bound is missing."""
     least, most = row["atomic_bsz_least"], row["atomic_bsz_most"]
     return KnownNoise(
         fingerprint=row["fingerprint"],
@@ -306,7 +306,7 @@ def _noise(row: dict[str, Any]) -> KnownNoise:
 
 
 def _length(row: dict[str, Any]) -> KnownLength:
-    """The length in a row of kind ``length``; raises TypeError or ValueError where a value is out of range."""
+    """Return the length in a row of kind ``length``; raises TypeError or ValueError where a value is out of range."""
     samples, part = row["samples"], row["part"]
     if not 0 < samples < math.inf or not (part is None or 0 < part < math.inf):
         raise ValueError(f"a length must be above 0 and finite, but is {samples} samples, {part} of what was declared")

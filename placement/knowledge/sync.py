@@ -68,7 +68,7 @@ class _RootState:
 
 
 class KnowledgeSync:
-    """Reads what was kept under a storage root when its first job comes, and writes news there.
+    """Sync that reads what was kept under a storage root when its first job comes, and writes news there.
 
     Under each root lies what is known of the models of jobs that used it, and of those that were found there.
 

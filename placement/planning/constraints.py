@@ -62,7 +62,7 @@ def _limits(problem: Problem, plan: Plan) -> dict[str, int]:
 
 
 def _cut(problem: Problem, plan: Plan, limits: Mapping[str, int]) -> Plan:
-    """The plan with so many workers of these jobs; those on nodes with the fewest of them go first."""
+    """Return the plan with so many workers of these jobs; those on nodes with the fewest of them go first."""
     allocation = {job: dict(place) for job, place in plan.allocation.items()}
     reasons = dict(plan.reasons)
     sizes = {view.job: view.sizes for view in problem.views}
@@ -185,7 +185,7 @@ class Constraints:
 def decide(
     problem: Problem, solve: Solver, constraints: Constraints, now_s: float, guaranteed: Collection[str] = ()
 ) -> Plan:
-    """A plan that keeps all constraints and that the same problem, solved from its outcome, does not change.
+    """Return a plan that keeps all constraints and that the same problem, solved from its outcome, does not change.
 
     Policies weigh what a change costs against what the jobs have, so that an outcome may call for another change. It
     is repeated from its own outcome until it stays or returns to an earlier one, which is then the answer.
@@ -221,7 +221,7 @@ def decide(
 
 
 def without_idle_spot(problem: Problem) -> Problem | None:
-    """The problem without spot nodes on which nobody is yet; None where there are none, or nobody runs."""
+    """Return the problem without spot nodes on which nobody is yet; None where there are none, or nobody runs."""
     used = {node for view in problem.views for node, workers in view.allocation.items() if workers}
     left = tuple(node for node in problem.cluster.nodes if not node.spot or node.node_id in used)
     if not used or len(left) == len(problem.cluster.nodes):
@@ -237,7 +237,10 @@ def _decide_once(
     guaranteed: Collection[str],
     running: Collection[str],
 ) -> Plan:
-    """The plan under all constraints; a guarantee whose job gets nothing is dropped and the policy asked again."""
+    """Return the plan under all constraints.
+
+    A guarantee whose job gets nothing is dropped and the policy asked again.
+    """
     worth = {v.job: node_worth(v, problem.cluster) for v in problem.views if v.whole_nodes}
     tenants = {tenant.name: tenant for tenant in constraints.tenants}
     inner: Solver = functools.partial(in_whole_nodes, solve=solve, worth=worth) if worth else solve
@@ -263,7 +266,7 @@ def _decide_once(
 
 
 def _with_first_reasons(plans: Sequence[Plan]) -> Plan:
-    """The last plan; each job's reason is that of the first one that gave it its place."""
+    """Return the last plan; each job's reason is that of the first one that gave it its place."""
     last = plans[-1]
     reasons = dict(last.reasons)
     for plan in reversed(plans):

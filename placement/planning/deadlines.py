@@ -30,7 +30,7 @@ class SatisfactoryShare:
 
 
 def minimum_satisfactory_share(view: JobView, slots: Sequence[int], now_s: float) -> SatisfactoryShare:
-    """The fewest workers with which the job's estimated remaining time meets its deadline.
+    """Return the fewest workers with which the job's estimated remaining time meets its deadline.
 
         remaining work x M0 / goodput(k) <= deadline - now,    less the cost of a change for more than it has
 

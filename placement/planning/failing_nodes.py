@@ -1,4 +1,4 @@
-"""Nodes on which workers have failed are closed to the jobs that avoid them (pure)."""
+"""Avoidance of failing nodes, which are closed to the jobs that avoid them (pure)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEVERAL = 2
 
 
 def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[JobView], Cluster]:
-    """The jobs and the cluster as a policy is to see them, so that slow nodes are left.
+    """Return the jobs and the cluster as a policy is to see them, so that slow nodes are left.
 
     A node that several jobs have seen slow counts as draining, unless fewer jobs could then run. One that only one job
     has seen is closed to that job alone, unless it would have to shrink for that: a slow worker still does some work.
@@ -48,7 +48,7 @@ def avoid_slow(views: Sequence[JobView], cluster: Cluster) -> tuple[Sequence[Job
 
 
 def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cluster: Cluster) -> JobView:
-    """The job as one that does not run on these nodes, if all its workers find room on others."""
+    """Return the job as one that does not run on these nodes, if all its workers find room on others."""
     if NODE_LABEL in view.label_selector:
         return view
     others = {each.job: dict(each.allocation) for each in views if each is not view and each.allocation}
@@ -69,7 +69,7 @@ def _slow_for(view: JobView, slow: Collection[str], views: Sequence[JobView], cl
 def avoid_failing(
     views: Sequence[JobView], cluster: Cluster, avoided: AvoidedNodes
 ) -> tuple[Sequence[JobView], Cluster, Mapping[str, str]]:
-    """The jobs and the cluster as a policy is to see them, so that nodes are left on which workers fail.
+    """Return the jobs and the cluster as a policy is to see them, so that nodes are left on which workers fail.
 
     A job whose minimum the other nodes could not run avoids none, and neither does one that finds no room for its
     minimum elsewhere now: one that has trained keeps what works, and of one that has yet to begin the next start tells

@@ -41,7 +41,7 @@ def _is_held_up(view: JobView) -> bool:
 
 
 def shared(allocation: Allocation) -> dict[str, list[str]]:
-    """Nodes that two or more multi-node jobs share, and these jobs."""
+    """Return nodes that two or more multi-node jobs share, and these jobs."""
     return {node: jobs for node, jobs in sorted(_multi_node_jobs(allocation).items()) if len(jobs) > 1}
 
 
@@ -86,7 +86,7 @@ def keep_apart(
 
 
 def _multi_node_jobs(allocation: Allocation) -> dict[str, list[str]]:
-    """Multi-node jobs by node."""
+    """Return multi-node jobs by node."""
     found: dict[str, list[str]] = {}
     for job, place in allocation.items():
         for node in place if len(place) > 1 else ():
@@ -147,7 +147,10 @@ class _Placer:
         return {view.job: self._named(place) for view in jobs if (place := self._occupied.place(view))}
 
     def _find(self, view: JobView, wanted: int, own: WorkersByNode) -> dict[int, int]:
-        """The best place for as many of the wanted workers as possible; empty if it is below the job's minimum."""
+        """Return the best place for as many of the wanted workers as possible.
+
+        Empty if it is below the job's minimum.
+        """
         fits = self._occupied.slots(view)
         mine = {index for node in own if (index := self._free.index(node)) is not None}
         found = _on_one_node(fits, wanted, mine)

@@ -78,7 +78,7 @@ def _with_wishes(
     guaranteed: Collection[str],
     granted: Allocation | None,
 ) -> Plan:
-    """A plan for nodes as they are; what jobs wish comes from what is left."""
+    """Return a plan for nodes as they are; what jobs wish comes from what is left."""
     whole = Problem(views=views, cluster=cluster, apart=bool(constraints.one_multi_node_job_per_node))
     granted = granted or {}
     if not granted and all(view.wished is None for view in views):
@@ -94,7 +94,7 @@ def _with_wishes(
 def _plan_without_wishes(
     policy: Policy, problem: Problem, now_s: float, constraints: Constraints, guaranteed: Collection[str]
 ) -> Plan:
-    """The policy's decision under all constraints."""
+    """Return the policy's decision under all constraints."""
 
     def solve(problem: Problem) -> Plan:
         return _ask_policy(policy, problem, now_s)
@@ -145,7 +145,7 @@ def _ask_policy(policy: Policy, problem: Problem, now_s: float) -> Plan:
 
 
 def _place(targets: Mapping[str, Target], views: Sequence[JobView], cluster: Cluster) -> Packing:
-    """The policy's own places where it names them; the other jobs are packed into the room that they leave."""
+    """Return the policy's own places where it names them; the other jobs are packed into the room that they leave."""
     named = {job: target.nodes for job, target in targets.items() if target.nodes is not None and target.workers}
     if not named:
         return pack({job: target.workers for job, target in targets.items()}, views, cluster)

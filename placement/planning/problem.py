@@ -94,7 +94,7 @@ def stays(view: JobView, problem: Problem) -> bool:
 
 
 def by_precedence(problem: Problem) -> list[JobView]:
-    """The order in which minimums are served.
+    """Return the order in which minimums are served.
 
     Running jobs that are not to be stopped; then by priority, those with a guaranteed deadline, running ones, arrival.
     """
@@ -125,7 +125,7 @@ def serve(view: JobView, room: FreeResources) -> bool:
 
 
 def minimums(problem: Problem) -> Allocation:
-    """Places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
+    """Return places for as many jobs' minimums as fit together, served by precedence; workers stay where they are."""
     served = _served(problem)
     while True:
         packing = pack({view.job: view.min_workers for view in served}, served, problem.cluster)
@@ -137,7 +137,7 @@ def minimums(problem: Problem) -> Allocation:
 
 
 def _served(problem: Problem) -> list[JobView]:
-    """Jobs whose minimums fit together, by precedence.
+    """Return jobs whose minimums fit together, by precedence.
 
     A job that many nodes can hold makes way on those that are all that another one's labels allow.
     """

@@ -60,7 +60,7 @@ def with_minimums_on_demand(
 
 
 def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
-    """Waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
+    """Return waiting mixed jobs whose minimum finds no room on on-demand nodes beside the minimums that come before."""
     staying = Cluster(nodes=tuple(node for node in problem.cluster.nodes if not node.spot))
     free = FreeResources(staying)
     shut = set()
@@ -74,7 +74,10 @@ def _shut_out(problem: Problem, least: Mapping[str, int]) -> set[str]:
 def _giving_way(
     plan: Plan, problem: Problem, unsettled: Sequence[str], least: Mapping[str, int], running: Collection[str]
 ) -> dict[str, str]:
-    """Jobs that are not to start so that others have their minimum on demand, with the reason; empty if none can."""
+    """Return jobs that are not to start so that others have their minimum on demand, with the reason.
+
+    Empty if none can.
+    """
     # What fitted beside minimums may not fit beside what the policy gave to others. A job that starts gives way.
     present = {view.job for view in problem.views if view.workers}
     starting = [job for job in unsettled if job not in present]
@@ -89,7 +92,7 @@ def _giving_way(
 
 
 def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
-    """Jobs that come after this one and that this plan starts on on-demand nodes."""
+    """Return jobs that come after this one and that this plan starts on on-demand nodes."""
     nodes = problem.cluster.by_id()
     order = by_precedence(problem)
     behind = order[[view.job for view in order].index(first) :]
@@ -98,7 +101,9 @@ def _newcomers(plan: Plan, problem: Problem, first: str) -> list[str]:
 
 
 def _settle(plan: Plan, problem: Problem, least: Mapping[str, int]) -> tuple[Plan, list[str]]:
-    """The plan with workers exchanged so that these jobs have their minimums on demand; those that cannot, last first.
+    """Return the plan with workers exchanged so that these jobs have their minimums on demand.
+
+    Those that cannot, last first.
 
     ``least`` is in the order of precedence: the last job gives way first.
     """
@@ -147,7 +152,7 @@ def _exchanged(
 def _missing_part(
     view: JobView, place: Mapping[str, int], has: Mapping[str, int], nodes: Mapping[str, Node]
 ) -> JobView:
-    """The job without the workers that it has already, at its place and on its GPU type."""
+    """Return the job without the workers that it has already, at its place and on its GPU type."""
     low = max(view.min_workers - sum(has.values()), 1)
     left = {node: workers - has.get(node, 0) for node, workers in place.items()}
     part = dataclasses.replace(_of_type(view, place, nodes), min_workers=low, held_at=None)
@@ -155,7 +160,7 @@ def _missing_part(
 
 
 def _off_spot_nodes(view: JobView) -> JobView:
-    """The job, kept off spot nodes."""
+    """Return the job, kept off spot nodes."""
     return view if view.spot == "avoid" else dataclasses.replace(view, spot="avoid", label_selector=_off_spot(view))
 
 
@@ -164,7 +169,7 @@ def _off_spot(view: JobView) -> Mapping[str, str]:
 
 
 def _of_type(view: JobView, place: Mapping[str, int], nodes: Mapping[str, Node]) -> JobView:
-    """The job, kept on the GPU type of its place, where that is one and has a name."""
+    """Return the job, kept on the GPU type of its place, where that is one and has a name."""
     types = {nodes[node].gpu_type for node in place}
     if len(types) != 1 or "" in types:
         return view

@@ -15,7 +15,9 @@ from placement.goodput.remaining import remaining
 def start_times(
     waiting: Sequence[JobView], running: Sequence[tuple[JobView, Mapping[str, int]]], cluster: Cluster
 ) -> dict[str, float]:
-    """Seconds from now until each waiting job's smallest size fits; jobs of which that cannot be told are left out.
+    """Return seconds from now until each waiting job's smallest size fits.
+
+    Jobs of which that cannot be told are left out.
 
     It is rough: every running job keeps the size and the goodput that it has now until its end; a job without a
     declared length or a fitted model never ends; no node comes or goes, no job arrives, and what has started does not

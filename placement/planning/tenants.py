@@ -83,7 +83,7 @@ def by_tenant(problem: Problem, solve: Solver, tenants: Mapping[str, Tenant]) ->
 
 
 def _as_told(name: str, views: Sequence[JobView]) -> Tenant:
-    """A tenant that the cluster's configuration does not name: its jobs bring its weight."""
+    """Return a tenant that the cluster's configuration does not name: its jobs bring its weight."""
     told = [view.tenant_weight for view in views if view.tenant == name and view.tenant_weight is not None]
     return Tenant(name=name, weight=max(told, default=1.0))
 
@@ -149,7 +149,7 @@ def _notes(
 
 
 def entitlements(demands: Mapping[str, Resources], weights: Mapping[str, float], totals: Resources) -> dict[str, float]:
-    """Weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
+    """Return weighted max-min fair dominant shares (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011).
 
     All shares rise together, each in proportion to its weight, until a tenant's demand is met or a resource that it
     needs is used up; the others continue.
@@ -212,7 +212,7 @@ def _owned(part: Problem, tenants: Mapping[str, Tenant]) -> dict[str, dict[str, 
 
 
 def _parts(problem: Problem) -> list[Problem]:
-    """The whole, and those parts of it that are all that the labels of some job allow, with the jobs that they bind."""
+    """Return the whole, and its parts that are all that the labels of some job allow, with the jobs they bind."""
     nodes = problem.cluster.nodes
     reach = {
         view.job: frozenset(node.node_id for node in nodes if node.matches(view.selector)) for view in problem.views
@@ -226,7 +226,7 @@ def _parts(problem: Problem) -> list[Problem]:
 
 
 class _Filling:
-    """Workers are given out one by one, or a minimum at a time, to see how much each tenant may use."""
+    """Trial distribution of workers, one by one or a minimum at a time, to see how much each tenant may use."""
 
     def __init__(self, problem: Problem, tenants: Mapping[str, Tenant], totals: Resources) -> None:
         self._order = by_precedence(problem)
@@ -391,7 +391,7 @@ def within(problem: Problem, ceiling: Resources, first: Allocation) -> Problem:
 
 
 def _order(problem: Problem) -> list[Node]:
-    """Nodes that some job can use: those with most of the jobs' workers, then the roomiest."""
+    """Return nodes that some job can use: those with most of the jobs' workers, then the roomiest."""
     room = FreeResources(problem.cluster)
     fits = dict.fromkeys(room.node_ids, 0)
     for view in _kinds(problem.views):
@@ -438,7 +438,7 @@ class _Partition:
         self.take(node, {r: goal[r] - taken[r] for r in taken})
 
     def cluster(self) -> Cluster:
-        """The part, as a cluster of the same nodes."""
+        """Return the part, as a cluster of the same nodes."""
         return Cluster(
             nodes=tuple(
                 dataclasses.replace(node, free={**node.free, **self._taken[node.node_id]})

@@ -1,4 +1,4 @@
-"""Sizes that jobs' own policies ask for: served from what is left once the allocation policy has shared out everything.
+"""Sizes requested by jobs' own policies, served from what the allocation policy leaves over.
 
 The allocation policy sees neither wishes nor the workers that were granted for them: it decides about the others as if
 these slots were free. So a wish takes no worker from another job, and what was granted goes as soon as the policy has a
@@ -19,8 +19,9 @@ from placement.policies.shared.base import count
 
 
 def without_wish(view: JobView, granted: Mapping[str, int]) -> JobView:
-    """The job as the allocation policy sees it: with the workers that the policy itself gave it, never below its
-    minimum where it has that.
+    """Return the job as the allocation policy sees it.
+
+    It has the workers that the policy itself gave it, never below its minimum where it has that.
 
     Args:
         granted: workers by node that it has because it asked, ``Plan.granted`` of the last decision.
@@ -113,7 +114,10 @@ class _FreeSlots:
                     del counts[node_id]
 
     def _next(self, view: JobView, place: Mapping[str, int]) -> str | None:
-        """The node of its next worker: where it has one now, one of its own, or the fullest; None if there is none."""
+        """Return the node of its next worker: where it has one now, one of its own, or the fullest.
+
+        None if there is none.
+        """
         if self._quota_is_used(view):
             return None
         free = dict(zip(self._room.node_ids, self._room.slots(view).tolist(), strict=True))
@@ -148,5 +152,5 @@ class _FreeSlots:
         return any(len(self.allocation[other.job]) > 1 for each in nodes for other in self._others(view, each))
 
     def _others(self, view: JobView, node_id: str) -> Sequence[JobView]:
-        """Jobs beside it on a node."""
+        """Return jobs beside it on a node."""
         return [self._views[job] for job, at in self.allocation.items() if node_id in at and job != view.job]

@@ -44,12 +44,12 @@ class OwnPolicy:
     rigid: bool = False
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         return as_targets(self.name, self.function(jobs, cluster, now_s))
 
 
 def own_policy(given: Any) -> Policy:
-    """A policy of what a user has written: a policy object or class, or a function.
+    """Return a policy of what a user has written: a policy object or class, or a function.
 
     Raises TypeError: it is none of these; the message says what it must be.
     """
@@ -67,7 +67,7 @@ def own_policy(given: Any) -> Policy:
 
 
 def load(text: str) -> Any:
-    """The object that ``module:name`` or ``path/to/file.py:name`` names.
+    """Load the object that ``module:name`` or ``path/to/file.py:name`` names.
 
     Raises ValueError: there is no such module, file or name; the message says which.
     """
@@ -84,7 +84,7 @@ def load(text: str) -> Any:
 
 
 def _module_of_file(path: Path) -> Any:
-    """The module of a Python file, run anew at each call; raises FileNotFoundError where there is no file."""
+    """Load the module of a Python file, run anew at each call; raises FileNotFoundError where there is no file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path.absolute()}")
     name = f"policy_of_{path.stem}"
@@ -139,7 +139,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
 
 
 def make_policy(policy: object) -> Policy:
-    """The policy that a name, an object or a function stands for.
+    """Return the policy that a name, an object or a function stands for.
 
     Args:
         policy: a registered name; ``module:name`` or ``path/to/file.py:name`` of one's own; a policy object or class;

@@ -1,4 +1,4 @@
-"""SHELL: what Ray says about the cluster's nodes, before a job is submitted."""
+"""SHELL: Ray's view of the cluster's nodes, before a job is submitted."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Refusal:
 
 
 class NodeRequests:
-    """The nodes that the cluster should have, told to Ray whenever they change and every 20 s. Calls block shortly."""
+    """Requests for the cluster's nodes, sent to Ray whenever they change and every 20 s. Calls block shortly."""
 
     def __init__(self) -> None:
         self._told: list[tuple[dict[str, float], dict[str, str]]] | None = None
@@ -75,7 +75,10 @@ class NodeRequests:
 
 
 def refusals(since_s: float) -> tuple[Refusal, ...]:
-    """Launches that failed after this time [s since the epoch]; none where Ray's autoscaler (v2) does not tell."""
+    """Return launches that failed after this time [s since the epoch].
+
+    Empty where Ray's autoscaler (v2) does not tell.
+    """
     try:
         from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -103,7 +106,7 @@ def _coordinator() -> Any | None:
 
 
 def _through(coordinator: Any, wanted: Sequence[tuple[dict[str, float], dict[str, str]]]) -> Any:
-    """The coordinator's pending answer (an object reference) to asking for these nodes, or for none any more."""
+    """Return the coordinator's pending answer (an object reference) to asking for these nodes, or for none any more."""
     if not wanted:
         return coordinator.cancel_request.remote(_REQUESTER)
     from ray.data._internal.cluster_autoscaler.base_autoscaling_coordinator import ResourceRequestPriority
@@ -159,7 +162,7 @@ class ClusterScaler:
         return self._autoscaler.bill(job)
 
     def marked(self, cluster: Cluster) -> Cluster:
-        """The cluster as jobs are to see it: a node that is given up is one that drains."""
+        """Return the cluster as jobs are to see it: a node that is given up is one that drains."""
         if self.decision is None or not self.decision.release:
             return cluster
         return cluster.draining(set(self.decision.release))
@@ -214,5 +217,5 @@ class ClusterScaler:
         await asyncio.wait_for(asyncio.to_thread(self._requests.withdraw), timeout=_LOOK_S)
 
     def forget(self, job: str) -> float:
-        """The job has ended; what it has cost [USD]."""
+        """Forget a job that has ended; return its cost [USD]."""
         return self._autoscaler.forget(job)

@@ -21,7 +21,7 @@ _SAYS = "dashboard: "
 
 
 class DashboardProcess:
-    """Runs while this process does: it reads its standard input, which ends with this process, however that ends.
+    """Process of the page that ends with this process: its standard input is then closed.
 
     Args:
         cluster: HOST:PORT of the cluster's control store.

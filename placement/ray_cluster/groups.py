@@ -118,12 +118,12 @@ async def withdraw(group: PlacementGroup) -> None:
 
 
 def find(group_id: str) -> PlacementGroup:
-    """The group with this hex id, reserved by another process."""
+    """Return the group with this hex id, reserved by another process."""
     return PlacementGroup(ray.PlacementGroupID.from_hex(group_id))
 
 
 def of_jobs() -> dict[str, str]:
-    """Elastic jobs' groups that are not removed: hex id -> job. Blocks for some milliseconds."""
+    """Return elastic jobs' groups that are not removed: hex id -> job. Blocks for some milliseconds."""
     living = {group_id: group["name"] for group_id, group in placement_group_table().items() if _lives(group)}
     return {group_id: job for group_id, name in living.items() if (job := job_of(name)) is not None}
 

@@ -51,7 +51,7 @@ _WRITE: Mapping[InstrumentKind, Any] = {
 
 
 def _make(instrument: Instrument) -> Any:
-    """Ray's object of a metric."""
+    """Return Ray's object of a metric."""
     told: dict[str, Any] = {"description": instrument.description, "tag_keys": instrument.labels}
     if instrument.kind is InstrumentKind.GAUGE:
         return Gauge(instrument.name, **told)

@@ -1,4 +1,4 @@
-"""SHELL: actors of ours that others find by name: how they are made, found, listed and asked again."""
+"""SHELL: named actors: how they are made, found, listed and asked again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _POLL_S = 0.1
 
 @functools.cache
 def actor_class(kind: type) -> Any:
-    """``ray.remote`` of a class, once: each call makes classes that Ray keeps, some 20 kB."""
+    """Return ``ray.remote`` of a class, once: each call makes classes that Ray keeps, some 20 kB."""
     return ray.remote(kind)
 
 
@@ -57,7 +57,7 @@ def create_on_head(kind: type, name: str, *arguments: Any, **options: Any) -> An
 
 
 def find_actor(name: str) -> Any | None:
-    """The actor of this name, or alias; None if there is none. Blocks for a moment."""
+    """Return the actor of this name, or alias; None if there is none. Blocks for a moment."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(name, namespace=NAMESPACE)
     for own, _ in aliases(name, whole=True):
@@ -67,7 +67,7 @@ def find_actor(name: str) -> Any | None:
 
 
 def names_of_actors(prefix: str) -> list[str]:
-    """Names and aliases of living actors that begin so, sorted. Blocks for a moment."""
+    """Return names and aliases of living actors that begin so, sorted. Blocks for a moment."""
     names = _names()
     found = {name for name in names if name.startswith(prefix)}
     return sorted(found | {alias for own, alias in aliases(prefix) if own in names})
@@ -109,14 +109,14 @@ def _alias_key(alias: str, own: str | None) -> bytes:
 
 
 def actors_named(prefix: str) -> Iterator[tuple[str, Any]]:
-    """Living actors whose names begin so, by name. Blocks for a moment."""
+    """Yield living actors whose names begin so, by name. Blocks for a moment."""
     for name in names_of_actors(prefix):
         if (actor := find_actor(name)) is not None:  # else it has just ended
             yield name, actor
 
 
 def insist(call: Callable[[], Any], *, timeout_s: float | None, patience_s: float = _PATIENCE_S) -> Any:
-    """The answer to a call of an actor, which is called again while Ray restarts it.
+    """Call an actor, again while Ray restarts it, and return its answer.
 
     Args:
         call: makes the call; answering it twice must do no harm.

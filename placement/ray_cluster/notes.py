@@ -1,4 +1,4 @@
-"""SHELL: where controllers and the allocator keep notes in Ray's control store, and the end of those none will read.
+"""SHELL: notes of controllers and the allocator in Ray's control store, and the removal of orphaned ones.
 
 A controller that ends deletes its own. One that is ended for good from outside (``ray.kill``, its namespace cleared)
 cannot, and Redis behind the control store would keep them over restarts of the cluster.
@@ -113,7 +113,7 @@ def _ended_s(key: bytes) -> float:
 
 
 def key_of(controller: str, name: str) -> bytes:
-    """Key of a note.
+    """Return the key of a note.
 
     Args:
         controller: id of the controller's actor, which stays the same when Ray restarts it.

@@ -1,4 +1,4 @@
-"""SHELL: looks, on a spot node, for the cloud's notice of its end, and then lets Ray drain the node.
+"""SHELL: watcher of the cloud's notice of a spot node's end, upon which Ray drains the node.
 
 All parts know what a draining node is: the allocator moves jobs off it, Ray puts nothing new on it. An actor
 keeps a node from being idle, hence only nodes that elastic jobs use are watched.
@@ -117,7 +117,7 @@ class Metadata:
         self._machine = ""
 
     def find_cloud(self) -> str | None:
-        """The first cloud whose own question is answered; None if none is, or not by HTTP."""
+        """Return the first cloud whose own question is answered; None if none is, or not by HTTP."""
         candidates = ("gcp", "azure", "aws") if self._config.cloud == "auto" else (self._config.cloud,)
         for cloud in candidates:
             try:
@@ -130,7 +130,7 @@ class Metadata:
         return None
 
     def look(self, cloud: str) -> Notice | None:
-        """The notice of this machine's end; None while there is none.
+        """Return the notice of this machine's end; None while there is none.
 
         Raises:
             OSError, http.client.HTTPException: no answer, or one that is none.
@@ -151,7 +151,7 @@ class Metadata:
         return question(cloud, self._token)
 
     def _ask(self, request: Request) -> str | None:
-        """The body of the answer; None where there is nothing of that name."""
+        """Return the body of the answer; None where there is nothing of that name."""
         asked = urllib.request.Request(
             self._config.address.rstrip("/") + request.path, headers=dict(request.headers), method=request.method
         )

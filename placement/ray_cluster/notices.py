@@ -55,7 +55,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """A node is about to go.
+    """Notice that a node is about to go.
 
     Attributes:
         deadline_s: when, in seconds since the epoch.
@@ -92,7 +92,7 @@ def question(cloud: str, token: str = "") -> Request:
 
 
 def read_notice(cloud: str, answer: str | None, *, now_s: float, machine: str = "") -> Notice | None:
-    """The notice in a metadata server's answer; None where there is none.
+    """Return the notice in a metadata server's answer; None where there is none.
 
     Args:
         answer: the body; None where there is nothing (404).
@@ -122,7 +122,7 @@ def _aws(answer: Mapping[str, str]) -> Notice | None:
 
 
 def _azure(answer: Mapping[str, list[Mapping[str, object]]], now_s: float, machine: str) -> Notice | None:
-    """The first event that takes this machine away (any, if ``machine`` is empty); None where there is none."""
+    """Return the first event that takes this machine away (any, if ``machine`` is empty); None where there is none."""
     for event in answer["Events"]:
         resources = event.get("Resources") or []
         if event["EventType"] not in ("Preempt", "Terminate") or (machine and machine not in resources):  # type: ignore[operator]

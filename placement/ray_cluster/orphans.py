@@ -1,4 +1,4 @@
-"""SHELL: gives back what jobs have left whose controller is gone for good: placement groups, and notes.
+"""SHELL: release of what jobs without a controller have left: placement groups, and notes.
 
 Groups are detached, so that they outlive a controller that Ray restarts. A controller that ends releases its own, and
 a worker that has lost its controller saves the job first and then gives back its own. What is left is a reservation
@@ -28,7 +28,7 @@ _NOTES_EVERY_S = 300.0  # Ray is asked for each controller that has any
 def orphaned(
     holders: Mapping[str, bool | None], since_s: dict[str, float], now_s: float, timeout_s: float
 ) -> tuple[str, ...]:
-    """Groups to release of jobs that the allocator does not know (pure but for ``since_s``, which it keeps).
+    """Return groups to release of jobs that the allocator does not know (pure but for ``since_s``, which it keeps).
 
     One whose process is dead serves nobody any more, one that no process holds after ``_ORPHANED_S`` neither.
 
@@ -58,12 +58,15 @@ async def _release(group_id: str) -> None:
 
 
 def _controllers() -> int:
-    """Controllers of jobs and trials that Ray knows, restarting ones among them. Blocks for some milliseconds."""
+    """Return the number of controllers of jobs and trials that Ray knows, restarting ones included.
+
+    Blocks for a moment.
+    """
     return len(names_of_actors("job:"))
 
 
 class Orphans:
-    """Looks for such groups every few seconds, and for such notes at first, every few minutes, and with cause.
+    """Search for orphaned groups every few seconds, and for orphaned notes at first, every few minutes, and with cause.
 
     Args:
         timeout_s: for how long a process without a controller, which may be saving the job, keeps its group [s].

@@ -1,4 +1,4 @@
-"""SHELL: what Ray says about its nodes; and, pure, what of them elastic jobs may use."""
+"""SHELL: Ray's view of its nodes; and, pure, the part that elastic jobs may use."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def job_of(group: str) -> str | None:
 
 
 def read_nodes() -> tuple[RawNode, ...]:
-    """Ray's nodes now. Blocks for some milliseconds: call it from a thread, not from an event loop."""
+    """Return Ray's nodes now. Blocks for some milliseconds: call it from a thread, not from an event loop."""
     available = _STATE.available_resources_per_node()
     draining = _STATE.get_draining_nodes() or {}
     reserved = _reserved()
@@ -92,7 +92,7 @@ def is_dead(actor: str) -> bool:
 
 
 def on_head() -> dict[str, Any]:
-    """Actor options that keep an actor on the head node; none if Ray does not tell which node that is.
+    """Return actor options that keep an actor on the head node; none if Ray does not tell which node that is.
 
     Not by node affinity: Ray hands an actor without resources to any node, and one that has just joined does not know
     the head yet, takes a soft affinity to it for one to a lost node, and keeps the actor (measured with Ray 2.60: most
@@ -103,7 +103,7 @@ def on_head() -> dict[str, Any]:
 
 
 def usable(history: Sequence[Sequence[RawNode]], ours: Collection[str]) -> Cluster:
-    """The cluster as far as elastic jobs may use it.
+    """Return the cluster as far as elastic jobs may use it.
 
     free = total - used by others, with used by others = max(0, total - available - reserved by our jobs).
     Ray's view of what is available lags behind placement groups that come and go, in both directions, so the
@@ -150,7 +150,7 @@ def _reserved() -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _plain(amounts: Mapping[str, Any]) -> dict[str, float]:
-    """Amounts without Ray's bookkeeping (groups' shadow resources, one resource per node address)."""
+    """Return amounts without Ray's bookkeeping (groups' shadow resources, one resource per node address)."""
     return {
         name: float(amount)
         for name, amount in sorted(amounts.items())

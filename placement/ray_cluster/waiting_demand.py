@@ -1,4 +1,4 @@
-"""SHELL: asks Ray's autoscaler, where one runs, for nodes for the jobs that wait.
+"""SHELL: requests to Ray's autoscaler, where one runs, for nodes for the jobs that wait.
 
 This is ``AllocatorConfig(autoscaling="auto")``. Jobs that wait hold no placement groups: Ray sees no demand of theirs.
 """

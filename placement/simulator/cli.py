@@ -87,7 +87,7 @@ APART = {"never": False, "measured": None, "always": True}
 
 
 def parser(prog: str = _PROG) -> argparse.ArgumentParser:
-    """The arguments of ``python -m placement.simulator``."""
+    """Return the arguments of ``python -m placement.simulator``."""
     made = argparse.ArgumentParser(prog=prog, description=__doc__)
     made.add_argument("--trace", nargs="+", metavar="FILE", help="CSV files of jobs")
     made.add_argument("--profiles", metavar="DIR", help="folder with one folder per application")
@@ -176,7 +176,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def table(records: Sequence[dict[str, object]]) -> str:
-    """Records side by side, and the mean of each policy over several traces."""
+    """Return records side by side, and the mean of each policy over several traces."""
     columns = [
         ("trace", "trace", "{}"),
         ("policy", "policy", "{}"),
@@ -316,7 +316,7 @@ def disturbances(options: argparse.Namespace) -> Disturbances:
 
 
 def _spot(values: Sequence[str]) -> dict[str, SpotTrace]:
-    """Traces by GPU type, the empty one for all nodes; raises InputError where a type has two."""
+    """Return traces by GPU type, the empty one for all nodes; raises InputError where a type has two."""
     traces: dict[str, SpotTrace] = {}
     for value in values:
         match = _TYPED.fullmatch(value)

@@ -1,4 +1,4 @@
-"""Replays a trace: time stands in a heap, nothing sleeps, and nothing reads a clock."""
+"""Replay of a trace: time stands in a heap, nothing sleeps, and nothing reads a clock."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class _Simulation:
     apart: bool | None
 
     def jobs(self, specs: Sequence[TraceJob], applications: Mapping[str, Application]) -> list[SimulatedJob]:
-        """The jobs before anything has happened to them."""
+        """Return the jobs before anything has happened to them."""
         per_node = {node.gpu_type: int(node.total["GPU"]) for node in self.nodes.nodes}
         jobs = []
         for spec in specs:
@@ -205,7 +205,7 @@ class _Simulation:
     def _run_scaled(
         self, world: World, jobs: Sequence[SimulatedJob], scale: AutoscaledCluster, on_progress: OnProgress | None
     ) -> Rented:
-        """Node hours and USD of what was rented until the last job's end, having run all jobs to theirs."""
+        """Run all jobs to their end; return node hours and USD of what was rented until the last one's."""
         types = scale.types(self.nodes, self.prices, self.wrong.spot)
         provider = Provider(types, self.wrong.spot, 3600.0 * self.wrong.spot_offset_h, self.seed)
         autoscaler = Autoscaler(types, self.policy, scale.objective, scale.config)
@@ -277,7 +277,7 @@ def _rent(nodes: Cluster, rates: Mapping[str, float], seconds: float) -> Rented:
 
 
 def _priced(policy: Policy, rates: Mapping[str, float]) -> Policy:
-    """The policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
+    """Return the policy, told the prices [USD per GPU and hour, by type] if it asks for them."""
     told: Callable[[Mapping[str, float]], Policy] | None = getattr(policy, "priced", None)
     return policy if told is None else told(rates)
 

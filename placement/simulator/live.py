@@ -1,4 +1,4 @@
-"""Event-driven time: the allocator hears of an arrival, an end or a lost node at once, and of progress now and then."""
+"""Event-driven time: arrivals, ends and lost nodes are reported to the allocator at once, progress at intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCRIPT_S = 30 * 86400.0
 
 
 class LiveDriver:
-    """A heap of events; ties are served in the order in which they were pushed.
+    """Driver with a heap of events; ties are handled in the order in which they were pushed.
 
     Args:
         cluster: all nodes, none of them lost.

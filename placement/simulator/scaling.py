@@ -116,7 +116,7 @@ class ScalingDriver(LiveDriver):
         self._scale(now_s)
 
     def _nodes(self, away: Collection[str]) -> Cluster:
-        """Nodes that can take workers, those that are on their way out as draining."""
+        """Return nodes that can take workers, those that are on their way out as draining."""
         machines = self._provider.machines
         return Cluster(nodes=tuple(machines[n].node for n in sorted(self._ready))).draining(away)
 

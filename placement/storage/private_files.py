@@ -33,7 +33,7 @@ _OBJECT_STORES = tuple(
 
 
 class ForeignDirectoryError(PermissionError):
-    """A directory that is to be private belongs to another user."""
+    """Error raised if a directory that is to be private belongs to another user."""
 
 
 def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> None:
@@ -61,7 +61,7 @@ def make_directory(filesystem: pyarrow.fs.FileSystem, path: str, *, private: boo
 
 @contextlib.contextmanager
 def open_output(filesystem: pyarrow.fs.FileSystem, path: str, *, private: bool) -> Iterator[Any]:
-    """A stream that replaces a file, or makes it."""
+    """Open a stream that replaces a file, or makes it."""
     if not isinstance(filesystem, pyarrow.fs.LocalFileSystem):
         with filesystem.open_output_stream(path) as stream:
             yield stream
@@ -141,7 +141,7 @@ def _open_and_sync(path: str, flags: int = 0) -> None:
 
 
 def open_append(path: str, *, private: bool) -> int:
-    """The descriptor of a local file, to be written at its end."""
+    """Open a local file to be written at its end; return its descriptor."""
     mode = FILE_MODE if private else 0o666
     links = os.O_NOFOLLOW if private else 0  # another user of the directory could make us write elsewhere
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | links, mode)

@@ -24,7 +24,7 @@ _POLL_S = 0.05
 
 
 class StorageTimeoutError(TimeoutError):
-    """Storage has not answered in time."""
+    """Error raised if storage has not answered in time."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -44,7 +44,7 @@ class Call:
     given_up: bool = False
 
     def heard(self) -> bool:
-        """A piece is done; whether its caller still waits for the others."""
+        """Note that a piece is done; True if its caller still waits for the others."""
         self.heard_s = time.monotonic()
         return not self.given_up
 
@@ -141,7 +141,7 @@ class StorageCalls:
             return max((call.heard_s for call in self._running), default=0.0)
 
     def waiting(self) -> str:
-        """The call that storage has not answered for longest, as a sentence; empty where it answers."""
+        """Return the call that storage has not answered for longest, as a sentence; empty where it answers."""
         with self._news:
             calls = [*self._running, *(call for call in self._queue if not call.given_up)]
         if not calls:
@@ -176,7 +176,7 @@ class StorageCalls:
             del call
 
     def _next(self) -> Call | None:
-        """The next call; None ends the thread."""
+        """Return the next call; None ends the thread."""
         with self._news:
             if not self._queue:
                 self._idle += 1

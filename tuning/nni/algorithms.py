@@ -1,4 +1,4 @@
-"""NNI's algorithms on this stack: which run, which do not and what to take instead, and how they are told the mode."""
+"""NNI's algorithms on this stack: supported ones, alternatives to others, and how they get the mode."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Algorithm:
 
 
 def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
-    """The tuner that a user names: ``"TPE"``, or what NNI's configuration has below ``tuner``.
+    """Return the tuner that a user names: ``"TPE"``, or what NNI's configuration has below ``tuner``.
 
     Args:
         given: name, mapping with ``name`` (or ``class_name`` and ``code_directory``) and ``class_args``, or an
@@ -98,7 +98,7 @@ def read_tuner(given: Any, mode: str, *, in_tune: bool = False) -> Algorithm:
 
 
 def read_assessor(given: Any, mode: str) -> Algorithm | None:
-    """The assessor that a user names, as :func:`read_tuner`; None for none."""
+    """Return the assessor that a user names, as :func:`read_tuner`; None for none."""
     if given is None:
         return None
     assessor = _read("assessor", ("assessor",), given)
@@ -138,13 +138,13 @@ def check_together(tuner: Algorithm, assessor: Algorithm | None) -> None:
 
 
 def works(kind: str) -> list[str]:
-    """Names of the algorithms that run here; ``kind`` is "tuner" (advisors included) or "assessor"."""
+    """Return names of the algorithms that run here; ``kind`` is "tuner" (advisors included) or "assessor"."""
     kinds = ("tuner", "advisor") if kind == "tuner" else (kind,)
     return [name for name, known in KNOWN.items() if known.kind in kinds and not known.broken]
 
 
 def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = False) -> Algorithm:
-    """The algorithm that is named, or the user's own class; raises TypeError where it is neither or both."""
+    """Return the algorithm that is named, or the user's own class; raises TypeError where it is neither or both."""
     if isinstance(given, str):
         given = {"name": given}
     elif not isinstance(given, Mapping):
@@ -169,7 +169,7 @@ def _read(what: str, kinds: tuple[str, ...], given: Any, *, in_tune: bool = Fals
 
 
 def _known_name(what: str, kinds: tuple[str, ...], name: Any, in_tune: bool) -> str:
-    """NNI's spelling of the name; it does not care for upper and lower case either."""
+    """Return NNI's spelling of the name; it does not care for upper and lower case either."""
     spelled = {each.lower(): each for each in KNOWN if KNOWN[each].kind in kinds}
     found = spelled.get(str(name).lower())
     if found is None and str(name).lower().endswith("tuner"):

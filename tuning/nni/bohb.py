@@ -1,4 +1,4 @@
-"""SHELL: NNI's BOHB as it must be to run."""
+"""SHELL: NNI's BOHB, patched so that it runs."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from tuning.nni.hyperband import TextIds
 
 
 class BOHB(TextIds, NNIBOHB):  # type: ignore[misc]  # NNI has no types
-    """``tuner="BOHB"``."""
+    """Advisor for ``tuner="BOHB"``."""

@@ -153,7 +153,7 @@ class Experiment:
 
     @property
     def nni(self) -> Any:
-        """NNI's own ``Experiment``, for what has no word here: ``update_trial_concurrency``, ``export_data``..."""
+        """NNI's own ``Experiment``, for functions missing here: ``update_trial_concurrency``, ``export_data``..."""
         return self._manager.nni
 
     @property
@@ -242,7 +242,7 @@ class Experiment:
 
     @property
     def _sweep(self) -> str:
-        """Name of the sweep that its trials are."""
+        """Name of the trials' sweep."""
         return self._name or f"nni-{self.id}"
 
     def _context(self) -> ExperimentContext:
@@ -309,7 +309,7 @@ class Experiment:
 
 
 def _agreed(promise: Promise | None, mode: str) -> Promise | None:
-    """The promise, if it finds the same trials good as NNI does."""
+    """Return the promise, if it finds the same trials good as NNI does."""
     if isinstance(promise, Promise) and promise.mode != mode:
         raise ValueError(
             f"promise.mode must be {mode!r}, the experiment's mode, but got {promise.mode!r}: trials would grow that "

@@ -1,4 +1,4 @@
-"""SHELL: NNI's Hyperband as it must be to run."""
+"""SHELL: NNI's Hyperband, patched so that it runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from nni.algorithms.hpo.hyperband_advisor import Hyperband as NNIHyperband
 
 
 class TextIds:
-    """NNI 3.0 compares the numbers of parameters to find those of a resumed experiment; its advisors' are text."""
+    """Mixin for text ids: NNI 3.0 compares ids as numbers to find those of a resumed experiment."""
 
     def is_created_in_previous_exp(self, param_id: Any) -> bool:
-        """Advisors keep nothing of an earlier run."""
+        """Return False: advisors keep nothing of an earlier run."""
         return False
 
 
 class Hyperband(TextIds, NNIHyperband):  # type: ignore[misc]  # NNI has no types
-    """``tuner="Hyperband"``."""
+    """Advisor for ``tuner="Hyperband"``."""

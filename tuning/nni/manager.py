@@ -121,7 +121,7 @@ class Manager:
         )
 
     def tuners_words(self) -> str:
-        """The last error in the tuner's log."""
+        """Return the last error in the tuner's log."""
         with contextlib.suppress(OSError):
             lines = (self.folder / "log" / "dispatcher.log").read_text(errors="replace").splitlines()
             return next((line for line in reversed(lines) if _ERROR.match(line)), "it left no error")
@@ -133,7 +133,7 @@ class Manager:
 
 
 def _configured(config: ExperimentConfig) -> Any:
-    """An ``nni.experiment.Experiment`` that is set up and not started; raises ImportError without NNI."""
+    """Return an ``nni.experiment.Experiment`` that is set up and not started; raises ImportError without NNI."""
     try:
         import nni
         from nni.experiment import Experiment
@@ -156,7 +156,7 @@ def _configured(config: ExperimentConfig) -> Any:
 
 
 def _algorithm(algorithm: Algorithm) -> Any:
-    """NNI's configuration of it; a custom one for the user's class, or for ours in place of NNI's."""
+    """Return NNI's configuration of it; a custom one for the user's class, or for ours in place of NNI's."""
     from nni.experiment import AlgorithmConfig, CustomAlgorithmConfig
 
     arguments = dict(algorithm.class_args)
@@ -194,7 +194,7 @@ def _environment(trials_at: str, host: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """NNI gives its manager 3 s to answer, which on a busy machine is not enough."""
+    """Give NNI's manager more than 3 s to answer, which on a busy machine is not enough."""
     from nni.experiment import launcher
 
     before = launcher._check_rest_server
@@ -206,7 +206,7 @@ def _patience() -> Iterator[None]:
 
 
 def _free_port(port: int) -> int:
-    """The port itself, or any free one for 0; raises RuntimeError where it is taken."""
+    """Return the port itself, or any free one for 0; raises RuntimeError where it is taken."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -58,7 +58,10 @@ class NNISearch(Searcher):
             self._open(self._space)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Called by Tune; False if there is a space already and ``config`` has another one."""
+        """Set the metric, the mode and the space for Tune.
+
+        False if there is a space already and ``config`` has another one.
+        """
         searched, _ = from_tune(config)
         if self._space is not None and searched:
             return False
@@ -75,7 +78,7 @@ class NNISearch(Searcher):
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        """Parameters of the next trial; None if the tuner waits for results, ``FINISHED`` if it has no more."""
+        """Return parameters of the next trial; None if the tuner waits for results, ``FINISHED`` if it has no more."""
         if self._tuner is None:
             raise RuntimeError("NNISearch has no search space yet: it is to be used by a ray.tune.Tuner")
         if not self._ready and not self._refused:
@@ -172,7 +175,7 @@ class AssessorScheduler(FIFOScheduler):
         return self._metric
 
     def set_search_properties(self, metric: str | None, mode: str | None, **spec: Any) -> bool:
-        """Called by Tune."""
+        """Set the metric and the mode for Tune."""
         if (metric and self._metric) or (mode and self._mode):
             return False
         self._metric, self._mode = self._metric or metric, self._mode or mode
@@ -216,7 +219,7 @@ class AssessorScheduler(FIFOScheduler):
 
 
 def make(algorithm: Algorithm, kind: str) -> Any:
-    """An instance of one of NNI's algorithms, or of the user's class of that sort; ``kind`` is NNI's."""
+    """Return an instance of one of NNI's algorithms, or of the user's class of that sort; ``kind`` is NNI's."""
     try:
         import nni
         from nni.tools.package_utils import tuner_factory

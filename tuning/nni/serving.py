@@ -68,7 +68,7 @@ class ManagerChannel:
         self._url = url
 
     def parameter(self) -> Mapping[str, Any]:
-        """The tuner's record for this trial; waits for it."""
+        """Return the tuner's record for this trial; waits for it."""
         self._call("PUT", {"type": "request_parameter"})
         while not (answer := self._call("GET")):
             pass
@@ -80,7 +80,10 @@ class ManagerChannel:
         self._call("PUT", message)
 
     def _call(self, method: str, data: Mapping[str, Any] | None = None) -> bytes:
-        """Body of the manager's answer; empty where it has none yet. Raises HTTPError for any other refusal."""
+        """Return the body of the manager's answer; empty where it has none yet.
+
+        Raises HTTPError for any other refusal.
+        """
         body = None if data is None else json.dumps(data).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method=method)
@@ -196,7 +199,7 @@ class TrialServer:
             job.stop()
 
     def _start(self, trial: TrialId, parameters: Any) -> TrialJob:
-        """The trial's job, started in a directory of its own; raises TypeError where the parameters are no mapping."""
+        """Start the trial's job in a directory of its own; raises TypeError where the parameters are no mapping."""
         if not isinstance(parameters, Mapping):
             raise TypeError(f"a tuner must choose a mapping of names to values, but chose {parameters!r}")
         directory = posixpath.join(self._context.path, trial.trial)

@@ -23,7 +23,7 @@ _VALUES = {
 
 
 def check_space(space: Any, tuner: Algorithm) -> dict[str, Any]:
-    """The search space, if the tuner can search it.
+    """Return the search space, if the tuner can search it.
 
     Raises TypeError: it is no mapping. ValueError: a parameter is not described as NNI wants it, or cannot be searched;
     the message names it.
@@ -102,7 +102,7 @@ def _has_domain(value: Any) -> bool:
 
 
 def _from_domain(name: str, domain: Any) -> dict[str, Any]:
-    """NNI's words for a numeric domain of Tune's; raises ValueError where NNI has no equal."""
+    """Return NNI's words for a numeric domain of Tune's; raises ValueError where NNI has no equal."""
     from ray.tune.search.sample import Integer, LogUniform, Normal, Quantized
 
     sampler: Any = domain.get_sampler()

@@ -60,7 +60,7 @@ def shown(metrics: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[str, Any]) -> dict[str, Any]:
-    """A trial's metric for NNI's manager.
+    """Return a trial's metric for NNI's manager.
 
     Args:
         final: whether it is the trial's result.
@@ -78,7 +78,7 @@ def metric_message(trial: TrialId, *, final: bool, index: int, value: Mapping[st
 
 
 def finite(value: Any) -> float | None:
-    """A reported value as a number, also where it is NumPy's or a tensor; None if it is none, or not finite."""
+    """Return a reported value as a number, also where it is NumPy's or a tensor; None if it is none, or not finite."""
     if value is None or isinstance(value, str | bytes):
         return None
     try:

@@ -56,7 +56,7 @@ class BatchSchedule(ReadyPolicy):
         return self._at(view, ahead=1)
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
-        """The request for the batch that is due, unless it was made."""
+        """Return the request for the batch that is due, unless it was made."""
         now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress}[self.by]
         due = [size for begin, size in self.schedule if now is not None and begin <= now]
         if not due or due[-1] == self.asked:
@@ -74,7 +74,7 @@ def _begins(text: str) -> dict[float, int]:
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, float], ...]:
-    """KungFu's ``"value:length,value:length"``: values that hold one after the other, each for some length.
+    """Parse KungFu's ``"value:length,value:length"``: values that hold one after the other, each for some length.
 
     >>> parse_schedule("10:2,100:4")
     ((10, 2.0), (100, 4.0))

@@ -9,7 +9,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class _ByMetric(ReadyPolicy):
-    """Follows the best value of a metric; each report that the view tells of counts once."""
+    """Base of policies that follow the best value of a metric; each report counts once."""
 
     def __init__(self, metric: str, *, mode: str, strict: bool, deadline_s: float) -> None:
         super().__init__(strict=strict, deadline_s=deadline_s)
@@ -21,7 +21,7 @@ class _ByMetric(ReadyPolicy):
         self.seen = self.bad = 0
 
     def _reported(self, view: PolicyView) -> float | None:
-        """The metric's value, if there is a new one."""
+        """Return the metric's value, if there is a new one."""
         new, self.seen = view.reports > self.seen, view.reports
         return view.metrics.get(self.metric) if new else None
 

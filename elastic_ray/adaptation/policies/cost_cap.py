@@ -11,7 +11,7 @@ _STEPS_UNTIL_STOP = 2  # a request rides on the next step, which comes before it
 
 
 class CostCap(ReadyPolicy):
-    """Ends the training before it costs more than so much: price * ``view.worker_s``.
+    """Policy that ends the training before it costs more than a limit: price * ``view.worker_s``.
 
     The cost of workers is counted from the run's first step on: their start is not in it.
 

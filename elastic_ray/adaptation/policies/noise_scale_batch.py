@@ -1,4 +1,4 @@
-"""A batch that follows the gradient noise scale (pure)."""
+"""Policy that lets the batch follow the gradient noise scale (McCandlish et al. 2018; KungFu's example)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from elastic_ray.adaptation.view import PolicyView
 
 
 class _Scaling(ReadyPolicy):
-    """Measures each size that the search comes by, and asks for the next one every so many steps."""
+    """Base of the scaling policies: measures each size of the search, and asks for the next one at intervals."""
 
     def __init__(
         self, *, every: int, stride: int, passes_to_stay: int, steps_to_stay: int, strict: bool, deadline_s: float
@@ -198,7 +198,7 @@ class SizeSearch:
     steps_to_stay: int
 
     def next_size(self, measured: Mapping[int, int], passes: Callable[[int, int], bool]) -> int:
-        """The size to go to, or to stay at.
+        """Return the size to go to, or to stay at.
 
         With one size measured, the next larger one, at the limit the next smaller one. While each pair of neighbouring
         sizes passes, a larger one. Otherwise, unless the first ``passes_to_stay`` pairs all pass, a smaller one. Where
@@ -229,7 +229,7 @@ class SizeSearch:
 
 
 def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> float:
-    """s = ((R_new - R_old) / (new - old)) / (R_old / old): what a worker more adds, in workers.
+    """Return s = ((R_new - R_old) / (new - old)) / (R_old / old): what a worker more adds, in workers.
 
     >>> scaling_efficiency(4, 400.0, 5, 480.0)
     0.8
@@ -246,7 +246,7 @@ def scaling_efficiency(old: int, old_rate: float, new: int, new_rate: float) -> 
 
 
 def parse_utility(text: str) -> tuple[tuple[float, float], ...]:
-    """A utility function as points (value [USD], time [s]), in Or et al.'s text forms.
+    """Parse a utility function in Or et al.'s text forms into points (value [USD], time [s]).
 
     >>> parse_utility("10,3600")
     ((10.0, 0.0), (0.0, 3600.0))
@@ -280,7 +280,7 @@ def parse_utility(text: str) -> tuple[tuple[float, float], ...]:
 
 
 def utility_at(points: Sequence[tuple[float, float]], time_s: float) -> float:
-    """The value of being done after ``time_s`` [s], negative beyond the last line's end."""
+    """Return the value of being done after ``time_s`` [s], negative beyond the last line's end."""
     lines = list(itertools.pairwise(points))
     (old, begin_s), (new, end_s) = next((line for line in lines if time_s < line[1][1]), lines[-1])
     return old + (new - old) * (time_s - begin_s) / (end_s - begin_s)

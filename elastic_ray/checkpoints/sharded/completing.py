@@ -1,4 +1,4 @@
-"""SHELL: the end of a sharded checkpoint: all ranks' parts are there, and its manifest says so, last (torch)."""
+"""SHELL: completion of a sharded checkpoint: once all parts are there, its manifest is written, last (torch)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Values = Iterable[tuple[Path, tuple[int, int]]]
 
 
 class PartsMissingError(Exception):
-    """Ranks have not written their parts.
+    """Error raised if ranks have not written their parts.
 
     Args:
         text: which, and for how long they were waited for.
@@ -126,7 +126,7 @@ def finish(
 
 
 def _sizes(storage: RunStorage, directory: str) -> dict[str, int]:
-    """Files in the directory with their sizes [bytes]."""
+    """Return files in the directory with their sizes [bytes]."""
     entries = storage.filesystem.get_file_info(pyarrow.fs.FileSelector(directory, allow_not_found=True))
     return {posixpath.basename(each.path): int(each.size or 0) for each in entries if each.is_file}
 
@@ -155,7 +155,7 @@ def _account(storage: RunStorage, directory: str, rank: int, steps: int) -> Part
 
 # It is a pickle, as torch has it. We write it for others, and never read it.
 def torch_metadata(manifest: Manifest, values: Values) -> bytes:
-    """The file's content.
+    """Return the content of torch's metadata file.
 
     A tensor's name is its path with dots, as torch names the leaves of nested dicts: ``model/0.layer.weight``.
 
@@ -184,7 +184,7 @@ def torch_metadata(manifest: Manifest, values: Values) -> bytes:
 
 
 def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
-    """A tensor in torch's words."""
+    """Describe a tensor in torch's terms."""
     return dcp.TensorStorageMetadata(
         properties=dcp.TensorProperties(dtype=dtype_of(tensor.dtype)),
         size=torch.Size(tensor.shape),
@@ -196,7 +196,7 @@ def _described(tensor: StoredTensor) -> dcp.TensorStorageMetadata:
 
 
 def _new_name(path: Path, taken: Iterable[str]) -> str:
-    """A name that no other path has, though keys may have dots."""
+    """Return a name that no other path has, though keys may have dots."""
     name, number = shown(path), 1
     while name in taken:
         number += 1
@@ -205,5 +205,5 @@ def _new_name(path: Path, taken: Iterable[str]) -> str:
 
 
 def _torch_path(path: Path) -> tuple[str | int, ...]:
-    """Keys as text: torch takes numbers for positions in lists."""
+    """Return a path with keys as text, because torch takes numbers for positions in lists."""
     return tuple(str(key) for key in path)

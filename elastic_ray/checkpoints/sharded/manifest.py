@@ -26,7 +26,7 @@ Path = tuple[Any, ...]
 
 
 class ManifestError(ValueError):
-    """A manifest, or a rank's account of its part, says what cannot be."""
+    """Error raised for a manifest, or a rank's account of its part, with impossible contents."""
 
 
 def part_name(rank: int) -> str:
@@ -101,14 +101,14 @@ class Part:
     values: tuple[tuple[Path, tuple[int, int]], ...] = ()
 
     def to_bytes(self) -> bytes:
-        """For :meth:`from_bytes`; they begin with a digest of what follows."""
+        """Return bytes for :meth:`from_bytes`; they begin with a digest of what follows."""
         told = {"version": VERSION, "rank": self.rank, "steps": self.steps, "sha256": self.sha256, "size": self.size}
         content = encode({**told, "tensors": _plain_tensors(self.tensors), "plain": list(self.plain)})
         return hashlib.sha256(content).digest() + content
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Part | None:
-        """The inverse of :meth:`to_bytes`; None where some of them are still to come.
+        """Read the bytes of :meth:`to_bytes`; None where some of them are still to come.
 
         Raises ManifestError: a rank has written something else.
         """
@@ -144,14 +144,14 @@ class Manifest:
     tensors: tuple[StoredTensor, ...]
 
     def to_bytes(self) -> bytes:
-        """For :meth:`from_bytes`."""
+        """Return bytes for :meth:`from_bytes`."""
         files = [(part_name(rank), *each) for rank, each in enumerate(self.files)]
         told = {"version": VERSION, "steps": self.steps, "files": files}
         return encode({**told, "tree": self.tree, "tensors": _plain_tensors(self.tensors)})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """The inverse of :meth:`to_bytes`.
+        """Read the bytes of :meth:`to_bytes`.
 
         Raises ManifestError: these bytes are no manifest: tensors have gaps, lie outside of their files or are larger
         than these, or a file has another name than a part.
@@ -189,7 +189,7 @@ class Manifest:
 
 
 def complete(parts: Sequence[Part]) -> Manifest:
-    """The manifest of all ranks' parts.
+    """Return the manifest of all ranks' parts.
 
     Args:
         parts: of all ranks, by rank.
@@ -225,7 +225,7 @@ def complete(parts: Sequence[Part]) -> Manifest:
 
 
 def shown(path: Path) -> str:
-    """A path for people: its keys with dots between them."""
+    """Return a path for people: its keys with dots between them."""
     return ".".join(str(key) for key in path)
 
 
@@ -297,7 +297,7 @@ def _piece(told: Any) -> tuple[int, StoredPiece]:
 
 
 def _file(rank: int, name: Any, sha256: Any, size: Any) -> tuple[str, int]:
-    """Checksum and size of a part."""
+    """Return checksum and size of a part."""
     found = _PART.fullmatch(name) if isinstance(name, str) else None
     if found is None or int(found[1]) != rank:
         raise ManifestError(

@@ -99,7 +99,7 @@ def find_state(checkpoint: Source) -> tuple[RunStorage, StateFile]:
 
 
 def _flat(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; a model in shards has kept them apart."""
+    """Return parameters and buffers by name; a model in shards has kept them apart."""
     apart = isinstance(tree.get("buffers"), Mapping)
     return {**tree.get("parameters", {}), **tree["buffers"]} if apart else dict(tree)
 

@@ -35,8 +35,9 @@ _READ_BYTES = 4 << 20  # at once, in whole blocks
 
 
 def open_checkpoint(storage: RunStorage, state: StateFile, *, least_bytes: int = _LEAST_BYTES) -> dict[str, Any]:
-    """The captured states of an automatic checkpoint, on the CPU, with `UnreadTensor` in the
-    place of tensors of which each rank reads its rows, or its tiles.
+    """Open an automatic checkpoint and return its captured states on the CPU.
+
+    `UnreadTensor` stands for tensors of which each rank reads its rows, or its tiles.
 
     All parts are read through and compared with their checksums; they must stay until the others are read.
 
@@ -130,7 +131,7 @@ def _read_parts(storage: RunStorage, state: StateFile, is_put_off: _IsPutOff) ->
 
 
 def _elements(path: str, files: Sequence[PartFile], tensor: StoredTensor, start: int, stop: int) -> Tensor:
-    """Consecutive elements of a tensor, from the parts that have them; see `UnreadTensor`."""
+    """Return consecutive elements of a tensor, from the parts that have them; see `UnreadTensor`."""
     itemsize = _itemsize(tensor)
     content = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
     view = content.numpy().data
@@ -220,7 +221,7 @@ class PartFile:
 
 
 class _Blocks:
-    """Check sums of the blocks of what passes by."""
+    """Checksums of consecutive blocks of data."""
 
     def __init__(self) -> None:
         self._sums, self._running, self._left = array.array("I"), 0, BLOCK_BYTES

@@ -28,7 +28,7 @@ class Rectangle:
 
 
 def rectangles(shape: tuple[int, ...], start: int, length: int) -> Iterator[Rectangle]:
-    """The fewest rectangles of consecutive elements that make up a run of elements, in their order.
+    """Yield the fewest rectangles of consecutive elements that make up a run of elements, in their order.
 
     For d dimensions they are at most 2 d - 1: what is left of the first row, whole rows, and the beginning of the
     last one, and so on for each of the two that are not whole. A tensor without elements is one rectangle.

@@ -349,7 +349,7 @@ def write_part(
 
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a skeleton that are no tensors, with their paths; a list without tensors is one."""
+    """Yield the leaves of a skeleton that are no tensors, with their paths; a list without tensors is one."""
     if isinstance(skeleton, Mapping):
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))

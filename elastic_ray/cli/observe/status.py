@@ -63,7 +63,7 @@ def status(job: str, last: int, as_json: bool) -> None:
 
 
 def _trials_of(name: str) -> list[JobRow]:
-    """The trials of the sweep of this name, or of the only one that the submission of this name has started."""
+    """Return the trials of the sweep of this name, or of the only one that the submission of this name has started."""
     rows = read_rows()
     if any(row.job == name for row in rows):
         return []
@@ -104,7 +104,7 @@ def _show_ended(row: JobRow, as_json: bool) -> None:
 
 
 def _only(snapshot: Any, job: str) -> Any:
-    """A snapshot with one job, or none."""
+    """Return a snapshot with one job, or none."""
     if snapshot is None:
         return None
     return dataclasses.replace(snapshot, jobs={name: each for name, each in snapshot.jobs.items() if name == job})

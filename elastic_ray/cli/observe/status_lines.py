@@ -23,7 +23,7 @@ def outlook_lines(row: JobRow) -> tuple[str, ...]:
 
 
 def _waits(row: JobRow) -> str:
-    """``waits for 2 slots (GPU 1) on T4; about 3m05s until they are there``."""
+    """Return text such as ``waits for 2 slots (GPU 1) on T4; about 3m05s until they are there``."""
     if not row.waits_for:
         return ""
     known = row.start_s is not None and math.isfinite(row.start_s)
@@ -31,7 +31,7 @@ def _waits(row: JobRow) -> str:
 
 
 def _left(row: JobRow) -> str:
-    """``42% done; 3m05s left (2m10s to 4m00s), 12345 samples, 500 steps``."""
+    """Return text such as ``42% done; 3m05s left (2m10s to 4m00s), 12345 samples, 500 steps``."""
     left = [until_end(row)] if until_end(row) else []
     left += [f"{row.samples_left} samples"] if row.samples_left is not None else []
     left += [f"{row.steps_left} steps"] if row.steps_left is not None else []
@@ -40,7 +40,7 @@ def _left(row: JobRow) -> str:
 
 
 def until_end(row: JobRow) -> str:
-    """``3m05s (2m10s to 4m00s)``; empty where the end is unknown."""
+    """Return text such as ``3m05s (2m10s to 4m00s)``; empty where the end is unknown."""
     if row.eta_s is None or not math.isfinite(row.eta_s):
         return ""
     low_s, high_s = row.eta_low_s, row.eta_high_s
@@ -49,12 +49,12 @@ def until_end(row: JobRow) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``42%``; empty where it is unknown or no number."""
+    """Return text such as ``42%``; empty where it is unknown or no number."""
     return f"{share:.0%}" if share is not None and math.isfinite(share) else ""
 
 
 def _time(row: JobRow) -> str:
-    """``10m00s since its submission: training 80%, starting 5%, waiting 15%``."""
+    """Return text such as ``10m00s since its submission: training 80%, starting 5%, waiting 15%``."""
     parts = [(name, getattr(row, field)) for name, field in _PARTS]
     whole_s = sum(seconds for _, seconds in parts)
     if not (whole_s > 0 and math.isfinite(whole_s)):
@@ -64,7 +64,7 @@ def _time(row: JobRow) -> str:
 
 
 def _gpus(row: JobRow) -> str:
-    """``GPUs: 31.2 GiB used, 40.0 reserved; nccl; 512 samples/s each; MFU 38%; 32 samples at once at most``."""
+    """Return text such as ``GPUs: 31.2 GiB used, 40.0 reserved; nccl; 512 samples/s each; MFU 38%``."""
     parts = []
     if row.gpu_memory_used_bytes is not None and row.gpu_memory_reserved_bytes is not None:
         used, reserved = (each / (1 << 30) for each in (row.gpu_memory_used_bytes, row.gpu_memory_reserved_bytes))
@@ -77,7 +77,7 @@ def _gpus(row: JobRow) -> str:
 
 
 def _pause(row: JobRow) -> str:
-    """``last pause 0.18 s: vote 0.01, group 0.05, state 0.12; first step after it 0.30 s``."""
+    """Return text such as ``last pause 0.18 s: vote 0.01, group 0.05, state 0.12; first step after it 0.30 s``."""
     pause = row.last_pause
     if pause is None:
         return ""

@@ -1,4 +1,4 @@
-"""``elastic-ray top``: jobs and nodes, again and again."""
+"""``elastic-ray top``: jobs and nodes, repeatedly."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _heading(seen: CoreSnapshot | None) -> str:
 
 
 class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
-    """Plain text without limits, one look after the other."""
+    """Output of plain text without limits, one look after the other."""
 
     def __exit__(self, *error: object) -> None:
         return None
@@ -71,7 +71,7 @@ class _Pipe(contextlib.AbstractContextManager["_Pipe"]):
 
 
 class _Scroll(_Pipe):
-    """Plain text that fits the terminal, one look below the other."""
+    """Output of plain text that fits the terminal, one look below the other."""
 
     def show(self, heading: str, jobs: Sequence[JobRow], nodes: Sequence[NodeRow], by: str) -> None:
         """Print the jobs and nodes once."""
@@ -80,7 +80,7 @@ class _Scroll(_Pipe):
 
 
 class _Screen(_Pipe):
-    """The whole terminal, until its end."""
+    """Output on the whole terminal, until its end."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -114,7 +114,7 @@ def _size() -> tuple[int, int]:
 
 
 class _Keys(contextlib.AbstractContextManager["_Keys"]):
-    """Hears a ``q`` without the return key, where standard input is a terminal; gives it back as it was.
+    """Reader of a ``q`` without the return key, if standard input is a terminal, which it restores.
 
     Args:
         wanted: whether to; the terminal may be another program's, which reads what is printed here.

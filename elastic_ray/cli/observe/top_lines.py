@@ -69,7 +69,7 @@ def _known(value: float | None, otherwise: float) -> float:
 
 
 def sorted_rows(rows: Sequence[JobRow], by: str) -> list[JobRow]:
-    """Rows in the order of one of ``SORTS``."""
+    """Return rows in the order of one of ``SORTS``."""
     return sorted(rows, key=lambda row: (*SORTS[by](row), row.job))
 
 
@@ -88,7 +88,7 @@ def top_cells(row: JobRow, now_s: float) -> tuple[str, ...]:
 
 
 def table_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The header and each row, none wider than ``width`` columns: the first cells as far as they fit.
+    """Return the header and each row, none wider than ``width`` columns: the first cells as far as they fit.
 
     The first cell is cut where the room is small, the last one always; those between are shown whole or not at all.
     """

@@ -28,7 +28,7 @@ from elastic_ray.run.registry import HookPoint
 
 
 class OnMainProcess(accelerate.Accelerator):
-    """Accelerate asks a state of the process, where each worker is alone; here the rank is asked whenever it counts.
+    """Accelerate's process state that asks for the job's rank on every use; accelerate itself sees each worker alone.
 
     Trackers are begun by the first rank 0, and by a later one when it first logs.
     """
@@ -36,29 +36,29 @@ class OnMainProcess(accelerate.Accelerator):
     _trackers_wanted: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """A decorator: the function runs on rank 0 only."""
+        """Decorate a function to run on rank 0 only."""
         return self._where(function, lambda: get_context().get_world_rank() == 0)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """A decorator: the function runs on the first worker of each node only."""
+        """Decorate a function to run on the first worker of each node only."""
         return self._where(function, lambda: get_context().get_local_rank() == 0)
 
     def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """A decorator: the function runs on the last rank only."""
+        """Decorate a function to run on the last rank only."""
         return self._where(function, lambda: get_context().get_world_rank() + 1 == get_context().get_world_size())
 
     def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """A decorator: the function runs on this rank only."""
+        """Decorate a function to run on this rank only."""
         return self._where(function, lambda: get_context().get_world_rank() == process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """A decorator: the function runs on this worker of each node only."""
+        """Decorate a function to run on this worker of each node only."""
         return self._where(function, lambda: get_context().get_local_rank() == local_process_index)
 
     def _where(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Any:
-        """A decorator, or with a function its result: what is called where this is so, and is None elsewhere."""
+        """Return `function`, or a decorator, that is called where `here` is true and is None elsewhere."""
         if function is None:
             return functools.partial(self._where, here=here)
 
@@ -213,7 +213,10 @@ class Accelerator(OnMainProcess, Collectives):
         return theirs
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        """A model that is wrapped with its optimizer when training begins; with ``evaluation_mode``, it never is."""
+        """Return a model that is wrapped with its optimizer when training begins.
+
+        With ``evaluation_mode``, it never is.
+        """
         known = [each for each in self._models if each is model or plain_model(each) is model]
         if known:
             return known[0]
@@ -224,7 +227,7 @@ class Accelerator(OnMainProcess, Collectives):
         return self._models[-1]
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """An optimizer whose model is prepared, too, before training begins."""
+        """Return an optimizer whose model is prepared, too, before training begins."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             own = weakref.ref(self)
 
@@ -250,7 +253,7 @@ class Accelerator(OnMainProcess, Collectives):
             own[0].wrap()
 
     def _wrap(self, module: torch.nn.Module) -> er.AdaptiveDataParallel | None:
-        """A prepared model with its optimizers and their schedulers; None without an optimizer."""
+        """Return a prepared model with its optimizers and their schedulers; None without an optimizer."""
         optimizers = [each for each in self._optimizers if _steps(each, module)]
         if not optimizers:
             return None
@@ -265,7 +268,7 @@ class Accelerator(OnMainProcess, Collectives):
         return wrapper
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> AccelerateLoader:
-        """A loader whose batches all workers share."""
+        """Return a loader whose batches all workers share."""
         seed = self.dataloader_config.data_seed or 0
         loader = self._batch_options.shared(data_loader, seed=seed)
         self._batch_options.apply(loader)
@@ -289,7 +292,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def no_sync(self, model: Any) -> Iterator[None]:
-        """Gradients of the block stay on this worker."""
+        """Keep gradients of the block on this worker."""
         with model.no_sync():
             yield
 
@@ -299,7 +302,7 @@ class Accelerator(OnMainProcess, Collectives):
         yield
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The plain model."""
+        """Return the plain model."""
         return super().unwrap_model(plain_model(model), *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
@@ -362,7 +365,7 @@ class Accelerator(OnMainProcess, Collectives):
             resume_at(current_session(), place)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Raises NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
+        """Raise NotImplementedError: batches differ from run to run, and ``load_state`` knows the place."""
         raise NotImplementedError(
             "skip_first_batches() is not there under elastic-ray, whose batches change: load_state() before the first "
             "epoch continues after the last sample that was used, without it"
@@ -370,7 +373,7 @@ class Accelerator(OnMainProcess, Collectives):
 
     @contextlib.contextmanager
     def _plain_models(self) -> Iterator[None]:
-        """States are those of the plain models, so that accelerate's own Accelerator takes them."""
+        """Use the states of the plain models in the block, so that accelerate's own Accelerator takes them."""
         prepared = self._models
         self._models = [plain_model(each) for each in prepared]
         try:
@@ -379,7 +382,7 @@ class Accelerator(OnMainProcess, Collectives):
             self._models = prepared
 
     def split_between_processes(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: shares change with the group."""
+        """Raise NotImplementedError: shares change with the group."""
         raise NotImplementedError(
             "split_between_processes() is not there under elastic-ray, for the number of processes changes: prepare a "
             "DataLoader with shuffle=False, whose samples all workers share"
@@ -398,6 +401,6 @@ def _steps(optimizer: Any, module: torch.nn.Module) -> bool:
 
 
 def _stepped_by(scheduler: Any) -> Any:
-    """A scheduler's plain optimizer; it may have been made for a prepared one."""
+    """Return a scheduler's plain optimizer; it may have been made for a prepared one."""
     optimizer = getattr(scheduler, "optimizer", None)
     return getattr(optimizer, "optimizer", optimizer)

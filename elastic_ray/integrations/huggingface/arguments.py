@@ -1,4 +1,4 @@
-"""``TrainingArguments`` of a worker: its rank is that of now, and what cannot be kept is refused."""
+"""``TrainingArguments`` of a worker: ranks are current, and unsupported arguments are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from elastic_ray.loop.api import current_session, get_context
 
 
 class _ElasticArguments:
-    """Ranks are asked of the job. What is pickled, as beside a checkpoint, is the arguments as they were."""
+    """Arguments whose ranks are the job's.
+
+    What is pickled, as beside a checkpoint, is the arguments as they were.
+    """
 
     @property
     def process_index(self) -> int:
@@ -47,7 +50,7 @@ def elastic(theirs: TrainingArguments) -> TrainingArguments:
 
 
 def accumulated(theirs: TrainingArguments) -> int:
-    """Micro-batches a step, as the user's arguments say."""
+    """Return micro-batches a step, as the user's arguments say."""
     return int(vars(theirs)["gradient_accumulation_steps"])
 
 

@@ -32,12 +32,12 @@ class SavesAlone:
 
 
 class Collectives(SavesAlone, accelerate.Accelerator):
-    """Accelerate's processes are one here, each worker's; these go through elastic-ray's collectives."""
+    """Accelerate's collectives over all workers of the job; accelerate itself sees each worker as one process."""
 
     flag_tensor: Any
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all workers, one after the other; their first sizes may differ."""
+        """Gather tensors of all workers, one after the other; their first sizes may differ."""
         leaves: list[Any] = []
         recursively_apply(leaves.append, tensor, test_type=_every_leaf)
         parts = map(_joined, zip(*er.all_gather(leaves), strict=True))
@@ -58,7 +58,7 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return recursively_apply(lambda each: er.all_reduce(each, reduction) * scale, tensor)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Each tensor as long on ``dim`` as the longest of any worker's."""
+        """Pad each tensor on ``dim`` to the length of the longest of any worker's."""
 
         def padded(each: torch.Tensor) -> torch.Tensor:
             if dim >= each.dim():
@@ -88,12 +88,12 @@ class Collectives(SavesAlone, accelerate.Accelerator):
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> contextlib.AbstractContextManager[None]:
-        """The first worker of each node runs the block before the others."""
+        """Run the block on the first worker of each node before the others."""
         return self._first(self.is_local_main_process)
 
     @contextlib.contextmanager
     def _first(self, main: bool) -> Iterator[None]:
-        """Workers that are ``main`` run the block before the others."""
+        """Run the block on workers that are ``main`` before the others."""
         if not main:
             self.wait_for_everyone()
         yield
@@ -131,7 +131,7 @@ def write_position(folder: Path) -> None:
 
 
 def read_position(folder: Path) -> Any | None:
-    """The place of a checkpoint; None where it has none, being of another program.
+    """Return the place of a checkpoint; None where it has none, being of another program.
 
     Raises ValueError: the file is damaged.
     """

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_loader(trainer: Any) -> er.AdaptiveDataLoader:
-    """A loader of the trainer's training data, whose batches all workers share.
+    """Return a loader of the trainer's training data, whose batches all workers share.
 
     Args:
         trainer: a ``transformers.Trainer``.
@@ -76,7 +76,7 @@ def shared_loader(loader: Any, batch_options: BatchOptions) -> er.AdaptiveDataLo
 
 
 def _of_torch(loader: Any) -> DataLoader[Any]:
-    """The loader, which is one of torch's; raises TypeError."""
+    """Check that the loader is one of torch's, and return it; raises TypeError."""
     if not isinstance(loader, DataLoader):
         raise TypeError(
             f"get_train_dataloader() must give an elastic_ray.AdaptiveDataLoader or a torch DataLoader, but gave a "
@@ -102,12 +102,12 @@ def counts_items(compute_loss: Callable[..., Any]) -> bool:
 
 
 def _arguments(code: types.CodeType) -> int:
-    """Index of the name of ``**kwargs`` among a function's variables."""
+    """Return the index of the name of ``**kwargs`` among a function's variables."""
     return code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
 
 
 def _order_and_workers(trainer: Any, dataset: Any) -> dict[str, Any]:
-    """Arguments of a loader over a dataset with a length."""
+    """Return arguments of a loader over a dataset with a length."""
     args = trainer.args
     options: dict[str, Any] = {
         "num_workers": args.dataloader_num_workers,

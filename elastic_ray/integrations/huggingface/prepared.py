@@ -51,7 +51,7 @@ class AccelerateModel(LateWrapped):
         return self._make_wrapper(self.module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; one that trains wraps the model, for scripts that count no epochs."""
+        """Run the model's forward pass; one that trains wraps the model, for scripts that count no epochs."""
         if self.training and torch.is_grad_enabled():
             self.wrap()
         return super().forward(*args, **kwargs)

@@ -38,7 +38,7 @@ class StepProgress:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """The present values."""
+        """Return the present values."""
         trainer = self._trainer
         return {
             **scalars(trainer),
@@ -59,7 +59,7 @@ class StepProgress:
 
 
 def scalars(trainer: Any) -> dict[str, Any]:
-    """Counters, flags and the states of callbacks."""
+    """Return counters, flags and the states of callbacks."""
     state = {each.name: getattr(trainer.state, each.name) for each in dataclasses.fields(trainer.state)}
     return {
         "state": {name: value for name, value in state.items() if name not in _OWN},
@@ -102,7 +102,7 @@ def _makes_its_own(callback: Any) -> bool:
 
 
 def _callbacks(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """Callbacks that have a state, by name and number."""
+    """Yield callbacks that have a state, by name and number."""
     for number, each in enumerate(trainer.callback_handler.callbacks):
         if isinstance(each, ExportableState):
             yield f"{number}:{type(each).__name__}", each

@@ -138,7 +138,7 @@ class ElasticTrainerMixin(SavesAlone, _Theirs):
     # --- data
 
     def get_train_dataloader(self) -> er.AdaptiveDataLoader:
-        """A loader whose batches all workers share."""
+        """Return a loader whose batches all workers share."""
         return train_loader(self)
 
     # --- the loop
@@ -433,6 +433,6 @@ class Trainer(ElasticTrainerMixin, transformers.Trainer):
 
 
 def _plateaus() -> tuple[type, ...]:
-    """Schedulers that step by a metric."""
+    """Return schedulers that step by a metric."""
     greedy = getattr(transformers.optimization, "GreedyLR", None)
     return _PLATEAU if greedy is None else (*_PLATEAU, greedy)

@@ -94,7 +94,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         return wrapped, optimizers, scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Raises RuntimeError: a model and its optimizer are set up together."""
+        """Raise RuntimeError: a model and its optimizer are set up together."""
         raise RuntimeError(self._err_msg_joint_setup_required())
 
     def module_to_device(self, module: torch.nn.Module) -> None:
@@ -102,7 +102,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
         module.to(self.root_device)
 
     def process_dataloader(self, dataloader: DataLoader[Any]) -> Any:
-        """A loader whose batches all workers share."""
+        """Return a loader whose batches all workers share."""
         loader = adaptive(dataloader, self._batch)
         self._batch = BatchOptions()  # one loader of a train loop adapts
         return loader
@@ -149,7 +149,7 @@ class ElasticRayFabricStrategy(OneDevice, ParallelStrategy):
 
 class _BackwardSync(_BackwardSyncControl):
     def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Gradients of the block stay on this rank."""
+        """Keep gradients of the block on this rank."""
         if not isinstance(module, er.AdaptiveDataParallel):
             raise TypeError(f"no_backward_sync() takes what fabric.setup() gave, but got {type(module).__name__}")
         return module.no_sync() if enabled else nullcontext()

@@ -1,4 +1,4 @@
-"""Gives Lightning's training loop the batches of an ``AdaptiveDataLoader``, each step's end in its place."""
+"""Fetcher of an ``AdaptiveDataLoader``'s batches for Lightning's training loop, with the ends of steps."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ElasticFetcher(_DataFetcher):
         self.done = True
 
     def batches_of_epoch(self, had: int) -> float:
-        """Micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""
+        """Return micro-batches of this epoch at the present batch size, of which the worker has begun ``had``."""
         left = self.loader.batches_left
         if left is None:
             return float("inf")

@@ -1,4 +1,4 @@
-"""Lightning's training loops, with epochs, steps and their ends where all workers agree on them."""
+"""Training loops of Lightning whose epochs, steps and ends all workers agree on."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _PLACE = "elastic_ray_place"  # in a checkpoint: Lightning's loaders, which have
 
 
 class _BatchLostError(Exception):
-    """A worker was lost in the step: it is drawn again."""
+    """Error raised if a worker was lost in the step, which is drawn again."""
 
 
 class ElasticFitLoop(_FitLoop):
-    """Counts the job's epochs in place of its own. A trainer's loop becomes one by its class."""
+    """Fit loop that counts the job's epochs in place of its own; a trainer's loop becomes one by its class."""
 
     _epochs: er.Epochs | None = None
     _came_later = False  # within an epoch, whose end it takes part in though training may be done then
@@ -196,7 +196,7 @@ class ElasticFitLoop(_FitLoop):
         states.start_from(begun)
 
     def _count_epochs(self) -> int:
-        """Epochs to train, for progress and what follows it."""
+        """Return epochs to train, for progress and what follows it."""
         known = self.max_epochs if self.max_epochs is not None and self.max_epochs >= 0 else None
         if self.max_steps < 0:
             if known is None:
@@ -239,7 +239,7 @@ class ElasticFitLoop(_FitLoop):
 
 
 class ElasticEpochLoop(_TrainingEpochLoop):
-    """Trains an epoch from where the job is in it; each step's end is all workers'."""
+    """Epoch loop that trains from where the job is; all workers end each step together."""
 
     _came_later = False  # within the epoch, so that its counts are others'
     moved_epochs = 0  # at whose ends schedulers that count epochs have moved

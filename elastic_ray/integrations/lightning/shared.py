@@ -29,7 +29,7 @@ _TORCH_OPS: dict[Any, ReduceOperation] = {
 
 
 def reduced(value: Any, group: Any, op: Any) -> Any:
-    """Lightning's ``reduce``: of tensors; anything else stays as it is."""
+    """Reduce tensors as Lightning's ``reduce``; anything else stays as it is."""
     _check_group(group)
     if not isinstance(value, torch.Tensor):
         return value
@@ -42,7 +42,7 @@ def reduced(value: Any, group: Any, op: Any) -> Any:
 
 
 def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
-    """Lightning's ``all_gather``: all ranks' tensors of one shape, on a new first axis."""
+    """Gather all ranks' tensors of one shape on a new first axis, as Lightning's ``all_gather``."""
     _check_group(group)
     if sync_grads:
         raise NotImplementedError(
@@ -53,19 +53,19 @@ def gathered(tensor: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor
 
 
 def told(obj: Any, src: int) -> Any:
-    """Lightning's ``broadcast``, which also sends paths."""
+    """Broadcast as Lightning's ``broadcast``, which also sends paths."""
     if isinstance(obj, PurePath):
         return Path(er.broadcast(str(obj), src))
     return er.broadcast(obj, src)
 
 
 def decided(decision: bool, every: bool) -> bool:
-    """Lightning's ``reduce_boolean_decision``."""
+    """Decide as Lightning's ``reduce_boolean_decision``."""
     return bool(er.all_reduce(int(decision), "min" if every else "max"))
 
 
 def adaptive(given: Any, options: BatchOptions) -> er.AdaptiveDataLoader:
-    """The loader that a user has made, as one whose batches all workers share."""
+    """Return the loader that a user has made, as one whose batches all workers share."""
     loader = options.shared(given)
     options.apply(loader)
     if loader is not given and get_context().get_world_rank() == 0:
@@ -126,11 +126,11 @@ def _check_group(group: Any) -> None:
 
 
 class ElasticRayEnvironment(ClusterEnvironment):
-    """Ranks and sizes of the present group: each look tells those of now."""
+    """Environment with the present ranks and sizes of the group."""
 
     @property
     def creates_processes_externally(self) -> bool:
-        """The job has started this process."""
+        """True: the job has started this process."""
         return True
 
     @property
@@ -145,11 +145,11 @@ class ElasticRayEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Chosen by the strategies only."""
+        """Return False: the environment is chosen by the strategies only."""
         return False
 
     def world_size(self) -> int:
-        """Workers of the present group."""
+        """Return the number of workers of the present group."""
         return get_context().get_world_size()
 
     def set_world_size(self, size: int) -> None:
@@ -167,5 +167,5 @@ class ElasticRayEnvironment(ClusterEnvironment):
         return get_context().get_local_rank()
 
     def node_rank(self) -> int:
-        """Index of its node in the job."""
+        """Return the index of this worker's node in the job."""
         return get_context().get_node_rank()

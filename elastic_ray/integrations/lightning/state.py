@@ -23,7 +23,7 @@ class TrainerState:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters of the loops, the callbacks' states, what was logged under which name; plain values."""
+        """Return counters of the loops, the callbacks' states, what was logged under which name; plain values."""
         trainer = self._trainer
         return {
             "loops": counters(trainer),
@@ -54,7 +54,7 @@ class StepState:
         self._trainer = trainer
 
     def remember(self) -> dict[str, Any]:
-        """The present values; what gets them copies them."""
+        """Return the present values; what gets them copies them."""
         trainer = self._trainer
         results = trainer.fit_loop.epoch_loop._results
         return {
@@ -112,7 +112,7 @@ def set_counters(trainer: Trainer, values: dict[str, Any]) -> None:
 
 
 def metrics_of(trainer: Trainer) -> Iterator[torchmetrics.Metric]:
-    """The metrics that the model holds."""
+    """Yield the metrics that the model holds."""
     for module in trainer.lightning_module.modules():
         if isinstance(module, torchmetrics.Metric):
             yield module
@@ -136,7 +136,7 @@ def _fill(theirs: Any, values: dict[str, Any]) -> None:
 
 
 def _last_saved(trainer: Any) -> dict[str, int]:
-    """The step after which each callback has saved a checkpoint, which it keeps out of its own state."""
+    """Return the step after which each callback has saved a checkpoint, which it keeps out of its own state."""
     callbacks = (each for each in trainer.callbacks if hasattr(each, _LAST_SAVED))
     return {each.state_key: int(getattr(each, _LAST_SAVED)) for each in callbacks}
 
@@ -148,7 +148,7 @@ def _set_last_saved(trainer: Any, steps: dict[str, int]) -> None:
 
 
 def _folders(trainer: Any) -> Iterator[tuple[Any, Any]]:
-    """Callbacks that save to a folder, which is the run's, not the process's."""
+    """Yield callbacks that save to a folder, which is the run's, not the process's."""
     for callback in trainer.callbacks:
         if getattr(callback, "dirpath", None) is not None:
             yield callback, callback.dirpath

@@ -93,7 +93,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @property
     def num_nodes(self) -> int:
-        """1: the job knows of nodes."""
+        """1, because the job manages the nodes."""
         return 1
 
     @num_nodes.setter
@@ -202,7 +202,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Backward, and the step with its hooks and clipping where the micro-batch ends one."""
+        """Run backward, and the step with its hooks and clipping where the micro-batch ends one."""
         if accumulating():
             return closure()
         return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -224,7 +224,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @contextlib.contextmanager
     def _plain(self) -> Iterator[None]:
-        """The model without what wraps it: an evaluation is each worker's own."""
+        """Use the model without its wrapper in the block: an evaluation is each worker's own."""
         wrapped, self._model = self._model, self._lightning_module
         try:
             yield
@@ -254,7 +254,7 @@ class ElasticRayStrategy(OneDevice, ParallelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients of the block stay on this rank."""
+        """Keep gradients of the block on this rank."""
         if isinstance(self.model, er.AdaptiveDataParallel):
             with self.model.no_sync():
                 yield

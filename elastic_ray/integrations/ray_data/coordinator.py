@@ -1,4 +1,4 @@
-"""SHELL: the actor that executes a job's datasets of Ray Data, and tells workers where the rows are that they ask for.
+"""SHELL: the actor that executes a job's datasets of Ray Data, and tells workers where requested rows are.
 
 There is one for a job, on the head node. It holds references only: workers fetch the blocks themselves. It is soft
 state: where its process dies, Ray starts another, which executes the epoch anew and skips what the group has used. It
@@ -35,7 +35,7 @@ _TALKATIVE = {"ray._private.worker": "inside async actor", "ray.data._internal.p
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RowsWanted:
-    """A worker's question.
+    """Request of a worker for rows.
 
     Attributes:
         epoch: which epoch's rows.
@@ -77,7 +77,7 @@ def start_coordinator(
 
 
 def find_coordinator(name: str, patience_s: float) -> Any:
-    """The coordinator of this name, which may be a moment later than the workers.
+    """Return the coordinator of this name, which may appear a moment later than the workers.
 
     Raises RuntimeError: there is none within that time.
     """
@@ -112,7 +112,7 @@ class DatasetCoordinator:
         self._main = self._loop.create_task(self._watch())
 
     async def describe(self, dataset: str) -> int | None:
-        """Rows of an epoch, where Ray Data knows them without reading; None where it does not.
+        """Return the number of rows of an epoch, where Ray Data knows it without reading; else None.
 
         Raises:
             KeyError: the job has no dataset of this name.
@@ -182,7 +182,7 @@ class DatasetCoordinator:
                 news.set_result(None)
 
     def _stream_for(self, wanted: RowsWanted) -> RowStream:
-        """The stream that still has the rows, which the reader reads from now on; a new one where none has."""
+        """Return the stream that still has the rows, which the reader reads from now on; a new one where none has."""
         reader, streams = wanted.reader, self._streams[wanted.dataset]
         for each in [each for each in streams if each.failed and each.generation < 0 and each.epoch == wanted.epoch]:
             self._close(each)  # it was begun before anybody needed it, and that it could not be read concerns nobody
@@ -266,7 +266,10 @@ class DatasetCoordinator:
 
 
 def _unpacked(packed: PackedDatasets) -> tuple[dict[str, bytes], str]:
-    """The datasets, and what is wrong with them, for those who ask: an actor that fails to start tells nobody why."""
+    """Return the datasets, and what is wrong with them, for those who ask.
+
+    An actor that fails to start tells nobody why.
+    """
     try:
         return unpack(packed), ""
     except Exception as error:

@@ -39,7 +39,7 @@ class PackedDatasets:
 
 
 def check_datasets(datasets: Any) -> dict[str, Any]:
-    """A job's datasets, checked; none at all is no dataset.
+    """Check a job's datasets; none at all is no dataset.
 
     Raises TypeError: it is no mapping of names to ``ray.data.Dataset``, or one of them cannot be sent.
     """
@@ -64,12 +64,12 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
 
 
 def name_coordinator(job: str) -> str:
-    """A name for the actor that reads a job's datasets; another one for each run of the job."""
+    """Return a name for the actor that reads a job's datasets; another one for each run of the job."""
     return f"data:{job}:{secrets.token_hex(4)}"
 
 
 def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, float]) -> PackedDatasets:
-    """Datasets that :func:`check_datasets` gave, for :func:`unpack` in another process. Ray is to be connected.
+    """Pack datasets of :func:`check_datasets` for :func:`unpack` in another process. Ray is to be connected.
 
     The seed depends on the job's name, so that a job that is submitted again continues in the same order.
 
@@ -87,7 +87,7 @@ def pack_datasets(datasets: Mapping[str, Any], job: str, left: Mapping[str, floa
 
 
 def unpack(packed: PackedDatasets) -> dict[str, bytes]:
-    """Each dataset, pickled for itself: every execution takes a copy of its own.
+    """Unpack each dataset, pickled for itself: every execution takes a copy of its own.
 
     Raises LookupError: they are not in Ray's control store any more.
     """
@@ -107,7 +107,7 @@ def forget(packed: PackedDatasets) -> None:
 
 
 def with_datasets(train_loop: bytes, run: DatasetsOfJob) -> bytes:
-    """The packed train function, which finds these datasets when it is called."""
+    """Return the packed train function, which finds these datasets when it is called."""
     return _pickled((TrainLoopWithDatasets(train_loop, run), None))
 
 

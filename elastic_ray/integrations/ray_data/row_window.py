@@ -109,7 +109,7 @@ class RowWindow:
         self._raise_floor()
 
     def leave(self, client: str) -> bool:
-        """A reader has no further questions; whether it was the last one."""
+        """Remove a reader that has no further questions; True if it was the last one."""
         known = self._readers.get(client)
         if known is None:
             return False
@@ -123,7 +123,7 @@ class RowWindow:
         return tuple(itertools.takewhile(lambda each: each.first < end, later))
 
     def ahead(self, row: int) -> int:
-        """Spans that begin at ``row`` or later."""
+        """Return the number of spans that begin at ``row`` or later."""
         return sum(1 for _ in itertools.takewhile(lambda each: each.first >= row, reversed(self._spans)))
 
     def _raise_floor(self) -> None:
@@ -149,14 +149,17 @@ class Readers:
         self._heard: dict[str, int] = {}
 
     def note(self, reader: Reader, stream: object) -> object | None:
-        """A client asks for rows of a stream; the one that it has read before, where that is another."""
+        """Note a client's request for rows of a stream.
+
+        Return the stream that it has read before, where that is another.
+        """
         _, before = self._reads.get(reader.client, (None, None))
         self._reads[reader.client] = reader, stream
         self._heard[reader.run] = max(reader.generation, self._heard.get(reader.run, reader.generation))
         return before if before is not stream else None
 
     def leave(self, client: str) -> object | None:
-        """A client has no further questions; the stream that it has read."""
+        """Remove a client that has no further questions; return the stream that it has read."""
         return self._reads.pop(client, (None, None))[1]
 
     def forget(self, stream: object, *, gone: bool) -> None:

@@ -43,7 +43,7 @@ _PAUSE_S = 0.25
 
 
 def get_dataset_shard(dataset_name: str = "train") -> RayDataShard:
-    """A dataset of ``ElasticTrainer(datasets={...})``, for an ``AdaptiveDataLoader`` of the train function.
+    """Return a dataset of ``ElasticTrainer(datasets={...})``, for an ``AdaptiveDataLoader`` of the train function.
 
     All workers read one ordered execution of it in each epoch, and the loader deals its rows by position: each row once
     an epoch, however workers come, go and fail. See ``docs/data.md`` for the order, and for what holds after a restart.
@@ -170,7 +170,7 @@ class RayDataBatches:
         """Do nothing at the run's end: the coordinator ends with the job."""
 
     def step(self, epoch: int, position: int, cut: StepSplit) -> StepBatches:
-        """The step at ``position``; of the pass's samples those are told that are known to be there."""
+        """Return the step at ``position``; the pass's samples are those that are known to be there."""
         self._advance(position)
         batch_size = max(cut.batch_size, cut.world_size)
         reach = batch_size + 2 * cut.world_size  # what the size of a step may depend on
@@ -193,7 +193,7 @@ class RayDataBatches:
         """Do nothing: the next step's request reports it to the coordinator."""
 
     def facts(self, epoch: int) -> Mapping[str, Any]:
-        """The dataset's name: its rows and their order are the coordinator's, one for all ranks."""
+        """Return the dataset's name: its rows and their order are the coordinator's, one for all ranks."""
         return {"the dataset of Ray Data": self._dataset}
 
     def can_switch(self, position: int, total: int, world_size: int) -> bool:
@@ -272,7 +272,7 @@ class RayDataBatches:
             self._total = found.total
 
     def _batch(self, first: int, end: int) -> Any:
-        """The batch of these rows."""
+        """Return the batch of these rows."""
         for attempt in range(_TRIES):
             try:
                 pieces = self._pieces(first, end)
@@ -286,7 +286,7 @@ class RayDataBatches:
         return to_batch(pieces, self._collate)
 
     def _pieces(self, first: int, end: int) -> Sequence[Any]:
-        """Tables of these rows, in order."""
+        """Return tables of these rows, in order."""
         found = []
         for span in self._spans:
             if span.end > first and span.first < end:
@@ -299,7 +299,7 @@ class RayDataBatches:
 
 
 def cut(block: Any, first: int, end: int) -> Any:
-    """Rows ``first`` to ``end`` of a block, the last not included, as an Arrow table that shares its memory."""
+    """Cut rows ``first`` to ``end``, the last not included, of a block into an Arrow table that shares its memory."""
     accessor = BlockAccessor.for_block(block)
     table = block if isinstance(block, pa.Table) else accessor.to_arrow()
     return table.slice(first, end - first)
@@ -323,7 +323,7 @@ def to_batch(pieces: Sequence[Any], collate: Callable[[Any], Any] | None) -> Any
 
 
 def _column(table: Any, name: str) -> Any:
-    """A column of an Arrow table, as :func:`tensor` makes it; lists of one length in one go."""
+    """Return a column of an Arrow table, as :func:`tensor` makes it; lists of one length in one go."""
     column = table.column(name)
     chunks = [_matrix(chunk) for chunk in column.chunks if len(chunk)]
     if chunks and all(chunk is not None and chunk.shape[1] == chunks[0].shape[1] for chunk in chunks):
@@ -333,7 +333,7 @@ def _column(table: Any, name: str) -> Any:
 
 
 def _matrix(chunk: Any) -> Any:
-    """Lists of numbers, all of one length, as an array [rows, length]; None for anything else."""
+    """Return lists of numbers, all of one length, as an array [rows, length]; None for anything else."""
     kind = chunk.type
     if not (pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return None
@@ -346,7 +346,10 @@ def _matrix(chunk: Any) -> Any:
 
 
 def tensor(values: np.ndarray[Any, Any]) -> Any:
-    """A column as a tensor [rows, ...]; what torch has no type for (text, bytes, times, nulls) as a list of values."""
+    """Convert a column to a tensor [rows, ...].
+
+    What torch has no type for (text, bytes, times, nulls) becomes a list.
+    """
     if values.dtype == object and len(values) and all(isinstance(each, np.ndarray) for each in values):
         shapes = {each.shape for each in values}
         if len(shapes) > 1:

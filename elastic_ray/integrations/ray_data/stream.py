@@ -18,7 +18,7 @@ _AHEAD = 2  # blocks read beyond what readers want: the next ones are there when
 
 
 class StreamClosed(Exception):
-    """Nobody reads the stream on: it has no further rows."""
+    """Error raised if a stream is closed, because nobody reads it any more."""
 
 
 class RowStream:
@@ -64,7 +64,7 @@ class RowStream:
 
     @property
     def floor(self) -> int:
-        """Rows from this one on are still there."""
+        """Position of the first row that is still held."""
         return self._window.floor
 
     @property
@@ -99,12 +99,12 @@ class RowStream:
             return self._window.ended or self._window.end >= end
 
     def spans(self, first: int, end: int) -> tuple[RowSpan, ...]:
-        """The spans that hold any row from ``first`` to ``end``."""
+        """Return the spans that hold any row from ``first`` to ``end``."""
         with self._lock:
             return self._window.spans(first, end)
 
     def leave(self, client: str) -> bool:
-        """A reader has no further questions; whether it was the last one."""
+        """Remove a reader that has no further questions; True if it was the last one."""
         with self._lock:
             return self._window.leave(client)
 
@@ -153,7 +153,7 @@ class RowStream:
 
 
 def _rows(entry: Any) -> int:
-    """Rows of a block."""
+    """Return the number of rows of a block."""
     rows = entry.metadata.num_rows
     if rows is None:
         raise RuntimeError("Ray Data has not told how many rows a block has, without which none can be dealt out")
@@ -210,7 +210,7 @@ def _seed_operator(operator: Any, seed: int) -> None:
 
 
 def _seeds(operator: Any) -> Iterator[Any]:
-    """Seeds of shuffles and samples."""
+    """Return seeds of shuffles and samples."""
     found = getattr(operator, "seed_config", None), *(getattr(operator, "fn_args", None) or ())
     return (each for each in found if isinstance(each, RandomSeedConfig))
 

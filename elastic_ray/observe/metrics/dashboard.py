@@ -9,7 +9,7 @@ _RENAMED = "exported_job"
 
 
 def read_dashboard(*, honor_labels: bool = False) -> str:
-    """The dashboard as JSON.
+    """Return the dashboard as JSON.
 
     Prometheus names the job of its own configuration ``job``, and the metrics' label of that name ``exported_job``
     then; where it is configured with ``honor_labels: true``, it leaves the metrics' label as it is.

@@ -145,7 +145,7 @@ class JobMetrics:
 
     @property
     def _labels(self) -> JobLabels:
-        """The loader names the model once it is known; before, and where it names none, the user does."""
+        """Labels of the job; the loader names the model once it is known, and else the user does."""
         loader, name = self._speed.loader, self._spec.model_fingerprint
         if name is None and loader is not None:
             name = "+".join(dict.fromkeys(model.kind for model in loader.models))
@@ -172,7 +172,7 @@ class JobLabels:
 
 
 def gauge_samples(status: JobStatus, speed: BatchPlanner, labels: JobLabels) -> tuple[Sample, ...]:
-    """The present value of every gauge that has one; an ended job has no speed any more."""
+    """Return the present value of every gauge that has one; an ended job has no speed any more."""
     whose = labels.values
     spent = [(part.removesuffix("_s"), getattr(status, part, None)) for part in _PARTS]
     found = [

@@ -1,4 +1,4 @@
-"""The snapshot as JSON, and what differs between two of them (pure)."""
+"""JSON of the snapshot, and the difference between two of them (pure)."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _BIG = 1e5  # above: seconds since the epoch, of which hundredths count
 
 
 def tables(snapshot: PageSnapshot) -> dict[str, Any]:
-    """The snapshot as what JSON can hold."""
+    """Convert the snapshot to what JSON can hold."""
     return {name: plain(getattr(snapshot, name)) for name in _names(PageSnapshot)}
 
 
 def plain(value: Any) -> Any:
-    """A value as plain JSON; numbers with five digits, times with hundredths, what is not finite as None."""
+    """Return a value as plain JSON; numbers with five digits, times with hundredths, what is not finite as None."""
     kind = value.__class__
     if value is None or kind in _AS_THEY_ARE:
         return value
@@ -88,5 +88,5 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON; characters outside ASCII are escaped, so that no line separator can end a line of a stream."""
+    """Return compact JSON; characters outside ASCII are escaped, so that no line separator ends a line of a stream."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""The page of a cluster that runs: takes one look after the other, remembers, and says what is shown (pure)."""
+"""Page of a running cluster: takes one look after the other, remembers, and gives what is shown (pure)."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ class ClusterPage:
         )
 
     def _row(self, memory: JobMemory) -> PageJob:
-        """A job's row."""
+        """Return a job's row."""
         return job_row(
             memory.job,
             status=memory.status,
@@ -247,7 +247,7 @@ def _gone(row: PageNode, now_s: float) -> PageNode:
 
 
 def _used(look: AllocatorLook | None, totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Slots by node id that are granted to elastic jobs."""
+    """Return slots by node id that are granted to elastic jobs."""
     used: dict[str, float] = {}
     for state in look.core.jobs.values() if look is not None else ():
         for node, workers in state.target.items():
@@ -288,7 +288,7 @@ def job_detail(memory: JobMemory, cluster: Cluster, answer: JobAnswer, now_s: fl
 
 
 def _worker(info: WorkerInfo, slow_nodes: Mapping[str, float], ray_dashboard: str) -> tuple[Any, ...]:
-    """A line of the workers' table; what a worker is like counts before what is known of its node."""
+    """Return a line of the workers' table; what a worker is like counts before what is known of its node."""
     slowness = info.slowness if info.slowness is not None else slow_nodes.get(info.node)
     logs = f"{ray_dashboard}/#/logs/?nodeId={quote(info.node)}" if ray_dashboard else None
     return info.rank, info.node, info.pid, info.generation, info.silence_s, slowness, logs
@@ -302,7 +302,7 @@ def _gain(told: Explanation | None, goodput: float | None) -> float | None:
 
 
 def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], ...]:
-    """(workers, goodput) by the fitted model, at sizes that fit on these nodes; empty without a model."""
+    """Return (workers, goodput) by the fitted model, at sizes that fit on these nodes; empty without a model."""
     if view is None or view.goodput is None:
         return ()
     slots = FreeResources(cluster).slots(view).tolist()
@@ -311,7 +311,7 @@ def _curve(view: JobView | None, cluster: Cluster) -> tuple[tuple[int, float], .
 
 
 def _measured(view: JobView | None) -> tuple[tuple[int, float], ...]:
-    """(workers, goodput) of each size's measured steps: the best of those that were tried there."""
+    """Return (workers, goodput) of each size's measured steps: the best of those that were tried there."""
     if view is None or view.goodput is None:
         return ()
     best: dict[int, float] = {}

@@ -61,7 +61,7 @@ class Client:
         self._messages.put_nowait(None)
 
     async def next(self, timeout_s: float) -> bytes | None:
-        """The next message; an empty one if none comes in time, None once it has been given up."""
+        """Return the next message; an empty one if none comes in time, None once it has been given up."""
         try:
             message = await asyncio.wait_for(self._messages.get(), timeout_s)
         except asyncio.TimeoutError:

@@ -26,7 +26,7 @@ HEADERS: Mapping[str, str] = {
 
 
 def new_token() -> str:
-    """256 bits, as text."""
+    """Return 256 random bits, as text."""
     return secrets.token_urlsafe(32)
 
 
@@ -85,7 +85,7 @@ class Gate:
         return not is_loopback(self.host)
 
     def refusal(self, asked: Asked) -> tuple[int, str] | None:
-        """HTTP status and reason for which a request is refused; None if it is answered."""
+        """Return HTTP status and reason for which a request is refused; None if it is answered."""
         if not self._knows(asked.host):
             return 403, f"this page is not called {asked.host!r}: open it by the address that it printed"
         if asked.origin and asked.origin not in (f"http://{asked.host}", f"https://{asked.host}"):
@@ -126,7 +126,7 @@ class Gate:
 
 
 def _name(host: str) -> str:
-    """The name in a ``Host`` header, without the port and the brackets of IPv6."""
+    """Return the name in a ``Host`` header, without the port and the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if host.count(":") == 1 else host

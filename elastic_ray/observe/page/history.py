@@ -11,7 +11,7 @@ MOST_BARS, MOST_MARKS, MOST_USES = 6000, 2000, 2000
 
 
 class History:
-    """Bounded: of a long time the oldest bars go first.
+    """History with a bound: of a long time the oldest bars go first.
 
     Args:
         most_bars: bars that have ended and are kept.
@@ -50,7 +50,7 @@ class History:
         return frozenset(self._open)
 
     def on(self, node: str) -> dict[str, int]:
-        """Slots of the bars on a node that have not ended, by job."""
+        """Return slots of the bars on a node that have not ended, by job."""
         return {job: own[node][5] for job, own in self._open.items() if node in own}
 
     def place(self, time_s: float, job: str, nodes: Mapping[str, int], decision: int) -> None:

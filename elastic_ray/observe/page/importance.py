@@ -14,7 +14,7 @@ _DECADES = 100.0  # a parameter whose values differ by such a factor was drawn b
 
 
 def importance(trials: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], str]:
-    """PED-ANOVA importances of the parameters in which trials differ, the greatest first; and why there are none.
+    """Return PED-ANOVA importances of the parameters in which trials differ, largest first, and why there are none.
 
     Args:
         trials: rows of the page, with ``parameters``, ``score`` and ``mode``.

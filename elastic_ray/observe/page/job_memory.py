@@ -22,7 +22,7 @@ _PARTS = ("vote_s", "group_s", "state_s")
 
 
 class JobMemory:
-    """Bounded: of a long run every other point of its series is left out, again and again.
+    """Memory of one job with a bound: of a long run every other point of its series is dropped, repeatedly.
 
     Args:
         job: its name.
@@ -110,7 +110,7 @@ MARKS: Mapping[EventKind, str] = {
 
 
 def noise_scale(state: JobState | None) -> float | None:
-    """Noise scale of a job's present model [samples]; None without one, or where the gradient is too small.
+    """Return the noise scale of a job's present model [samples]; None without one, or where the gradient is too small.
 
     B = tr(Sigma) / |G|^2 with the variance of a batch of M0 samples, so that B = M0 var / sqr (McCandlish et al. 2018).
     """
@@ -149,7 +149,7 @@ def _number(value: Any) -> float:
 def shares_of_time(
     events: Iterable[JobEvent], status: JobStatus | None, submitted_s: float, until_s: float
 ) -> dict[str, float]:
-    """Seconds from the submission until now by what they went to: as the controller tells, else by the events."""
+    """Return seconds from the submission until now by their use: from the controller, else from the events."""
     spent = time_spent(events, submitted_s, until_s) if status is None else status
     return {
         "training": spent.training_s,

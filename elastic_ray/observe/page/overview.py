@@ -19,7 +19,7 @@ from placement.planning.tenants import Tenant, entitlements
 
 
 def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode]) -> Strip:
-    """The cluster in one line.
+    """Return the cluster in one line.
 
     Args:
         look: the allocator's.
@@ -47,7 +47,7 @@ def strip(look: AllocatorLook, jobs: Sequence[PageJob], nodes: Sequence[PageNode
 def _slots(
     cluster: Cluster, jobs: Sequence[PageJob], nodes: Sequence[PageNode], states: Mapping[str, JobState]
 ) -> tuple[SlotCount, ...]:
-    """Slots by GPU type; workers that a job does not have yet start on its nodes alike."""
+    """Return slots by GPU type; workers that a job does not have yet start on its nodes alike."""
     by_id, counts = cluster.by_id(), dict[str, SlotCount]()
     late = {each.job: 1.0 - min(each.workers / each.target, 1.0) for each in jobs if each.target}
     starting: dict[str, float] = {}
@@ -102,7 +102,10 @@ def _speeds(
 
 
 def _enough(slots: Sequence[int], workers: int) -> Sequence[int]:
-    """The first of these numbers, largest first, that have room for so many workers: the others change no speed."""
+    """Return the first of these numbers, largest first, that have room for so many workers.
+
+    The others change no speed.
+    """
     room = 0
     for count, each in enumerate(slots, start=1):
         room += each
@@ -160,7 +163,7 @@ def _totals(nodes: Sequence[Node]) -> dict[str, float]:
 
 
 def _share(name: str, states: Sequence[JobState], totals: Mapping[str, float]) -> float:
-    """Dominant share of what a tenant's jobs are to have."""
+    """Return the dominant share of what a tenant's jobs are to have."""
     amounts: dict[str, float] = {}
     for state in states:
         if state.view.tenant == name:
@@ -180,7 +183,7 @@ def _demands(name: str, states: Sequence[JobState], cluster: Cluster) -> dict[st
 
 
 def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> float | None:
-    """Longest finish-time fairness of these jobs: (age + time left) / time on an equal part of the tenant's share.
+    """Return the longest finish-time fairness of the jobs: (age + time left) / time on an equal part of the share.
 
     As of Mahajan et al., "Themis", NSDI 2020, from what the jobs know of themselves; the clock is the last heartbeat's.
     """
@@ -204,7 +207,7 @@ def _fairness(own: Sequence[JobState], owed: float, look: AllocatorLook) -> floa
 
 
 def wanted_nodes(look: AllocatorLook, since: Mapping[str, float]) -> tuple[WantedNodes, ...]:
-    """Nodes of each type that should be there, by type; none where the allocator decides nothing about nodes.
+    """Return nodes of each type that should be there, by type; none where the allocator decides nothing about nodes.
 
     Args:
         look: the allocator's.

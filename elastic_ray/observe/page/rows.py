@@ -23,7 +23,7 @@ CPU = "CPU"
 
 
 def told(status: JobStatus | None, name: str) -> Any:
-    """A field of a status that a controller may not tell; None then."""
+    """Return a field of a status that a controller may not tell; None then."""
     return getattr(status, name, None)
 
 
@@ -97,7 +97,7 @@ def trial_cells(trial: TrialFacts | None) -> dict[str, Any]:
 
 
 def _phase(status: JobStatus | None, ended_s: float | None) -> str:
-    """The job's phase; of one whose controller is gone before it told the end, that it is over."""
+    """Return the job's phase; of one whose controller is gone before it told the end, that it is over."""
     if status is None:
         return "silent" if ended_s is None else "ended"
     return "ended" if ended_s is not None and not status.phase.ended else status.phase.value
@@ -110,7 +110,7 @@ def _workers(status: JobStatus | None, view: JobView | None) -> int:
 
 
 def _speed(status: JobStatus | None) -> tuple[float, float | None]:
-    """Throughput and goodput [samples/s]."""
+    """Return the throughput and goodput [samples/s]."""
     if status is None:
         return 0.0, None
     goodput = status.goodput
@@ -146,7 +146,7 @@ def kind_of(node: NodeLook) -> str:
 
 
 def slots_of(total: Mapping[str, float]) -> int:
-    """A node's GPUs, or its CPUs where it has none."""
+    """Return a node's GPUs, or its CPUs where it has none."""
     return int(total.get("GPU", 0.0) or total.get("CPU", 0.0))
 
 
@@ -177,7 +177,7 @@ def node_row(node: NodeLook, seen: Node | None, used: float, failed: NodeHistory
 
 
 def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
-    """Slots by node id that the job is to have, at least one wherever it has a worker."""
+    """Return slots by node id that the job is to have, at least one wherever it has a worker."""
     return {
         node: max(1, math.ceil(workers * slots_per_worker(state.view.bundle, totals.get(node, {})) - 1e-6))
         for node, workers in state.target.items()
@@ -185,5 +185,5 @@ def slots_at(state: JobState, totals: Mapping[str, Mapping[str, float]]) -> dict
 
 
 def finite(values: Any) -> tuple[float, ...]:
-    """Numbers of an array; what is not finite counts as 0."""
+    """Return numbers of an array; what is not finite counts as 0."""
     return tuple(np.nan_to_num(np.asarray(values, dtype=np.float64), posinf=0.0, neginf=0.0).tolist())

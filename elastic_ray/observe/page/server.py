@@ -184,7 +184,7 @@ class PageServer:
         return web.Response(body=found[0], headers={"Content-Type": found[1]})
 
     async def _ready(self) -> Mapping[str, Any]:
-        """The tables, once there are some."""
+        """Return the tables, once there are some."""
         self._wanted.set()
         if not self._tables:
             await self._refresh()
@@ -198,7 +198,7 @@ class PageServer:
         return response
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """The whole once, then changes as they come, until the browser leaves or does not read."""
+        """Stream the whole snapshot once, then changes as they come, until the browser leaves or does not read."""
         found = await self._ready()
         try:
             client = self._feed.join()
@@ -248,7 +248,7 @@ class PageServer:
         return web.Response(body=to_json({"importance": found, "why": why}), content_type="application/json")
 
     async def _what_if(self, request: web.Request) -> web.StreamResponse:
-        """The running jobs on other nodes, or under another policy: one question at a time."""
+        """Answer what the running jobs would do on other nodes, or under another policy: one question at a time."""
         if self._guessing.locked():
             return _error(429, "another what-if is being worked out; ask again when it is done")
         nodes, policy = request.query.get("nodes", ""), request.query.get("policy", "")
@@ -259,7 +259,7 @@ class PageServer:
         return web.Response(body=to_json({"now": plain(now), "then": plain(then)}), content_type="application/json")
 
     async def _guess(self, nodes: str, policy: str) -> Any:
-        """A what-if to its end, also where the browser that has asked is gone meanwhile."""
+        """Run a what-if to its end, also where the browser that has asked is gone meanwhile."""
         async with self._guessing:
             return await asyncio.to_thread(self._source.what_if, nodes, policy, time.time())
 
@@ -286,7 +286,7 @@ class PageServer:
 
 
 def _asked(request: web.Request) -> Asked:
-    """A request, as far as the gate looks at it."""
+    """Return a request, as far as the gate looks at it."""
     headers = request.headers
     return Asked(
         method=request.method,
@@ -310,7 +310,7 @@ def _message(kind: str, version: int, value: Any) -> bytes:
 
 
 def listener(host: str, port: int, *, or_any: bool = False) -> socket.socket:
-    """A socket that listens there.
+    """Open a socket that listens there.
 
     Args:
         host: an address or a name of this machine.
@@ -365,7 +365,7 @@ async def _close_late(doors: Doors) -> None:
 
 
 class _Counted(asyncio.Protocol):
-    """A connection that is counted; all else is aiohttp's."""
+    """Connection handler that is counted; all else is aiohttp's."""
 
     def __init__(self, doors: Doors, inner: asyncio.Protocol) -> None:
         self._doors, self._inner = doors, inner
@@ -390,7 +390,7 @@ class _Counted(asyncio.Protocol):
 
 
 class _Few(logging.Filter):
-    """Lets some lines a minute through: whoever sends what is no HTTP would else fill the log."""
+    """Log filter that passes some lines a minute: whoever sends what is no HTTP would else fill the log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ def _room() -> tuple[int, int]:
 
 
 def read_assets() -> Mapping[str, tuple[bytes, str]]:
-    """(content, content type) of every file by its name; there are no others, so that no path leads elsewhere."""
+    """Read (content, content type) of every file by its name; there are no others, so that no path leads elsewhere."""
     folder = files("elastic_ray.observe.page") / "assets"
     found = {}
     for each in folder.iterdir():

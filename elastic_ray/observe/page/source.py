@@ -90,7 +90,7 @@ class JobAnswer:
 
 
 class ActionRefusedError(Exception):
-    """A job does not do what it was asked to; the message is the reason."""
+    """Error raised if a job refuses an action; the message is the reason."""
 
 
 class Source(Protocol):
@@ -110,14 +110,14 @@ class Source(Protocol):
         """Return the detail of a job; None if it is unknown."""
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """The running jobs on the nodes there are, and on others (``T4:4x8``).
+        """Return the running jobs on the nodes there are, and on others (``T4:4x8``).
 
         Raises:
             InputError: the nodes or the policy are wrong, or there is nothing to ask about.
         """
 
     def act(self, job: str, action: str, workers: int | None) -> str:
-        """``resize`` (to so many workers), ``release``, ``pause``, ``resume`` or ``stop`` a job; returns what was done.
+        """Resize a job (to `workers`), or release, pause, resume or stop it, by the ``action``; return what was done.
 
         Raises:
             ActionRefusedError: it cannot be done.
@@ -125,7 +125,7 @@ class Source(Protocol):
 
 
 class StoredPage:
-    """Shows what was read once; a ``Source``.
+    """Page of stored data; a ``Source``.
 
     Args:
         snapshot: everything but what belongs to one job.

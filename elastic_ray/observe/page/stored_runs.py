@@ -90,7 +90,7 @@ def stored_page(
 
 
 def _decision(number: int, job: str, event: JobEvent) -> PageDecision:
-    """A change of size as a line of the decision log."""
+    """Return a change of size as a line of the decision log."""
     return PageDecision(
         number=number,
         time_s=event.time_s,

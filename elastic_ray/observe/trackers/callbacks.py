@@ -64,12 +64,12 @@ class TrialView:
 
     @property
     def local_experiment_path(self) -> str:
-        """A job is its own experiment."""
+        """Path of the experiment: a job is its own experiment."""
         return self.local_path
 
     @property
     def experiment_dir_name(self) -> str:
-        """A job is its own experiment."""
+        """Directory name of the experiment: a job is its own experiment."""
         return self.trial_name
 
     @property
@@ -84,7 +84,7 @@ class TrialView:
 
     @property
     def evaluated_params(self) -> dict[str, Any]:
-        """No sampled ones."""
+        """Sampled parameters: none."""
         return {}
 
     def init_local_path(self) -> None:
@@ -92,7 +92,7 @@ class TrialView:
         os.makedirs(self.local_path, exist_ok=True)
 
     def get_ray_actor_ip(self) -> str:
-        """Address of the controller's node."""
+        """Return the address of the controller's node."""
         return self.node_ip
 
     def __hash__(self) -> int:
@@ -293,7 +293,7 @@ class _LoggerCallback:
         )
 
     def begin(self, state: str | None) -> frozenset[int]:
-        """Tune's order: set up, then the trial starts."""
+        """Set up the logger and start the trial, in Tune's order."""
         before_setup(self._callback)
         self._callback.setup(experiment_path=self._trial.local_path)
         if state is not None:
@@ -421,7 +421,7 @@ def state_of(logger: Any, trial: TrialView | None) -> str | None:
 
 
 def known_reports(logger: Any, trial: TrialView) -> frozenset[int]:
-    """Reports that its run has, where the tracker can be asked: a process may die before it notes what it has told."""
+    """Return the reports that its run has, where the tracker can be asked: a process may die before it notes them."""
     runs = getattr(logger, "_trial_runs", None)
     if not _is(logger, "MLflowLoggerCallback") or not isinstance(runs, dict) or trial not in runs:
         return frozenset()

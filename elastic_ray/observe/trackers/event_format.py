@@ -37,7 +37,7 @@ _CRC = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
-    """The check sum CRC-32C (RFC 3720)."""
+    """Return the check sum CRC-32C (RFC 3720)."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -50,13 +50,13 @@ def _masked(data: bytes) -> bytes:
 
 
 def frame(record: bytes) -> bytes:
-    """A record as it lies in the file."""
+    """Frame a record as it lies in the file."""
     length = struct.pack("<Q", len(record))
     return length + _masked(length) + record + _masked(record)
 
 
 def records(stream: BinaryIO) -> Iterator[bytes]:
-    """Whole records of a file, up to the first that was cut short or is damaged."""
+    """Yield whole records of a file, up to the first that was cut short or is damaged."""
     while True:
         head = stream.read(_LENGTH + _SUM)
         if len(head) < _LENGTH + _SUM or _masked(head[:_LENGTH]) != head[_LENGTH:]:
@@ -71,7 +71,7 @@ def records(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def version_event(time_s: float) -> bytes:
-    """The first record of a file: readers go by :func:`restart_event` after this version."""
+    """Return the first record of a file: readers go by :func:`restart_event` after this version."""
     return _event(time_s, _field(_FILE_VERSION, b"brain.Event:2"))
 
 
@@ -81,18 +81,18 @@ def restart_event(time_s: float, step: int) -> bytes:
 
 
 def _utf8(text: str) -> bytes:
-    """A text as bytes, whatever is in it: a lone surrogate is shown as such."""
+    """Encode a text, whatever is in it: a lone surrogate is shown as such."""
     return text.encode("utf-8", "backslashreplace")
 
 
 def scalar_event(time_s: float, step: int, values: Mapping[str, float]) -> bytes:
-    """Numbers by tag, at a step [s since the epoch]."""
+    """Return an event of numbers by tag, at a step [s since the epoch]."""
     packed = (_field(_TAG, _utf8(tag)) + _single(_SIMPLE_VALUE, value) for tag, value in values.items())
     return _event(time_s, _int(_STEP, step), _field(_SUMMARY, b"".join(_field(_VALUE, each) for each in packed)))
 
 
 def text_event(time_s: float, step: int, tag: str, text: str) -> bytes:
-    """A text under a tag, at a step; TensorBoard shows it as Markdown."""
+    """Return an event of a text under a tag, at a step; TensorBoard shows it as Markdown."""
     shape = _field(2, _int(1, 1))
     tensor = _int(1, _STRING) + _field(2, shape) + _field(8, _utf8(text))
     metadata = _field(1, _field(1, b"text"))
@@ -157,7 +157,7 @@ def _int(number: int, value: int) -> bytes:
 
 
 def _single(number: int, value: float) -> bytes:
-    """A number in single precision; what is too large for that is infinite."""
+    """Encode a number in single precision; what is too large for that is infinite."""
     try:
         packed = struct.pack("<f", value)
     except OverflowError:
@@ -170,7 +170,7 @@ def _field(number: int, value: bytes) -> bytes:
 
 
 def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
-    """Number and value of each field of a message."""
+    """Return the number and value of each field of a message."""
     at, found = 0, list[tuple[int, int | float | bytes]]()
     try:
         while at < len(message):
@@ -197,7 +197,10 @@ def _fields(message: bytes) -> Iterable[tuple[int, int | float | bytes]]:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where the next thing begins; IndexError where the message ends before."""
+    """Return the number that begins there, and where the next thing begins.
+
+    IndexError where the message ends before.
+    """
     number = shift = 0
     while True:
         byte = message[at]

@@ -27,7 +27,7 @@ class RunContext:
     scaling_config: Any
 
     def get_run_config(self) -> Any:
-        """The run's configuration."""
+        """Return the run's configuration."""
         return self.run_config
 
 

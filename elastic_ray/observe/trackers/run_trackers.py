@@ -35,7 +35,7 @@ _GENERATIONS = 4  # whose members are remembered
 
 
 class RunTrackers:
-    """Tells TensorBoard and the user's callbacks of a run. Its methods return at once.
+    """Trackers of a run: TensorBoard and the user's callbacks. Its methods return at once.
 
     Args:
         spec: the job.

@@ -91,7 +91,10 @@ def job_numbers(
 
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of reported metrics by name; those of a dict in it as ``outer/inner``. Other values are left out."""
+    """Return numbers of reported metrics by name; those of a dict in it as ``outer/inner``.
+
+    Other values are left out.
+    """
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -120,7 +123,7 @@ def changes_workers(event: JobEvent) -> bool:
 
 
 def mark_text(event: JobEvent) -> str:
-    """An event as text."""
+    """Describe an event as text."""
     pause = f", pause {event.pause_s:.2f} s" if event.pause_s else ""
     return f"{event.from_workers} -> {event.to_workers} workers{pause}: {event.reason}"
 
@@ -145,7 +148,7 @@ class SeenReports:
         return max(self._above, default=self._floor)
 
     def add(self, number: int) -> bool:
-        """A report comes; whether it is another one."""
+        """Add the number of a report; True if it is new."""
         if number <= self._floor or number in self._above:
             return False
         self._above.add(number)

@@ -156,7 +156,7 @@ def _before(steps: dict[T, int], void: int | None) -> dict[T, int]:
 
 
 class EventFiles:
-    """Files that one controller adds, beside those of earlier ones.
+    """Event files of one controller, beside those of earlier ones.
 
     A file of this node is added to. Elsewhere files can only be written anew: that is done with one of at most a
     mebibyte, every 15 s.

@@ -56,7 +56,7 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """Calls a tracker. Its own methods return at once.
+    """Thread that calls a tracker. Its own methods return at once.
 
     Args:
         name: of the tracker, for messages.
@@ -111,7 +111,7 @@ class TrackerThread:
         return self._closed and (self._thread is None or not self._thread.is_alive())
 
     def give_up(self) -> str:
-        """Nobody waits for it any more; what it has not done, as a sentence."""
+        """Give up the tracker; return what it has not done, as a sentence."""
         with self._news:
             waiting, running = len(self._calls), self._running
             self._given_up = True

@@ -41,7 +41,7 @@ class Averager(Protocol):
 
 
 def pairs(meeting: int, world_size: int, seed: int = 0) -> list[int | None]:
-    """The partner of each rank in one meeting; None for one that rests.
+    """Return the partner of each rank in one meeting; None for one that rests.
 
     ``world_size - 1`` meetings (of an odd number of ranks ``world_size``, each with another rank that rests) make a
     tournament in which everyone meets everyone once, by the circle method: one stays, the others go round. Every
@@ -77,7 +77,7 @@ class Stateless:
         """Do nothing: the algorithm has no state."""
 
     def capture(self) -> Any:
-        """See ``Averager``."""
+        """Return an empty state."""
         return {}
 
     def restore(self, tree: Any) -> None:
@@ -131,7 +131,7 @@ class PairAverager(Stateless):
 
 
 class DiLoCoAverager:
-    """An outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
+    """Outer step of SGD with Nesterov momentum along the way from the anchor to the mean.
 
     With the anchor a, the outer momentum m, both equal on all ranks, and the mean w of the ranks' models:
     d = a - w;  m <- mu m + d;  a <- a - lr (d + mu m);  w_r <- a. Source: Douillard et al., arXiv 2311.08105.
@@ -171,7 +171,7 @@ class DiLoCoAverager:
         _take(model, anchor, 1.0)
 
     def capture(self) -> Any:
-        """See ``Averager``."""
+        """Return the anchor and the momentum."""
         return {"anchor": dict(self._anchor), "momentum": dict(self._momentum)}
 
     def restore(self, tree: Any) -> None:
@@ -180,7 +180,7 @@ class DiLoCoAverager:
 
 
 def make_averager(average: Average) -> Averager:
-    """The algorithm that a strategy names."""
+    """Return the algorithm that a strategy names."""
     match average.algorithm:
         case "diloco":
             return DiLoCoAverager(average.outer_lr, average.outer_momentum)

@@ -50,7 +50,7 @@ class _Kept:
 def agree(
     communicator: Communicator, trees: Mapping[str, Any], *, holds: bool, counts: bool, changed: bool
 ) -> dict[str, Any] | None:
-    """The mean over those ranks that count; a collective, which all ranks call.
+    """Agree on the mean over those ranks that count; a collective, which all ranks call.
 
     Floating tensors are averaged over the ranks that hold them, in float32 at least; all else is taken from the first
     of these. What comes back is equal on all ranks bit by bit, and lies in memory of its own.

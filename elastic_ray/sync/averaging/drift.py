@@ -176,7 +176,7 @@ class Drift:
         self._changed, self._settled_at = False, self._context.ledger.steps
 
     def capture(self) -> dict[str, Any]:
-        """State for joiners and checkpoints; nothing where nothing was ever averaged."""
+        """Return state for joiners and checkpoints; nothing where nothing was ever averaged."""
         found: dict[str, Any] = {"marker": self._marker} if self._marker else {}
         if self.average is not None and self._averager is not None:
             found |= {"algorithm": self.average.algorithm, "averager": self._averager.capture()}
@@ -219,7 +219,7 @@ def _beside(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_scale(communicator: Communicator, scaler: Any, *, counts: bool) -> tuple[float, int] | None:
-    """The smallest scale of those ranks that count, which no rank's gradients have overflowed; a collective.
+    """Agree on the smallest scale of the ranks that count, which no rank's gradients have overflowed; a collective.
 
     Args:
         scaler: this rank's, enabled; None without AMP, on all ranks alike.
@@ -276,7 +276,7 @@ class Replica:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self._communicator.world_size
 
     @property
@@ -340,7 +340,7 @@ class Replica:
 
 
 def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
-    """A buffer for each kind of parameters."""
+    """Return a buffer for each kind of parameters."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, p in enumerate(params):
         kinds.setdefault((torch.promote_types(p.dtype, torch.float32), p.device), []).append(index)
@@ -354,7 +354,7 @@ def _lay_out(params: Sequence[torch.Tensor]) -> list[_Flat]:
 
 
 def _like(flats: Sequence[_Flat]) -> list[_Flat]:
-    """Buffers of the same layout."""
+    """Return buffers of the same layout."""
     made = []
     for each in flats:
         flat = torch.zeros_like(each.flat)
@@ -365,6 +365,6 @@ def _like(flats: Sequence[_Flat]) -> list[_Flat]:
 
 
 def _in_order(flats: Sequence[_Flat]) -> list[torch.Tensor]:
-    """The views of all buffers, in the parameters' order."""
+    """Return the views of all buffers, in the parameters' order."""
     found = {index: view for each in flats for index, view in zip(each.members, each.views, strict=True)}
     return [found[index] for index in sorted(found)]

@@ -23,7 +23,7 @@ _UNKNOWN_ROWS = 0.1  # share of a table's rows that a rank is taken to touch in 
 
 
 def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[ParamInfo], world_size: int) -> int:
-    """Bytes that each rank gives to collectives in a step for some buckets of a plan, in the form in which they travel.
+    """Return the bytes that each rank gives to collectives in a step for some buckets, as they travel.
 
     Of tables whose rows travel it is a guess, until rows were seen; of averaged models a step's share of a period.
     """
@@ -36,7 +36,7 @@ def sent_bytes(plan: SyncPlan, buckets: Sequence[BucketPlan], params: Sequence[P
 
 
 def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int:
-    """Bytes that a rank's link carries in a step: by how much plans differ, not how long they take.
+    """Return bytes that a rank's link carries in a step: by how much plans differ, not how long they take.
 
     With W ranks, an all-reduce of n bytes counts 2 n, as does a reduction to one rank, its broadcast ceil(log2 W) n,
     and an all-gather of n bytes of each rank W n.
@@ -45,12 +45,12 @@ def traffic(plan: SyncPlan, params: Sequence[ParamInfo], world_size: int) -> int
 
 
 def collectives(plan: SyncPlan) -> int:
-    """Number of collectives of a step."""
+    """Return the number of collectives of a step."""
     return sum(each.sync.parts if isinstance(each.sync, Reduce) else 2 for each in plan.buckets)
 
 
 def _bucket_bytes(bucket: BucketPlan, params: Sequence[ParamInfo], world_size: int) -> tuple[int, int]:
-    """Bytes of one bucket that a rank sends, and those that its link carries."""
+    """Return bytes of one bucket that a rank sends, and those that its link carries."""
     mine, sync = [params[i] for i in bucket.params], bucket.sync
     nbytes, numel = sum(param.nbytes for param in mine), sum(param.numel for param in mine)
     if isinstance(sync, Rows):
@@ -74,13 +74,13 @@ def _bucket_bytes(bucket: BucketPlan, params: Sequence[ParamInfo], world_size: i
 
 
 def _touched_rows(table: ParamInfo) -> int:
-    """Distinct rows of a table that a rank touches in a step, a guess where none was seen."""
+    """Return distinct rows of a table that a rank touches in a step, a guess where none was seen."""
     guess = max(1, math.ceil(table.shape[0] * _UNKNOWN_ROWS))
     return min(table.rows if table.rows is not None else guess, table.shape[0])
 
 
 def _low_rank_bytes(param: ParamInfo, rank: int) -> int:
-    """PowerSGD's factors P (rows x rank) and Q (columns x rank), or the whole where these are no smaller."""
+    """Return the bytes of PowerSGD's factors P (rows x rank) and Q (columns x rank), or of the whole if smaller."""
     if len(param.shape) < 2:
         return param.nbytes
     rows = param.shape[0]
@@ -143,7 +143,7 @@ def candidates(
 
 
 def what_is_done(plan: SyncPlan) -> object:
-    """Equal for plans that do the same: the size at which another bucket is begun matters by the buckets alone."""
+    """Return a value that is equal for plans that do the same; bucket sizes matter by the buckets alone."""
 
     def work(sync: Sync) -> Sync:
         return sync if isinstance(sync, Rows) else dataclasses.replace(sync, bucket_bytes=PLAIN.bucket_bytes)
@@ -152,7 +152,7 @@ def what_is_done(plan: SyncPlan) -> object:
 
 
 def with_rows(profile: ModelProfile, rows: Mapping[str, int]) -> ModelProfile:
-    """The profile with touched rows of tables, by their names."""
+    """Return the profile with touched rows of tables, by their names."""
     params = (dataclasses.replace(each, rows=rows.get(each.name, each.rows)) for each in profile.params)
     return dataclasses.replace(profile, params=tuple(params))
 
@@ -165,7 +165,7 @@ def consider(
     exact: bool,
     works: Callable[[SyncPlan], bool] = lambda plan: True,
 ) -> tuple[Option, ...]:
-    """Options in the order of their trials, of which exactly one does what is done at present.
+    """Return options in the order of their trials, of which exactly one does what is done at present.
 
     Args:
         profile: the model, with the touched rows of its tables.
@@ -190,7 +190,7 @@ def consider(
 
 
 def _strategies(profile: ModelProfile, *, exact: bool) -> Iterator[Strategy]:
-    """Every combination, refused or not."""
+    """Yield every combination, refused or not."""
     sparse = [param for param in profile.params if param.sparse]
     tables = [param for param in profile.params if param.table and not param.sparse and len(param.shape) == 2]
     dense = _DENSE if exact else {**_DENSE, **_COMPRESSED}
@@ -213,7 +213,7 @@ def _rules(params: Sequence[ParamInfo], way: Sync | None) -> list[Rule]:
 
 
 def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
-    """For people; ``parallax`` where that builder makes the same."""
+    """Return a name for people; ``parallax`` where that builder makes the same."""
     if (
         {of_sparse, of_tables} <= ({"rows"} if both else {"", "rows"})
         and of_sparse + of_tables
@@ -225,7 +225,7 @@ def _name(of_sparse: str, of_tables: str, rest: str, *, both: bool) -> str:
 
 
 def describe(sync: Sync) -> str:
-    """A way in a few words."""
+    """Describe a way in a few words."""
     if isinstance(sync, Rows):
         return "touched rows" if sync.update == "auto" else f"touched rows, {sync.update} update"
     wire = f" as {sync.wire.dtype}" if sync.wire.dtype != "native" else ""

@@ -1,4 +1,4 @@
-"""The way to a strategy: steps of the present one, trials of others, and one that is kept (pure).
+"""Choice of a strategy: profiling of the present one, trials of others, and one that is kept (pure).
 
 A state machine on frozen states. It sees only numbers that are equal on all ranks, so all of them choose alike; it
 comes to its end after a known number of steps.
@@ -121,7 +121,7 @@ class Choice:
 
     @classmethod
     def from_state(cls, tree: Mapping[str, Any]) -> Choice:
-        """The inverse of :meth:`to_state`."""
+        """Invert :meth:`to_state`."""
         given = {
             "strategy": Strategy.from_json(tree["strategy"]),
             "phase": Phase(tree["phase"]),
@@ -141,7 +141,7 @@ def begin(strategy: Strategy) -> Choice:
 
 
 def resume(choice: Choice) -> Choice:
-    """The group was left and formed anew: what was measured of it stays, a trial in progress begins anew."""
+    """Resume in a group that was formed anew: measurements stay, a trial in progress begins anew."""
     return dataclasses.replace(choice, times=())
 
 
@@ -220,7 +220,7 @@ def _median(times: Sequence[float]) -> float:
 
 
 def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> Choice:
-    """The present strategy was measured: try the first of the others, and plain all-reduce."""
+    """End profiling of the present strategy: try the first of the others, and plain all-reduce."""
     options = consider(dict(choice.rows), choice.strategy)
     present = dataclasses.replace(next(each for each in options if each.present), measured_s=_median(choice.times))
     others = [each for each in options if not each.present]
@@ -233,7 +233,7 @@ def _profiled(choice: Choice, settings: ChoiceSettings, consider: Consider) -> C
 
 
 def _tried(choice: Choice) -> Choice:
-    """A trial has ended: continue with the next, or try the best once more against the present one.
+    """End a trial: continue with the next, or try the best once more against the present one.
 
     The present one was measured first, and the best is also the luckiest: both three times more, in turn.
     """
@@ -251,7 +251,7 @@ def _tried(choice: Choice) -> Choice:
 
 
 def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
-    """The present one, or its rival, was tried once more; in the end the rival is kept if it was faster each time."""
+    """End a repeated trial of the present strategy or its rival, which is kept if it was faster each time."""
     best, before = min(choice.options, key=_seconds), choice.present
     assert before is not None
     final = (*choice.final, _median(choice.times))
@@ -269,7 +269,7 @@ def _retried(choice: Choice, settings: ChoiceSettings) -> Choice:
 
 
 def _kept(choice: Choice, option: Option, why: str) -> Choice:
-    """The end: with the reason."""
+    """Return the final choice, with the reason."""
     reason = f"{_shown(option)}: {why}; {len(choice.options) + 1} of {len(choice.considered)} were tried"
     return dataclasses.replace(choice, phase=Phase.KEPT, strategy=option.strategy, reason=reason, times=())
 

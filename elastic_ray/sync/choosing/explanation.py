@@ -94,7 +94,7 @@ def explain(
     step_s: float | None = None,
     bucket_s: Mapping[int, float] | None = None,
 ) -> StrategyTable:
-    """The table of a plan in force.
+    """Return the table of a plan in force.
 
     Args:
         profile: the model, with touched rows where they are known.
@@ -166,6 +166,6 @@ def _ms(seconds: float | None) -> str:
 
 
 def _aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows of text in columns."""
+    """Return rows of text in columns."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

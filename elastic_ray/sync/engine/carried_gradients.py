@@ -1,4 +1,4 @@
-"""Gradients that user code adds up over several steps of a loader: state of the run between these steps (torch)."""
+"""Gradients that user code accumulates over several loader steps: state of the run between these steps (torch)."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class CarriedGradients:
                 return
 
     def capture(self) -> Any:
-        """State for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
+        """Return state for joiners and checkpoints; of gradients that differ by rank only that they are lost."""
         if self._local:
             return {"lost": self._steps}
         gradients = self._gradients() if self._steps else {}

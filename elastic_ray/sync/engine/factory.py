@@ -45,7 +45,7 @@ def is_plain(plan: BucketPlan) -> bool:
 def make_bucket(
     plan: BucketPlan, index: int, params: Sequence[torch.nn.Parameter], tail: int, owners: TiledOptimizer | JointTiles
 ) -> GradientBucket:
-    """The bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
+    """Return the bucket of a plan, with ``tail`` extra elements; ``owners`` are those of the optimizer state."""
     if isinstance(plan.sync, Rows):
         return RowBucket(index, plan.group, TableGradient(params[0], plan.sync.update))
     if isinstance(plan.sync, Owner) and plan.sync.owns_tiles:

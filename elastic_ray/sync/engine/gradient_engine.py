@@ -127,7 +127,7 @@ class GradientEngine:
 
     @property
     def strategy_key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        """Key of strategies whose step times must not be mixed; None while one is being chosen."""
         return self._in_force.key
 
     @property
@@ -243,7 +243,7 @@ class GradientEngine:
         self._reducer.let_go()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients."""
+        """Only add to this rank's gradients in backward passes inside."""
         if self._sharded:
             raise RuntimeError(
                 "no_sync() is not supported for a model with a ShardedEmbedding, whose owners get gradients in each "
@@ -400,7 +400,7 @@ class GradientEngine:
         self._carried.roll_back(remembered)
 
     def capture(self) -> Any:
-        """Carried gradients, the strategy where it is another than at the beginning, and what it keeps."""
+        """Return carried gradients, the strategy where it is another than at the beginning, and what it keeps."""
         drift = self._drift.capture()
         average = {"average": drift} if drift else {}
         return {**self._carried.capture(), **self._in_force.capture(), **self._owed.capture(), **average}
@@ -421,7 +421,7 @@ class GradientEngine:
         return self._drift.average is None or not self._drift.on or self._drift.settled
 
     def _lay_out(self, trainable: Trainable) -> BucketLayout:
-        """Buckets for the present parameters, strategy and group."""
+        """Return buckets for the present parameters, strategy and group."""
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
         self._statistics.rebuilt(len(trainable.groups))

@@ -49,7 +49,7 @@ class GradientSync(GroupDependent, Protocol):
         """Prepare a call of the model."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients."""
+        """Only add to this rank's gradients in backward passes inside."""
 
     def end_lost_pass(self, give_zeros: Callable[[Sequence[torch.Tensor]], None]) -> None:
         """Reduce what other ranks reduce, after a backward pass has ended with an exception that is caught.
@@ -71,13 +71,13 @@ class GradientSync(GroupDependent, Protocol):
         """Refuse strategies that give no gradient statistics; raises StrategyError, which names the user."""
 
     def remember(self) -> Any:
-        """A step begins: what it takes to undo it."""
+        """Return what is needed to undo the step that begins."""
 
     def roll_back(self, remembered: Any) -> None:
         """Roll back the lost step."""
 
     def capture(self) -> Any:
-        """State for joiners and checkpoints, as nested dicts, lists and tuples of tensors and plain values."""
+        """Return state for joiners and checkpoints, as nested dicts, lists and tuples of tensors and plain values."""
 
     def restore(self, tree: Any) -> None:
         """Take over a captured state."""

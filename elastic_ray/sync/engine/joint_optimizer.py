@@ -1,4 +1,4 @@
-"""Several optimizers of one model, each with parameters of its own, as one that gradients are synchronised for."""
+"""Joint optimizer of several optimizers of one model, each with its own parameters, for synchronisation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def optimizers_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimiz
 
 
 def group_ranges(optimizers: Sequence[torch.optim.Optimizer]) -> list[slice]:
-    """Places of each optimizer's parameter groups among those of all."""
+    """Return places of each optimizer's parameter groups among those of all."""
     found, first = [], 0
     for each in optimizers:
         found.append(slice(first, first + len(each.param_groups)))
@@ -120,12 +120,12 @@ class JointDenominators:
 
     @property
     def adam_like(self) -> bool:
-        """True if one of them divides gradients by a running size of theirs."""
+        """True if one of the optimizers divides gradients by a running estimate of their size."""
         return any(each.adam_like for each in self._parts)
 
     @property
     def outdated(self) -> bool:
-        """True if one of them cannot be measured at present; the same on all ranks."""
+        """True if one of the optimizers cannot be measured at present; the same on all ranks."""
         return any(each.outdated for each in self._parts)
 
 
@@ -147,14 +147,14 @@ class JointTiles:
 
     @property
     def owners(self) -> object:
-        """The ranks that own each tile; another object where they are others than before."""
+        """Ranks that own each tile; a new object when the owners change."""
         found = tuple(each.owners for each in self._parts)
         if len(found) != len(self._owners) or any(a is not b for a, b in zip(found, self._owners, strict=True)):
             self._owners = found
         return self._owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """The parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        """Return the parts of each parameter, and the ranks that own them; all parameters are in tiles."""
         found: dict[int, list[OwnedSpan]] = {}
         for each in self._parts:
             held = {id(p) for p in each.tiled}
@@ -164,7 +164,7 @@ class JointTiles:
 
     @property
     def divided(self) -> bool:
-        """True if some optimizer's state lies with several ranks."""
+        """True if some optimizer's state is divided among ranks."""
         return any(each.divided for each in self._parts)
 
     @property
@@ -180,7 +180,7 @@ class JointTiles:
 
     @property
     def settled(self) -> bool:
-        """True if this rank can save the whole states."""
+        """True if this rank can save all states."""
         return all(each.settled for each in self._parts)
 
     def gather(self) -> None:

@@ -107,7 +107,7 @@ class BucketLayout:
 
     @property
     def tail(self) -> torch.Tensor:
-        """The tail, where it lies at present."""
+        """Tail of control values, in its present memory."""
         last = self.buckets[-1]
         if self.tail_rides and isinstance(last, Bucket):
             self._numbers = last.tail_numbers

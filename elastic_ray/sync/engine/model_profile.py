@@ -30,7 +30,7 @@ _ELEMENTWISE = (
 def profile_of(
     module: torch.nn.Module, groups: Sequence[Sequence[torch.nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> ModelProfile:
-    """The model's profile.
+    """Return the model's profile.
 
     Args:
         module: the model.
@@ -66,7 +66,7 @@ def profile_of(
 
 
 def layers_by_parameter(module: torch.nn.Module) -> dict[int, list[torch.nn.Module]]:
-    """The layers that hold a parameter, by its ``id``."""
+    """Return the layers that hold a parameter, by its ``id``."""
     layers: dict[int, list[torch.nn.Module]] = {}
     for layer in module.modules():
         for param in layer.parameters(recurse=False):

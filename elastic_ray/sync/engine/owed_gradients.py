@@ -23,7 +23,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Debtor:
-    """A bucket that owes, with names for its parameters that hold in every layout.
+    """Bucket with a residual, with parameter names that hold in every layout.
 
     Attributes:
         bucket: it.
@@ -49,7 +49,7 @@ class _Debtor:
         return self.residual.folded is not None or (self.compression is None and not self.owes)
 
     def owed(self) -> torch.Tensor:
-        """A copy of it, without a loss scale."""
+        """Return a copy of the residual, without a loss scale."""
         owed = self.residual.owed
         return self.flat({}) if owed is None or owed.flat is None else owed.flat / owed.scale
 
@@ -62,7 +62,7 @@ class _Debtor:
         }
 
     def flat(self, by_name: _Tensors) -> torch.Tensor:
-        """The inverse, zeros where there is none."""
+        """Join tensors by name into a flat one, zeros where there is none."""
         dtype = torch.promote_types(self.bucket.dtype, torch.float32)
         device = self.bucket.params[0].device
         pieces = []
@@ -74,7 +74,7 @@ class _Debtor:
         return torch.cat(pieces)
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Factors of the bucket's compression, by parameter name."""
+        """Return factors of the bucket's compression, by parameter name."""
         known = self.compression.factors() if self.compression is not None else {}
         return {self.names[place]: each for place, each in known.items()}
 

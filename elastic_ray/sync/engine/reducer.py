@@ -149,7 +149,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to ``.grad`` of this rank (as DDP's ``no_sync``)."""
+        """Only add to ``.grad`` of this rank in backward passes inside (as DDP's ``no_sync``)."""
         self._sync = False
         try:
             yield
@@ -170,7 +170,7 @@ class GradientReducer:
         self.reduction.asked()
 
     def _begins(self) -> bool:
-        """The first gradient of a backward pass is there, or one within ``no_sync``; whether it is to be reduced."""
+        """Decide at the first gradient of a backward pass, also within ``no_sync``, whether it is to be reduced."""
         if self._sync:
             self._begin()
         else:
@@ -518,7 +518,7 @@ class GradientReducer:
 
 
 def _gradient_hook(reference: weakref.ref[GradientReducer], index: int, place: int) -> Callable[[torch.Tensor], None]:
-    """A hook that takes one gradient of a bucket, as long as their reducer lives; see ``weak_hook``."""
+    """Return a hook that takes one gradient of a bucket, as long as their reducer lives; see ``weak_hook``."""
 
     def hook(param: torch.Tensor) -> None:
         """Handle a parameter's gradient and reduce full buckets. Torch calls it in a thread of each device."""

@@ -65,7 +65,7 @@ class Reduction:
         self._took_s = list(self._began_s)
 
     def begin_step(self, steps: int) -> bool:
-        """A step begins.
+        """Begin a step.
 
         Args:
             steps: committed ones, the same number on all ranks.
@@ -163,7 +163,7 @@ class Reduction:
 
     @property
     def add_up(self) -> Callable[[Sequence[float]], list[float]] | None:
-        """Adds up numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
+        """Function that sums numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
         return self._add_up if self._layout.sliced else None
 
     def _add_up(self, values: Sequence[float]) -> list[float]:
@@ -185,7 +185,7 @@ class Reduction:
             self._finite = math.isfinite(sum(values)) or all(bucket.is_finite() for bucket in self._layout.buckets)
 
     def nonfinite_ranks(self) -> list[int] | None:
-        """Ranks whose own gradients in the last pass are not finite; None where its sum is."""
+        """Return ranks whose own gradients in the last pass are not finite; None where its sum is."""
         if self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]

@@ -123,6 +123,6 @@ def _suit_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _tidy(value: torch.Tensor, *, may_be_dense: bool) -> torch.Tensor:
-    """Each row once."""
+    """Return the tensor with each row once."""
     value = value.coalesce()
     return value.to_dense() if may_be_dense and 2 * value._nnz() > value.shape[0] else value

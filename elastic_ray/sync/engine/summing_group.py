@@ -1,4 +1,4 @@
-"""The ranks whose gradients are added up: those of the group, or this one alone where models are averaged instead."""
+"""Ranks whose gradients are summed: the group, or this rank alone where models are averaged instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SummingGroup:
 
     @property
     def world_size(self) -> int:
-        """Ranks whose gradients are added up."""
+        """Number of ranks whose gradients are summed."""
         return self.group.world_size if self.model.average is None or not self.model.on else 1
 
     def share(self, step: LoaderStep) -> float:

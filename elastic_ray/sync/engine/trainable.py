@@ -176,7 +176,7 @@ class TrainedState(OptimizerState):
         return captured
 
     def capture_to_save(self) -> Any:
-        """The whole, where this rank holds it."""
+        """Return the whole state, where this rank holds it."""
         captured, gathered = self.capture(), self._divided.gathered()
         if "divided" in captured and gathered is not None:
             places = {id(p): i for i, p in enumerate(self._parameters())}

@@ -25,13 +25,13 @@ class GradientCollectives(Protocol):
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
-        """The sum over all ranks, in place."""
+        """Sum the tensor over all ranks, in place."""
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
+        """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
 
     def all_to_all(
         self,
@@ -40,13 +40,13 @@ class GradientCollectives(Protocol):
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
     ) -> Any:
-        """Piece ``i`` of ``tensor`` to rank ``i``; what comes lies in ``output`` in rank order.
+        """Send piece ``i`` of ``tensor`` to rank ``i``; what arrives lies in ``output`` in rank order.
 
         Without splits all pieces are equal; splits count along the first dimension.
         """
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
-        """The sum over all ranks, in place on ``root``; elsewhere the tensor may be overwritten."""
+        """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Rank ``root``'s tensor, in place."""
@@ -57,7 +57,7 @@ class MeasuredGradient(Protocol):
 
     @property
     def index(self) -> int:
-        """Tells it from others of the model."""
+        """Index that tells the gradients from others of the model."""
 
     @property
     def group(self) -> int:
@@ -103,7 +103,7 @@ _FORMS = {"native": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WireForm:
-    """Turns a flat buffer into what travels, and back.
+    """Conversion of a flat buffer into the dtype that travels, and back.
 
     A value beyond fp16's 65504 becomes infinite, and so does the sum on every rank: AMP's scaler then leaves the step
     out and lowers its scale, as it does where autocast overflows.
@@ -117,7 +117,7 @@ class WireForm:
         self._buffer: torch.Tensor | None = None
 
     def of(self, dtype: torch.dtype) -> torch.dtype:
-        """The form in which gradients of a dtype travel: never a wider one."""
+        """Return the form in which gradients of a dtype travel: never a wider one."""
         return dtype if self._dtype is None or dtype.itemsize <= self._dtype.itemsize else self._dtype
 
     def pack(self, flat: torch.Tensor) -> torch.Tensor:

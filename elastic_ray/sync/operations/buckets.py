@@ -213,7 +213,7 @@ class Bucket:
         return squared_norm(self.body, preconditioner)
 
     def total(self) -> torch.Tensor:
-        """The sum of all elements, in float32."""
+        """Return the sum of all elements, in float32."""
         return self.body.sum(dtype=torch.float32)
 
     def is_finite(self) -> bool:
@@ -396,11 +396,11 @@ class AllReduceOperation:
     """Stateless all-reduce of a flat bucket, together with the control values that travel with it."""
 
     def launch(self, bucket: Bucket, group: GradientCollectives) -> Sequence[Any]:
-        """The whole buffer with its tail."""
+        """Launch the all-reduce of the whole buffer with its tail."""
         return (group.all_reduce(bucket.flat),)
 
     def go_on(self, bucket: Bucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The sum is there."""
+        """Launch nothing more: the sum is there."""
         return ()
 
     def commit(self) -> None:

@@ -12,7 +12,7 @@ from elastic_ray.sync.operations.owing import OwingOperation
 
 
 class Compression(Protocol):
-    """A form in which vectors of all ranks are added up, about."""
+    """Protocol of an approximate, compressed sum of vectors over all ranks."""
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
         """Start the first round; ``params`` have the shapes of what lies in the vector. Returns its works."""
@@ -43,7 +43,7 @@ class Compression(Protocol):
 
 
 class CompressedOperation(OwingOperation):
-    """See ``BucketOperation``, which this is.
+    """Compressed all-reduce of one bucket; implements ``BucketOperation``.
 
     Args:
         places: the position of each of the bucket's parameters in the model.

@@ -1,4 +1,4 @@
-"""Gradients that cannot be reduced, said with the way out (torch)."""
+"""Errors of gradients that cannot be reduced, with the way out (torch)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _AT_ONCE = 128  # blocks, which with what is made of them stay in a core's cache
 
 
 class Int8Compression:
-    """See ``Compression``, which this is.
+    """All-reduce in 8-bit integers; implements ``Compression``.
 
     Each rank sends every other its share of the vector as 8-bit numbers (all-to-all), adds up the shares that it gets
     in float32, rounds the sum again, and all gather these: 2 (W - 1) / W bytes an element and rank at W ranks, against
@@ -35,7 +35,7 @@ class Int8Compression:
         self._rank = 0
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
-        """Every rank's share to it."""
+        """Launch the exchange of every rank's share."""
         world, self._rank = group.world_size, group.rank
         blocks = -(-vector.numel() // (BLOCK * world))
         if self._work.shape != (world, blocks, BLOCK):
@@ -51,7 +51,7 @@ class Int8Compression:
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
     ) -> Sequence[Any]:
-        """The sum of this rank's share to all of them; then everything is there."""
+        """Launch the sum of this rank's share to all of them; then everything is there."""
         blocks = self._work.shape[1]
         if finished == 1:
             share = torch.zeros(1, blocks, BLOCK, dtype=torch.float32, device=vector.device)

@@ -38,7 +38,7 @@ class _Matrix:
 
 
 class LowRankCompression:
-    """See ``Compression``, which this is.
+    """All-reduce in low-rank factors (PowerSGD); implements ``Compression``.
 
     One step of subspace iteration on M = sum_r M_r, from the factor Q of the step before, which is the same on all
     ranks: P = orthonormal basis of sum_r M_r Q; Q' = sum_r M_r^T P; M ~ P Q'^T. What rank r leaves out is
@@ -58,7 +58,7 @@ class LowRankCompression:
         self._first = self._second = torch.empty(0, dtype=torch.float32)
 
     def launch(self, params: Sequence[torch.Tensor], vector: torch.Tensor, group: GradientCollectives) -> Sequence[Any]:
-        """P of all matrices, and what travels whole."""
+        """Launch P of all matrices, and what travels whole."""
         if self._laid_out != vector.numel():
             self._lay_out(params, vector)
         factors = self._fresh or self._factors
@@ -73,7 +73,7 @@ class LowRankCompression:
     def go_on(
         self, vector: torch.Tensor, left_out: torch.Tensor | None, group: GradientCollectives, finished: int
     ) -> Sequence[Any]:
-        """Q of all matrices; then everything is there."""
+        """Launch Q of all matrices; then everything is there."""
         if finished == 1 and self._matrices:
             self._second = vector.new_empty(sum(m.rank * m.columns for m in self._matrices))
             self._fresh = self._cut_second()
@@ -110,7 +110,7 @@ class LowRankCompression:
         self._fresh = []
 
     def factors(self) -> dict[int, torch.Tensor]:
-        """Q^T of each matrix, by its parameter's place in the bucket."""
+        """Return Q^T of each matrix, by its parameter's place in the bucket."""
         if not self._laid_out:
             return dict(self._given)
         return {matrix.place: factor for matrix, factor in zip(self._matrices, self._factors, strict=True)}
@@ -137,7 +137,7 @@ class LowRankCompression:
         self._laid_out = vector.numel()
 
     def _beginning(self, place: int, rank: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-        """A factor that was given, or a random one by the matrix's place."""
+        """Return a factor that was given, or a random one by the matrix's place."""
         given = self._given.get(place)
         if given is not None and given.shape == (rank, columns):
             return given.to(like)
@@ -145,7 +145,7 @@ class LowRankCompression:
         return torch.randn(rank, columns, generator=generator, dtype=torch.float32).to(like)
 
     def _bases(self) -> list[torch.Tensor]:
-        """P of each matrix, in what travels first."""
+        """Return P of each matrix, in what travels first."""
         sizes = [m.rows * m.rank for m in self._matrices]
         pieces = torch.split(self._first[: sum(sizes)], sizes)
         return [piece.view(m.rows, m.rank) for m, piece in zip(self._matrices, pieces, strict=bool(sizes))]
@@ -168,7 +168,7 @@ class LowRankCompression:
 # IEEE 754 defines each element (products, sums, differences, quotients and roots), one a call, so that none is fused
 # with another.
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns that span those of [rows, columns], in float64, by the modified Gram-Schmidt process.
+    """Return columns that span those of [rows, columns], in float64, by the modified Gram-Schmidt process.
 
     A column that depends on those before it becomes zero. What is not finite stays so.
     """
@@ -186,7 +186,7 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def product_of(left: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """[rows, rank] times [rank, columns] of a small rank, some rows after the other.
+    """Yield [rows, rank] times [rank, columns] of a small rank, some rows after the other.
 
     Yields:
         Which rows, and the product's, in memory that the next ones are written to: on CPUs it stays in the cache.

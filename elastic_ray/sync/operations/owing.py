@@ -14,7 +14,7 @@ from elastic_ray.sync.operations.residual import Residual
 
 
 class OwingOperation(abc.ABC):
-    """A ``BucketOperation`` that adds what is owed to a pass's gradients."""
+    """Base of the operations that add a residual to a pass's gradients."""
 
     def __init__(self) -> None:
         self.residual = Residual()
@@ -31,11 +31,11 @@ class OwingOperation(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """See ``BucketOperation``."""
+        """Launch the operation; see ``BucketOperation``."""
 
     @abc.abstractmethod
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """See ``BucketOperation``."""
+        """Continue the operation; see ``BucketOperation``."""
 
     def settle(self, bucket: GradientBucket, scale: float) -> None:
         """Add the residual to the gradients of a group of one rank, which reduces nothing, if all of them are there.

@@ -13,7 +13,7 @@ from elastic_ray.sync.operations.bucket_operation import GradientBucket, Gradien
 
 
 class PartitionedReduceOperation:
-    """See ``BucketOperation``, which this is. It keeps nothing.
+    """Reduction of one bucket in several parts at once; a stateless ``BucketOperation``.
 
     Along the first axis the flat buffer is divided as it lies. Along another one each tensor's slices are packed with
     those of the same number of the others; a tensor with fewer than ``parts`` of them is divided as far as it can be.
@@ -46,7 +46,7 @@ class PartitionedReduceOperation:
         return [group.all_reduce(piece) for piece in pieces if piece.numel()]
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The sums, back in their places."""
+        """Copy the sums back to their places."""
         if self._axis == 0:
             self._form.unpack(bucket.flat_gradient())
         else:
@@ -85,7 +85,7 @@ class PartitionedReduceOperation:
 
 
 def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> int:
-    """The axis along which a tensor is divided, 0 for one that has none.
+    """Return the axis along which a tensor is divided, 0 for one that has none.
 
     Args:
         axis: that of ``Reduce``: the wanted one, the tensor's last where it has fewer, or -1 for a choice of the seed
@@ -99,7 +99,7 @@ def partition_axis(shape: Sequence[int], axis: int, seed: int, place: int) -> in
 
 
 class OwnerOperation:
-    """See ``BucketOperation``, which this is. It keeps nothing, so that an owner's loss loses nothing.
+    """Reduction to an owner and broadcast back; a stateless ``BucketOperation``, so that an owner's loss loses nothing.
 
     Args:
         owner: the rank that collects the bucket.
@@ -117,7 +117,7 @@ class OwnerOperation:
         return (group.reduce(self._sent, self._owner),)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Back to all."""
+        """Launch the way back to all ranks."""
         if finished == 1 and self._sent is not None:
             return (group.broadcast(self._sent, self._owner),)
         self._form.unpack(bucket.flat_gradient())
@@ -134,7 +134,7 @@ class OwnerOperation:
 
 
 class CastReduceOperation:
-    """See ``BucketOperation``, which this is. Weights count before the rounding; it keeps nothing.
+    """All-reduce in a smaller dtype; a stateless ``BucketOperation``. Weights are applied before the rounding.
 
     Args:
         form: of the gradients on their way.
@@ -144,11 +144,11 @@ class CastReduceOperation:
         self._form = form
 
     def launch(self, bucket: GradientBucket, group: GradientCollectives) -> Sequence[Any]:
-        """The rounded gradients."""
+        """Launch the reduction of the rounded gradients."""
         return (group.all_reduce(self._form.pack(bucket.flat_gradient())),)
 
     def go_on(self, bucket: GradientBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The sum, back in the bucket's own form."""
+        """Copy the sum back in the bucket's own form."""
         self._form.unpack(bucket.flat_gradient())
         return ()
 

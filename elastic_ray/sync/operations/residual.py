@@ -9,7 +9,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Owed:
-    """A gradient that is still to be sent.
+    """Residual of a gradient that is still to be sent.
 
     Attributes:
         flat: it, as one vector; None for nothing.
@@ -67,7 +67,7 @@ class Residual:
         return self._latest or self._kept
 
     def room(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for what a pass leaves out; its content is of no meaning."""
+        """Return memory for what a pass leaves out; its content is of no meaning."""
         spare, self._spare = self._spare, None
         return spare if spare is not None and spare.shape == like.shape else torch.empty_like(like)
 

@@ -25,7 +25,7 @@ _NONE = -1.0
 
 
 class Denominators:
-    """An optimizer as statistics of gradients see it: with its own state, or with what was gathered of it.
+    """Denominators of an optimizer for statistics: from its own state, or from what was gathered of it.
 
     Args:
         divided: whether its state is.

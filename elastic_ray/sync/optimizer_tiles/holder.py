@@ -39,7 +39,9 @@ def moved(moves: Sequence[Move], held: Sequence[Set[int]]) -> list[frozenset[int
 
 
 def owners_meanwhile(target: Owners, held: Sequence[Set[int]]) -> Owners:
-    """Owners for the time being: those of the target that hold their tile, and others that do in place of the rest.
+    """Return owners for the time being.
+
+    Those of the target that hold their tile, and others that do in place of the rest.
 
     Args:
         held: tiles by rank; each lies with one of them at least.
@@ -91,7 +93,7 @@ class Everyone:
 
     @property
     def senders(self) -> list[int]:
-        """A rank that holds it, by tile."""
+        """Rank that holds each tile."""
         count = len(frozenset().union(*self.tiles))
         return [next(rank for rank, tiles in enumerate(self.tiles) if tile in tiles) for tile in range(count)]
 
@@ -132,7 +134,7 @@ class TileHolder:
         self.stored.follow(self.params.values())
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """The spans of each parameter with the ranks that own them in the present group."""
+        """Return the spans of each parameter with the ranks that own them in the present group."""
         found: dict[int, list[OwnedSpan]] = {id(param): [] for param in params}
         for spans, owners in zip(self._tiling.tiles, self.owners, strict=True):
             for span in spans:
@@ -213,7 +215,7 @@ class TileHolder:
             self._receive(communicator, given)
 
     def collect(self, group: Group) -> dict[str, State] | None:
-        """The state of whole parameters, by name, in CPU memory on rank 0; None elsewhere. All ranks call it."""
+        """Return the state of whole parameters, by name, in CPU memory on rank 0; None elsewhere. All ranks call it."""
         tiling, held = self._tiling, self.held
         assert held is not None, "the state is divided"
         needed = [Move(tile, mine[0], 0) for tile, mine in enumerate(self.owners) if 0 not in mine]
@@ -314,7 +316,7 @@ class TileHolder:
         self._clear()
 
     def to_keep(self) -> dict[str, Any]:
-        """The tiles that this rank holds, for a rerun in this process; nothing where the optimizer holds all."""
+        """Return the tiles that this rank holds, for a rerun in this process; nothing where the optimizer holds all."""
         held = self.held
         if held is None:
             return {}
@@ -343,7 +345,7 @@ def writers(tiling: Tiling, owners: Sequence[Sequence[int]]) -> list[int]:
 def written_states(
     held: HeldTiles, params: Mapping[str, Parameter], owners: Sequence[Sequence[int]], rank: int
 ) -> dict[Parameter, State]:
-    """States by parameter, with `Pieces` for what this rank writes of tensors of the parameter's shape.
+    """Return states by parameter, with `Pieces` for what this rank writes of tensors of the parameter's shape.
 
     What else an optimizer keeps of a parameter, such as a count of steps, is written with its first elements. A rank
     that writes others names it as well, so that the names keep their order.

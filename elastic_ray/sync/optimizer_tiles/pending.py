@@ -1,4 +1,4 @@
-"""An update that a rank has voted for and of which it does not know whether it is decided (torch)."""
+"""Pending update: a rank has voted for it and does not know whether it is decided (torch)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Update:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Tells updates apart."""
+        """Key that tells updates apart."""
         return self.number, self.generation
 
     def next(self, generation: int, optimizer: torch.optim.Optimizer) -> Update:
-        """The one that this optimizer has made after it, in the group of this generation."""
+        """Return the update that this optimizer makes next, in the group of this generation."""
         return Update(self.number + 1, generation, rates_of(optimizer))
 
 
@@ -93,7 +93,7 @@ class PendingUpdate:
 
     @contextmanager
     def _scaled(self) -> Iterator[None]:
-        """The optimizer with what AMP's scaler has told it of the update; gradients have its scale in them."""
+        """Give the optimizer what AMP's scaler has told it of the update; gradients have its scale in them."""
         present = {name: getattr(self._optimizer, name) for name in self._by_scaler if hasattr(self._optimizer, name)}
         for name, value in self._by_scaler.items():
             setattr(self._optimizer, name, value)
@@ -107,7 +107,7 @@ class PendingUpdate:
 
     @contextmanager
     def _without_others(self) -> Iterator[None]:
-        """The optimizer without gradients of parameters that were taken over already."""
+        """Hide gradients of parameters that were taken over already from the optimizer, within the block."""
         mine = {id(param) for param in self._params.values()}
         others = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if id(p) not in mine]
         try:
@@ -152,7 +152,7 @@ def tiles_shown(
     shown: Sequence[tuple[str, Parameter]],
     states: dict[Parameter, State],
 ) -> Any:
-    """The optimizer with parts of parameters in place of these, as a context.
+    """Return a context in which the optimizer has parts of parameters in place of these.
 
     Args:
         shown: name of a parameter, and a part of it.
@@ -164,12 +164,15 @@ def tiles_shown(
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """Learning rates of its groups."""
+    """Return the learning rates of its groups."""
     return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
 
 
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """32 bits that tell apart which parameters have a gradient, and learning rates: all ranks must have the same."""
+    """Return 32 bits that tell apart which parameters have a gradient, and learning rates.
+
+    All ranks must have the same.
+    """
     return zlib.crc32(repr(rates_of(optimizer)).encode(), zlib.crc32(bytes(p.grad is not None for p in params)))
 
 

@@ -80,7 +80,7 @@ class Publisher:
             self._rounds.append(_Round(sent, received, packed, packed_from, given, given_to))
 
     def _pairs(self, tiling: Tiling, tiles: Sequence[int], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Pieces of a flat buffer, and the parts of tensors that belong there."""
+        """Return pieces of a flat buffer, and the parts of tensors that belong there."""
         pieces, places, position = [], [], 0
         for tile in tiles:
             for span in tiling.tiles[tile]:

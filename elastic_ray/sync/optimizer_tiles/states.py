@@ -18,13 +18,16 @@ State: TypeAlias = dict[str, Any]
 
 
 def part_of(param: Tensor, span: Span) -> Tensor:
-    """The span's elements, sharing memory with the parameter."""
+    """Return the span's elements, sharing memory with the parameter."""
     whole = param.detach()
     return whole if span.whole else whole.view(-1)[span.start : span.start + span.length]
 
 
 def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
-    """A span's part of a parameter's state; tensors of the parameter's shape share memory with it, or are read."""
+    """Return a span's part of a parameter's state.
+
+    Tensors of the parameter's shape share memory with it, or are read.
+    """
     if span.whole:
         return {key: read_all(value) for key, value in state.items()}
     found: State = {}
@@ -42,7 +45,7 @@ def cut_state(state: Mapping[str, Any], param: Tensor, span: Span) -> State:
 
 
 def joined_state(param: Tensor, parts: Sequence[tuple[Span, State]], device: torch.device | None = None) -> State:
-    """The inverse: a whole parameter's state of its own memory, from all its spans; empty where it has none yet.
+    """Join a whole parameter's state of its own memory from all its spans; empty where it has none yet.
 
     Args:
         device: where large tensors go; by default where they are.
@@ -163,7 +166,7 @@ class HeldTiles:
 
 
 def _owned(value: Any) -> Any:
-    """A tensor that keeps no larger one in memory; what was read of a checkpoint never did."""
+    """Return a tensor that keeps no larger one in memory; what was read of a checkpoint never did."""
     larger = isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes
     return value.clone() if larger else value
 
@@ -171,7 +174,7 @@ def _owned(value: Any) -> Any:
 def cut_tile(
     tiling: Tiling, tile: int, params: Mapping[str, Parameter], whole: Mapping[Any, Mapping[str, Any]]
 ) -> list[State]:
-    """States of a tile's spans from those of whole parameters."""
+    """Return states of a tile's spans from those of whole parameters."""
     return [cut_state(whole.get(params[s.name], {}), params[s.name], s) for s in tiling.tiles[tile]]
 
 
@@ -181,7 +184,7 @@ def assemble(
     states: Mapping[int, list[State]],
     device: torch.device | None = None,
 ) -> dict[str, State]:
-    """The state of all parameters, by name, from that of all tiles; without those that have none yet.
+    """Return the state of all parameters, by name, from that of all tiles; without those that have none yet.
 
     Args:
         states: of each tile's spans.
@@ -251,7 +254,10 @@ class StoredStates:
         return {**self._states, **self._optimizer.state}
 
     def copies(self, params: Mapping[str, Parameter]) -> dict[str, State]:
-        """Whole states of parameters by name, of memory of their own on the CPU; without those that have none."""
+        """Return whole states of parameters by name, of memory of their own on the CPU.
+
+        Without those that have none.
+        """
         known = self.states()
         return {
             name: {key: _copy(value) for key, value in known[param].items()}
@@ -265,7 +271,9 @@ def _is_unread(state: Mapping[str, Any]) -> bool:
 
 
 def placed_state(state: Mapping[str, Any], device: torch.device, options: Mapping[str, Any]) -> State:
-    """A state whose tensors are where torch has them, or will be once they are read; a checkpoint's are on the CPU.
+    """Return a state whose tensors are where torch has them, or will be once they are read.
+
+    A checkpoint's are on the CPU.
 
     Args:
         options: of its group. Torch counts steps on the CPU unless it is told to be fused or capturable.

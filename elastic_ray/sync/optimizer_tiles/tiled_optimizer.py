@@ -98,11 +98,11 @@ class TiledOptimizer:
 
     @property
     def owners(self) -> object:
-        """The ranks that own each tile; another object where they are others than before."""
+        """Ranks that own each tile; a new object when the owners change."""
         return self._holder.owners
 
     def owned_spans(self, params: Sequence[Parameter]) -> list[list[OwnedSpan]]:
-        """The parts of each parameter, and the ranks that own them; all parameters are in tiles."""
+        """Return the parts of each parameter, and the ranks that own them; all parameters are in tiles."""
         return self._holder.owned_spans(params)
 
     @property
@@ -293,7 +293,7 @@ class TiledOptimizer:
         return self._stored and self._run.group.rank == 0
 
     def _at_hand(self) -> dict[str, State] | None:
-        """The whole state by name where this rank has it, though it is divided."""
+        """Return the whole state by name where this rank has it, though it is divided."""
         if self._gathered is None and self._reads:
             self._gathered = self._holder.stored.copies(self._holder.params)
         return self._gathered
@@ -343,7 +343,7 @@ class TiledOptimizer:
         return {"update": [*self._last.key, list(self._last.rates)], "begun": self._begun, **owes}
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """The whole state where this rank has it."""
+        """Return the whole state where this rank has it."""
         if self._holder.held is None:
             known = self._holder.stored.states()
             return {param: known[param] for param in self.tiled if param in known}
@@ -355,7 +355,7 @@ class TiledOptimizer:
         return self._holder.written(rank)
 
     def kept(self) -> dict[str, Any]:
-        """The tiles that this rank holds, for a rerun in this process."""
+        """Return the tiles that this rank holds, for a rerun in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:

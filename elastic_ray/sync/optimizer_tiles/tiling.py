@@ -69,7 +69,7 @@ class Tiling:
 
     @classmethod
     def from_json(cls, text: str) -> Tiling:
-        """The inverse of :meth:`to_json`."""
+        """Invert :meth:`to_json`."""
         return cls(tuple(tuple(Span(*each) for each in tile) for tile in json.loads(text)))
 
 
@@ -102,7 +102,7 @@ def cut(profile: ModelProfile, params: Iterable[int], owner: Owner) -> Tiling:
 
 
 def _equal(params: Sequence[ParamInfo], most: int) -> list[tuple[Span, ...]]:
-    """Tiles of as many elements each, over the borders of tensors."""
+    """Return tiles of as many elements each, over the borders of tensors."""
     total = sum(param.numel for param in params)
     count = max(1, min(most, total // _FEWEST_ELEMENTS))
     ends = [total * (i + 1) // count for i in range(count)]
@@ -124,7 +124,7 @@ def _equal(params: Sequence[ParamInfo], most: int) -> list[tuple[Span, ...]]:
 
 
 def _parts(param: ParamInfo, *, even: bool) -> list[Span]:
-    """Parts of a tensor along its first dimension, as AutoDist counts them."""
+    """Return parts of a tensor along its first dimension, as AutoDist counts them."""
     rows = param.shape[0] if param.shape else 1
     if rows < 2 or not param.numel:
         return [Span(param.name, 0, param.numel, True)]
@@ -140,7 +140,7 @@ def _parts(param: ParamInfo, *, even: bool) -> list[Span]:
 
 
 def _binned(pieces: Sequence[Span], most: int) -> list[tuple[Span, ...]]:
-    """Pieces in tiles that are about equally large: the largest first, each into the smallest tile so far."""
+    """Return pieces in tiles that are about equally large: the largest first, each into the smallest tile so far."""
     pieces = [piece for piece in pieces if piece.length]
     count = min(len(pieces), most)
     heap = [(0, number) for number in range(count)]

@@ -126,7 +126,7 @@ class ShardedEmbedding(torch.nn.Module):
         return table
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Rows, or bags of them, as ``torch.nn.Embedding`` and ``EmbeddingBag`` give them.
+        """Return rows, or bags of them, as ``torch.nn.Embedding`` and ``EmbeddingBag`` give them.
 
         Args:
             input: ids, of any shape; with a ``mode`` [bags, ids], or [ids] with ``offsets``.
@@ -154,7 +154,7 @@ class ShardedEmbedding(torch.nn.Module):
         )
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Rows as a leaf of autograd's graph, whose gradient goes to the table."""
+        """Return rows as a leaf of autograd's graph, whose gradient goes to the table."""
         table, grad = self._table, torch.is_grad_enabled()
         if table is None:
             if grad and self.training:
@@ -198,7 +198,7 @@ class ShardedEmbedding(torch.nn.Module):
         return place if place < len(ids) and int(ids[place]) == self.padding_idx else None
 
     def row_state_dict(self) -> dict[str, Any]:
-        """The whole table with the state of its rule, and the number of updates; all ranks call it.
+        """Return the whole table with the state of its rule, and the number of updates; all ranks call it.
 
         Returns:
             ``weight``, the rule's tensors by torch's names (``sum``; ``exp_avg``, ``exp_avg_sq``), each

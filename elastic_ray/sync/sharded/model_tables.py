@@ -1,4 +1,4 @@
-"""The sharded tables of one wrapped model: what training and changes of the group do with all of them (torch)."""
+"""Sharded tables of one wrapped model, in training and changes of the group (torch)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModelTables:
         return bool(self.tables)
 
     def _rule(self, name: str, layer: ShardedEmbedding) -> RowRule:
-        """The rule of a table; raises StrategyError where there is none, or it follows no parameter group."""
+        """Return the rule of a table; raises StrategyError where there is none, or it follows no parameter group."""
         groups = self._optimizer.param_groups
         rule = layer.rule or rule_of(type(self._optimizer).__name__, groups[0])
         if rule.group >= len(groups):

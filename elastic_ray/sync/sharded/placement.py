@@ -19,7 +19,7 @@ class Move:
 
 
 def place(tiles: int, held: Sequence[Set[int]], nodes: Sequence[str], copies: int) -> tuple[tuple[int, ...], ...]:
-    """The owners of each tile, those that hold it already as far as balance allows.
+    """Return the owners of each tile, those that hold it already as far as balance allows.
 
     Every tile has ``min(copies, ranks)`` owners, and the ranks own equally many tiles, within one. Owners of one tile
     are on different nodes as far as that balance allows; a copy that is held on a node twice moves to another one.
@@ -58,7 +58,7 @@ def _room(total: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _first_in_turn(owners: Sequence[Set[int]], world: int) -> tuple[tuple[int, ...], ...]:
-    """Owners of each tile, the one first that is first for the fewest tiles before."""
+    """Return owners of each tile, the one first that is first for the fewest tiles before."""
     first = [0] * world
     found = []
     for mine in owners:
@@ -174,5 +174,5 @@ def hand_over(owners: Sequence[Sequence[int]], stays: Sequence[bool]) -> tuple[M
 
 
 def lost(tiles: int, held: Sequence[Set[int]]) -> tuple[int, ...]:
-    """Tiles that no rank holds."""
+    """Return tiles that no rank holds."""
     return tuple(tile for tile in range(tiles) if not any(tile in each for each in held))

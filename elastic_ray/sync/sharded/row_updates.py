@@ -62,7 +62,7 @@ _RULES: dict[type[RowRule], Callable[[Any, _Rows, Tensor, float, int], None]] = 
 
 
 def summed(pieces: list[tuple[Tensor, Tensor]], width: int) -> tuple[Tensor, Tensor]:
-    """Row gradients with each id once, in rising order; pieces are added one after the other.
+    """Return row gradients with each id once, in rising order; pieces are added one after the other.
 
     Args:
         pieces: ids [n] and gradients [n, width]; in one piece each id occurs once. At least one piece.

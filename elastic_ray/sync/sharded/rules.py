@@ -127,7 +127,7 @@ def named_rule(optimizer: RowRule | str | None) -> RowRule | None:
 
 
 def rule_of(optimizer: str, group: Mapping[str, Any]) -> RowRule:
-    """The rule that does what a torch optimizer would.
+    """Return the rule that does what a torch optimizer would.
 
     Args:
         optimizer: name of its class.

@@ -99,14 +99,14 @@ class TableShard:
         return len(sent)
 
     def _everyone_holds(self, communicator: Communicator) -> list[frozenset[int]]:
-        """The tiles of each rank."""
+        """Return the tiles of each rank."""
         tiles = self._tiling.tiles
         own = range(tiles) if self._source is not None else {tile for store in self._stores for tile in store.tiles}
         words = to_words(own, tiles)
         return [from_words(row, tiles) for row in communicator.gather_ints(words)]
 
     def _made(self, tiles: Sequence[int], source: InitialRows | None, leave: Any = ()) -> TileStore:
-        """A store of these tiles, from what is held or could be made; those to ``leave`` are empty yet."""
+        """Return a store of these tiles, from what is held or could be made; those to ``leave`` are empty yet."""
         new = TileStore.empty(self._tiling, tiles, self._like)
         for tile in tiles:
             if tile in leave:
@@ -144,12 +144,12 @@ class TableShard:
         return self._by_tile.shape[-1] == self._world
 
     def read(self, ids: Tensor) -> Tensor:
-        """Rows that are all here."""
+        """Read rows that are all here."""
         assert self.store is not None
         return self.store.rows(ids)
 
     def fetch(self, communicator: Communicator, ids: Tensor) -> Tensor:
-        """Rows from wherever they are, [len(ids), width]; all ranks call it, also without ids."""
+        """Fetch rows from wherever they are, [len(ids), width]; all ranks call it, also without ids."""
         assert self.store is not None
         return fetch(communicator, self.store, self._by_tile[:, 0], ids)
 
@@ -165,7 +165,7 @@ class TableShard:
         return summed(push(communicator, self._by_tile, ids, gradient), gradient.shape[1])
 
     def whole(self, communicator: Communicator | None, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """The whole table on rank 0, None elsewhere; all ranks call it.
+        """Return the whole table on rank 0, None elsewhere; all ranks call it.
 
         Args:
             communicator: the group; None before the first.
@@ -183,7 +183,7 @@ class TableShard:
 
 
 def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a table from those that answer for them; all ranks call it, also with no ids.
+    """Fetch rows of a table from those that answer for them; all ranks call it, also with no ids.
 
     Args:
         store: what this rank holds.
@@ -208,7 +208,7 @@ def fetch(communicator: Communicator, store: TileStore, readers: Tensor, ids: Te
 
 
 def push(communicator: Communicator, owners: Tensor, ids: Tensor, gradient: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Row gradients to all owners of each row; all ranks call it, also with no ids.
+    """Send row gradients to all owners of each row; all ranks call it, also with no ids.
 
     Args:
         owners: of each tile, [tiles, copies].
@@ -279,7 +279,7 @@ def _turned(matrix: _Matrix) -> _Matrix:
 
 
 def _swap(communicator: Communicator, tensor: Tensor, matrix: _Matrix) -> Tensor:
-    """Rows of a tensor to the ranks, in rank order, as many as the matrix says of source and destination."""
+    """Send rows of a tensor to the ranks, in rank order, as many as the matrix says of source and destination."""
     rank = communicator.rank
     mine, theirs = matrix[rank], [row[rank] for row in matrix]
     output = tensor.new_empty(sum(theirs), *tensor.shape[1:])

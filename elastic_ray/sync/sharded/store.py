@@ -1,4 +1,4 @@
-"""The rows that one rank holds, by tile, and where rows come from at the beginning (torch)."""
+"""Rows that one rank holds, by tile, and the source of the initial rows (torch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TileStore:
 
     @classmethod
     def empty(cls, tiling: RowTiling, tiles: Sequence[int], like: Mapping[str, Tensor]) -> TileStore:
-        """Memory for some tiles of tensors such as these."""
+        """Return memory for some tiles of tensors such as these."""
         places = len(tiles) * tiling.height
         return cls(tiling, tiles, {name: each.new_empty(places, each.shape[1]) for name, each in like.items()})
 
@@ -43,11 +43,14 @@ class TileStore:
         return self._slots[ids % tiles] * self.tiling.height + torch.div(ids, tiles, rounding_mode="floor")
 
     def rows(self, ids: Tensor) -> Tensor:
-        """A copy of rows that are here."""
+        """Return a copy of rows that are here."""
         return self.tensors["weight"].index_select(0, self.places(ids))
 
     def tile(self, name: str, tile: int) -> Tensor:
-        """A tile's part of one tensor, [height, width], to read and to write; the place after a short tile is free."""
+        """Return a tile's part of one tensor, [height, width], to read and to write.
+
+        The place after a short tile is free.
+        """
         begin = int(self._slots[tile]) * self.tiling.height
         return self.tensors[name][begin : begin + self.tiling.height]
 

@@ -98,7 +98,7 @@ class ShardedTable:
         self._loaded, self._begun = source.trained, False
 
     def left_for(self, run: Run) -> dict[str, Tensor] | None:
-        """The whole weight, for another run of this process; None where there is none yet."""
+        """Return the whole weight, for another run of this process; None where there is none yet."""
         if run is self._run:
             raise ValueError("a ShardedEmbedding belongs to one model, but another one that was wrapped has it already")
         if self._shard.store is not None and not self._shard.everywhere:
@@ -133,7 +133,7 @@ class ShardedTable:
     # -- rows in forward passes ----------------------------------------------------------------------------------------
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the present update, [len(ids), width]; all ranks ask at the same place, also for none.
+        """Return rows of the present update, [len(ids), width]; all ranks ask at the same place, also for none.
 
         In a step that is lost, and while user code only catches up with others, they are zeros.
 
@@ -288,7 +288,7 @@ class ShardedTable:
         return self._gathered is not None or self._run.group.world_size == 1
 
     def whole(self, names: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
-        """The whole table on rank 0, tensors without rows on the others; all ranks call it.
+        """Return the whole table on rank 0, tensors without rows on the others; all ranks call it.
 
         In a step that is lost rank 0 gets no rows either, which an event says.
 
@@ -312,7 +312,7 @@ class ShardedTable:
         return found if found is not None else dict.fromkeys(names, self._nothing[1])
 
     def _collected(self, names: Sequence[str]) -> dict[str, Tensor] | None:
-        """The whole table where this rank is to have it."""
+        """Return the whole table where this rank is to have it."""
         group = self._run.group
         if group.generation and group.world_size > 1:
             self._run.consensus.agree_on(self._announced(_WHOLE))
@@ -399,7 +399,7 @@ class LocalGradients:
         self.waits = False  # some of the present step that were not taken
 
     def begin(self, step: Any, micro: int) -> bool:
-        """A gradient is about to be added; returns whether it is the first one of its step."""
+        """Begin to add a gradient; True if it is the first one of its step."""
         before, self._at = self._at, (step, micro)
         first = before[0] is not step or (step is None and self._closed)
         if first:

@@ -44,12 +44,12 @@ class RowTiling:
         return -(-self.rows // self.tiles)
 
     def rows_in(self, tile: int) -> int:
-        """Rows of one tile."""
+        """Return the number of rows of one tile."""
         return -(-(self.rows - tile) // self.tiles)
 
 
 def to_words(tiles: Iterable[int], count: int) -> list[int]:
-    """A set of tiles out of ``count`` as integers below 2^32, a bit a tile.
+    """Return a set of tiles out of ``count`` as integers below 2^32, a bit a tile.
 
     >>> to_words([0, 33], 40)
     [1, 2]
@@ -61,5 +61,5 @@ def to_words(tiles: Iterable[int], count: int) -> list[int]:
 
 
 def from_words(words: Sequence[int], count: int) -> frozenset[int]:
-    """The inverse of :func:`to_words`."""
+    """Return the set of tiles of :func:`to_words`."""
     return frozenset(tile for tile in range(count) if words[tile // _WORD_BITS] >> tile % _WORD_BITS & 1)

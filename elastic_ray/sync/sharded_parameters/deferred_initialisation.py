@@ -1,4 +1,4 @@
-"""A model that was built on the meta device is initialised one module after the other (torch).
+"""Deferred initialisation of a model that was built on the meta device, one module after the other (torch).
 
 Only one module's own parameters are whole at a time. Torch's recipe, ``to_empty`` of the whole model and then
 ``reset_parameters`` of sharded parameters, would hold all of them, and draw other numbers in each size of group.
@@ -151,7 +151,7 @@ def _untouched(name: str, key: str) -> ValueError:
 
 
 def _blank(like: Tensor | None, device: torch.device) -> Tensor:
-    """Memory in which it can be seen whether it was filled."""
+    """Return memory in which it can be seen whether it was filled."""
     assert like is not None, "only of what is there"
     filling = torch.nan if like.is_floating_point() else 0
     return torch.full(tuple(like.shape), filling, dtype=like.dtype, device=device)

@@ -78,7 +78,7 @@ NO_MEMORY_YET = (
 
 
 class UnknownTorchError(RuntimeError):
-    """The torch that is installed keeps the shards of a module in other fields than are known here."""
+    """Error raised if the installed torch keeps the shards of a module in unknown fields."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _missing_fields() -> tuple[str, ...]:
 
 
 def missing_fields(module: nn.Module) -> tuple[str, ...]:
-    """Fields that are used here and that a sharded module's parts have not, as ``Class.field``."""
+    """Return fields that are used here and that a sharded module's parts have not, as ``Class.field``."""
     found = list(_lacking(module, ("_get_fsdp_state",)))
     if found:
         return tuple(found)
@@ -157,7 +157,7 @@ def _lacking(target: object, names: Sequence[str]) -> Iterator[str]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """Parameters that a sharded module gathers together; more than one group where it has several meshes."""
+    """Return parameters that a sharded module gathers together; more than one group where it has several meshes."""
     several, one = _GROUPS
     if hasattr(state, several):
         return list(getattr(state, several))
@@ -176,17 +176,17 @@ def states_of(module: nn.Module) -> list[Any]:
 
 
 def units_of(module: nn.Module) -> list[FSDPModule]:
-    """The sharded modules in a model."""
+    """Return the sharded modules in a model."""
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
 def groups_of(module: nn.Module) -> list[Any]:
-    """Parameters that are gathered together, as torch keeps them."""
+    """Return parameters that are gathered together, as torch keeps them."""
     return [group for state in states_of(module) for group in _param_groups(state)]
 
 
 def params_of(module: nn.Module) -> list[ShardedParam]:
-    """The sharded parameters of a model, in its order."""
+    """Return the sharded parameters of a model, in its order."""
     fields = {id(field.sharded_param): field for group in groups_of(module) for field in group.fsdp_params}
     return [
         ShardedParam(name, param, tuple(fields[id(param)]._orig_size), fields[id(param)])
@@ -196,7 +196,7 @@ def params_of(module: nn.Module) -> list[ShardedParam]:
 
 
 def scattered_params(unit: FSDPModule) -> list[tuple[nn.Parameter, int, int]]:
-    """The parameters of a sharded module whose gradients torch scatters together, in the order in which they lie.
+    """Return the parameters whose gradients torch scatters together in a sharded module, in the order they lie.
 
     Returns each with the elements of this rank's rows, and those of what lies there, which zeros fill up.
     """
@@ -374,7 +374,7 @@ def reduce_rest(module: nn.Module) -> None:
 
 
 def memory_for(param: ShardedParam, rows: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """A shard's memory for torch.
+    """Return a shard's memory for torch.
 
     Args:
         rows: that the shard has; None for none. They stay where they are if they are as many as there are to be and
@@ -437,7 +437,7 @@ def _swap(param: ShardedParam, info: Any, memory: Tensor, rows: Tensor) -> None:
 
 
 def shard_like(param: Tensor, rows: Tensor) -> Tensor:
-    """Rows of this rank as a tensor that goes into the parameter's place."""
+    """Return rows of this rank as a tensor that goes into the parameter's place."""
     shard: Any = DTensor
     return shard(rows, param._spec, requires_grad=False)  # type: ignore[attr-defined,no-any-return]
 

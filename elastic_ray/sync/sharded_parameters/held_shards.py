@@ -1,4 +1,4 @@
-"""The shards that a rank holds: rows of parameters, and what the optimizer keeps of them (torch)."""
+"""Shards that a rank holds: rows of parameters, and their optimizer state (torch)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class HeldShards:
         shard: ShardId,
         place: Callable[[Piece, Tensor], Tensor] = lambda _, value: value,
     ) -> Shard:
-        """A shard made of what is held and of what was received; it may share memory with both (:func:`apart`).
+        """Return a shard made of what is held and of what was received; it may share memory with both (:func:`apart`).
 
         Args:
             move: rows that were received.
@@ -98,7 +98,7 @@ class HeldShards:
         return made
 
     def _parts(self, piece: Piece, received: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Rows]]:
-        """Parts of a piece that follow each other, each cut from what has it."""
+        """Return parts of a piece that follow each other, each cut from what has it."""
         sources = [*self._all_rows(piece.param), *received]
         found: list[tuple[Piece, Rows]] = []
         at = piece.start
@@ -120,11 +120,11 @@ class HeldShards:
                 yield piece, held.rows(param)
 
     def give(self, piece: Piece) -> Rows:
-        """Rows that are held."""
+        """Return rows that are held."""
         return joined(self._parts(piece, ()))
 
     def whole(self, param: int, received: Sequence[tuple[Piece, Rows]] = ()) -> tuple[Tensor, State]:
-        """A whole parameter, and the optimizer's state of it, of memory of its own on the CPU."""
+        """Return a whole parameter, and the optimizer's state of it, of memory of its own on the CPU."""
         mine = [each for each in received if each[0].param == param]
         parts = self._parts(Piece(param, 0, self.counts[param]), mine)
         rows = joined([(piece, _on_cpu(each)) for piece, each in parts], copies=True)
@@ -132,7 +132,7 @@ class HeldShards:
 
 
 def cut(rows: Rows, source: Piece, piece: Piece) -> Rows:
-    """A part of some rows; it shares memory with them, or is read."""
+    """Return a part of some rows; it shares memory with them, or is read."""
     first, count = piece.start - source.start, piece.stop - piece.start
     like = rows[VALUE].shape
     return {
@@ -148,7 +148,7 @@ def _narrowed(value: Tensor | UnreadTensor, first: int, count: int) -> Tensor:
 
 
 def joined(parts: Sequence[tuple[Piece, Rows]], *, copies: bool = False) -> Rows:
-    """Rows that follow each other, as one; of one part alone as they are, unless they are to be ``copies``."""
+    """Return rows that follow each other, as one; of one part alone as they are, unless they are to be ``copies``."""
     (_, first), *_ = parts
     like = first[VALUE].shape
     found: Rows = {}
@@ -177,7 +177,7 @@ def apart(shard: Shard, *, values: bool) -> Shard:
 
 
 def owned(value: Any) -> Any:
-    """A tensor that keeps no larger one in memory."""
+    """Return a tensor that keeps no larger one in memory."""
     if isinstance(value, Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()
     return value
@@ -227,7 +227,7 @@ def _checked(
 
 
 def written_rows(shapes: Sequence[tuple[int, ...]], shard: ShardId, own: Shard, share: ShardId) -> Written:
-    """The rows of a shard, or a share of them, as pieces of the whole tensors.
+    """Return the rows of a shard, or a share of them, as pieces of the whole tensors.
 
     What else an optimizer keeps of a parameter, such as a count of steps, is written with its first rows. A rank that
     writes others names it as well, so that the names keep their order.
@@ -260,7 +260,7 @@ def _piece(value: Any, rows: Tensor, shape: tuple[int, ...], start: int) -> Any:
 
 
 def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> State:
-    """A parameter's state that was given whole, as by a checkpoint: what is no rows is where torch has it.
+    """Return a parameter's state that was given whole, as by a checkpoint: what is no rows is where torch has it.
 
     Rows that are not there yet are read, or copied there, once they are taken.
 
@@ -274,7 +274,7 @@ def placed(state: State, param: ShardedParam, options: Mapping[str, Any]) -> Sta
 
 
 def rows_of_state(state: State, shape: tuple[int, ...], start: int, stop: int) -> State:
-    """A parameter's state cut to some of its rows, in memory of its own."""
+    """Return a parameter's state cut to some of its rows, in memory of its own."""
     found: State = {}
     for key, value in state.items():
         if isinstance(value, UnreadTensor):

@@ -56,7 +56,7 @@ _HOOKS = (
 
 
 def key_of(shard_size: int | None) -> str:
-    """Tells layouts apart of which step times are not to be mixed.
+    """Return a key that tells layouts apart of which step times are not to be mixed.
 
     That of all workers in one group is what it was before there were others, so what is known of earlier runs holds.
     """
@@ -64,7 +64,7 @@ def key_of(shard_size: int | None) -> str:
 
 
 def strategy_of(model: nn.Module) -> Strategy:
-    """Tells the layouts of sharded models apart, in what is known of earlier runs.
+    """Return a strategy that tells the layouts of sharded models apart, in what is known of earlier runs.
 
     Raises ValueError: some modules were sharded with another ``shard_size`` than others.
     """

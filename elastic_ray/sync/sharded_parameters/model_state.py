@@ -28,18 +28,18 @@ class ShardedModelState:
         self._module, self._optimizer = module, optimizer
 
     def capture(self) -> Any:
-        """Buffers."""
+        """Return the buffers."""
         return {"buffers": dict(self._module.named_buffers())}
 
     def capture_to_save(self) -> Any:
-        """Whole parameters as well, where this rank has them."""
+        """Return the buffers, and whole parameters where this rank has them."""
         whole = self._optimizer.gathered_whole()
         names = [each.name for each in self._optimizer.params]
         found = {} if whole is None else {"parameters": {names[place]: value for place, (value, _) in whole.items()}}
         return {**self.capture(), **found}
 
     def capture_part(self, rank: int, world_size: int) -> Any:
-        """The rows that this rank owns, and the first rank's buffers; see ``WrittenInParts``."""
+        """Return the rows that this rank owns, and the first rank's buffers; see ``WrittenInParts``."""
         if self._optimizer.divided:
             rows = {"parameters": self._optimizer.written_params()}
         else:
@@ -88,7 +88,7 @@ def take_whole_values(module: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 class StateDicts:
-    """Has ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them."""
+    """Hooks that let ``state_dict()`` of a sharded model give whole parameters, and ``load_state_dict()`` take them."""
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer

@@ -65,11 +65,11 @@ class ShardProcessGroup(dist.ProcessGroup):
         return found
 
     def getBackendName(self) -> str:
-        """For torch."""
+        """Return the backend's name."""
         return BACKEND
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """For torch: in place."""
+        """Reduce tensors in place."""
         collectives = self._collectives
         if collectives is None:
             return EndedWork()
@@ -78,7 +78,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def all_gather_single(self, output: Any, tensor: Any, options: Any = None) -> Any:
-        """For torch: ``full_tensor()`` of a sharded tensor, for instance."""
+        """Gather tensors, as for ``full_tensor()`` of a sharded tensor."""
         collectives = self._collectives
         if collectives is None:
             output.copy_(tensor.reshape(output.shape))
@@ -87,7 +87,7 @@ class ShardProcessGroup(dist.ProcessGroup):
         return EndedWork()
 
     def allgather_into_tensor_coalesced(self, outputs: Any, tensors: Any, options: Any = None) -> Any:
-        """For torch: several of them."""
+        """Gather several tensors."""
         for output, tensor in zip(outputs, tensors, strict=True):
             self.all_gather_single(output, tensor)
         return EndedWork()
@@ -100,7 +100,7 @@ class ShardProcessGroup(dist.ProcessGroup):
 def make_mesh(
     device_type: str, rank: int, world_size: int, collectives: ShardCollectives | None, *, name: str = ""
 ) -> DeviceMesh:
-    """A mesh that no other equals: torch remembers what it has worked out for a mesh, and takes an equal one for it.
+    """Make a mesh that no other equals: torch remembers what it worked out for a mesh, and takes an equal one for it.
 
     Args:
         device_type: as ``"cpu"``.
@@ -116,7 +116,10 @@ def make_mesh(
 
 
 def _registered(name: str, make: Callable[[], Any]) -> Any:
-    """The group that torch knows by this name; if none, what ``make`` gives. Meshes of one on two devices share it."""
+    """Return the group that torch knows by this name; if none, what ``make`` gives.
+
+    Meshes of one on two devices share it.
+    """
     try:
         return _resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError:
@@ -140,7 +143,7 @@ def _number(call: Any, arguments: Any, options: Any) -> Any:
 
 
 def _norms(call: Any, arguments: Any, options: Any) -> Any:
-    """Norms of sharded tensors, or of one: what torch makes of it, also where this rank has no rows of some.
+    """Compute norms of sharded tensors, or of one, as torch does, also where this rank has no rows of some.
 
     The largest and the smallest element of nothing are errors of torch. Here nothing is what changes neither.
     """
@@ -193,7 +196,7 @@ def make_numbers_whole() -> None:
 
 
 def mesh_of_one(device_type: str) -> DeviceMesh:
-    """The mesh that modules are sharded on before their model joins a run: this process alone."""
+    """Return the mesh that modules are sharded on before their model joins a run: this process alone."""
     with _MAKING:
         if device_type not in _ALONE:
             _ALONE[device_type] = make_mesh(device_type, 0, 1, None, name=ALONE[0])

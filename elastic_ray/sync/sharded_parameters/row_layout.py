@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """Shards that the rows are cut into."""
+        """Number of shards that the rows are cut into."""
         return len(self.groups[0])
 
     @property
@@ -119,11 +119,11 @@ class Layout:
         return len(self.groups) > 1
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks among which the rows of this one are gathered."""
+        """Return the ranks among which the rows of this one are gathered."""
         return next(group for group in self.groups if rank in group)
 
     def owned_by(self, rank: int) -> ShardId:
-        """The shard in a rank's model."""
+        """Return the shard in a rank's model."""
         return ShardId(self.parts, self.group_of(rank).index(rank))
 
     def held_by(self, rank: int) -> tuple[ShardId, ...]:
@@ -133,17 +133,20 @@ class Layout:
         return own, *(ShardId(self.parts, index) for index in before if self.follower_of(index) == rank)
 
     def follower_of(self, index: int) -> int | None:
-        """The rank that follows the owner of the shard at a place; None where there are other owners, or no others."""
+        """Return the rank that follows the owner of the shard at a place.
+
+        None where there are other owners, or no others.
+        """
         if self.is_replicated or self.parts == 1:
             return None
         return self.followers[index] if self.followers else (index + 1) % self.parts
 
     def owners(self, index: int) -> tuple[int, ...]:
-        """The ranks that own the shard at a place, one of each group, ascending."""
+        """Return the ranks that own the shard at a place, one of each group, ascending."""
         return tuple(sorted(group[index] for group in self.groups))
 
     def holders(self, index: int) -> tuple[int, ...]:
-        """The ranks that hold the shard at a place: owners, ascending, and the follower after them."""
+        """Return the ranks that hold the shard at a place: owners, ascending, and the follower after them."""
         follower = self.follower_of(index)
         return self.owners(index) if follower is None else (*self.owners(index), follower)
 
@@ -174,7 +177,7 @@ def layout_of(world: int, shard_size: int | None = None, nodes: Sequence[str] = 
 
 
 def meanwhile(rows: Sequence[int], held: Sequence[Set[ShardId]], target: Layout) -> Layout:
-    """A layout that leads to another one, in which ranks that have the rows already follow.
+    """Return a layout that leads to another one, in which ranks that have the rows already follow.
 
     So that a new group need not wait for second copies before it trains. Each shard lies with two ranks in it as well.
 
@@ -239,7 +242,7 @@ def covered(rows: Sequence[int], shards: Iterable[ShardId]) -> list[list[tuple[i
 
 
 def lost(rows: Sequence[int], held: Sequence[Set[ShardId]]) -> tuple[Piece, ...]:
-    """Rows that no rank holds.
+    """Return rows that no rank holds.
 
     Args:
         held: the shards of each rank, which may be of several layouts.
@@ -309,17 +312,17 @@ def hand_over(held: Sequence[Set[ShardId]], stays: Sequence[bool]) -> tuple[tupl
 
 
 def to_code(shard: ShardId) -> int:
-    """A shard as a number above 0, for :func:`from_code`."""
+    """Return a shard as a number above 0, for :func:`from_code`."""
     return shard.world << 20 | shard.index
 
 
 def from_code(code: int) -> ShardId:
-    """The inverse of :func:`to_code`; raises ValueError for what is no shard."""
+    """Return the shard of :func:`to_code`; raises ValueError for what is no shard."""
     return ShardId(code >> 20, code & ((1 << 20) - 1))
 
 
 def _without(each: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a range that lie in none of others, which are in order."""
+    """Return the parts of a range that lie in none of others, which are in order."""
     first, last = each
     found = []
     for start, stop in ranges:
@@ -341,7 +344,7 @@ def _from_holders(
     sent: list[int],
     widths: Sequence[int],
 ) -> list[RowMove]:
-    """Moves of missing rows, in as few pieces as their holders allow."""
+    """Return moves of missing rows, in as few pieces as their holders allow."""
     first, last = missing
     edges = {edge for ranges in have for each in ranges for edge in each if first < edge < last}
     found: list[RowMove] = []

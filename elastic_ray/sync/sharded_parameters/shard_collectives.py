@@ -195,7 +195,7 @@ class ShardCollectives:
             self._scattered(unit, parts)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
-        """Numbers of all ranks, added up."""
+        """Sum numbers of all ranks."""
         if self._run.group.world_size == 1:
             return list(values)
         sums = torch.tensor(values, dtype=torch.float64)
@@ -207,7 +207,7 @@ class ShardCollectives:
         return found
 
     def _sum_over_owners(self, output: Tensor, unit: int) -> bool:
-        """The sum of ``output`` over the groups, in place; False in a step that is lost. Each owner adds up a part."""
+        """Sum ``output`` over the groups, in place; False in a step that is lost. Each owner adds up a part."""
         owners = self.layout.owners(self.layout.owned_by(self._run.group.rank).index)
         what = f"{unit} {_like(output)}"
         mine = output.new_empty(-(-output.numel() // len(owners)))
@@ -332,28 +332,28 @@ class ShardCollectives:
 
 
 class GatherShards:
-    """Torch's seam for its all-gathers, of the sharded module of this number."""
+    """Hook of torch for the all-gathers of one sharded module."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Allocate memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        """Gather."""
+        """Gather one module's shards into the output tensor."""
         self._collectives.gather(output_tensor, input_tensor, self._unit)
 
 
 class ScatterGradients:
-    """Torch's seam for its reduce-scatters; sums with weights take the place of means."""
+    """Hook of torch for its reduce-scatters; weighted sums take the place of means."""
 
     def __init__(self, collectives: ShardCollectives, unit: int) -> None:
         self._collectives, self._unit = collectives, unit
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Allocate memory."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -368,7 +368,7 @@ def _like(tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A tensor's memory: gloo does not know all types."""
+    """Return a tensor's memory as bytes, because gloo does not know all types."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

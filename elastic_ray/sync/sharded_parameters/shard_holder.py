@@ -1,4 +1,4 @@
-"""Shards of one model between ranks: what this one holds, and how it comes to hold what it is to (torch)."""
+"""Holder of one model's shards on a rank, and moves of shards when the group changes (torch)."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ class ShardHolder:
         return carry_out(group.communicator, sent, self._held.give) if sent else []
 
     def _memory(self, place: int, own: ShardId, value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The model's memory for rows that this rank owns of a parameter, and these in it."""
+        """Return the model's memory for rows that this rank owns of a parameter, and these in it."""
         return memory_for(self.params[place], value, rows_of(self._held.counts[place], ShardId(own.world, 0))[1])
 
     @property
@@ -262,7 +262,7 @@ class ShardHolder:
         self._shares_memory = False
 
     def _lost_text(self, gone: Sequence[Piece]) -> str:
-        """A sentence: how many rows, and with which workers they were."""
+        """Return a sentence: how many rows were lost, and with which workers they were."""
         rows = sum(piece.stop - piece.start for piece in gone)
         layout, how = self._layout, "two workers that follow each other"
         if layout.is_replicated:
@@ -320,7 +320,7 @@ class ShardHolder:
             )
 
     def collect(self, group: Group) -> Whole | None:
-        """The whole on rank 0; None elsewhere. All ranks call it."""
+        """Return the whole on rank 0; None elsewhere. All ranks call it."""
         layout, counts = self._layout, self._held.counts
         owned = [(rank, layout.owned_by(rank)) for rank in layout.group_of(0)]
         needed = [(rank, shard) for rank, shard in owned if shard not in layout.held_by(0)]
@@ -329,7 +329,7 @@ class ShardHolder:
         return self.whole(received) if group.rank == 0 else None
 
     def whole(self, received: Sequence[tuple[Piece, Rows]] = ()) -> Whole:
-        """The whole of what is held, and of what was received."""
+        """Return the whole of what is held, and of what was received."""
         self.check_memory()
         return {place: self._held.whole(place, received) for place in range(len(self.params))}
 
@@ -378,7 +378,7 @@ class ShardHolder:
         self._first = None
 
     def to_keep(self) -> dict[str, Any]:
-        """The shards that this rank holds, for a rerun in this process."""
+        """Return the shards that this rank holds, for a rerun in this process."""
         return {
             str(to_code(shard)): {str(place): held.rows(place) for place in held.views}
             for shard, held in self._held.shards.items()

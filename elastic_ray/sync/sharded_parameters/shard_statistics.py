@@ -73,7 +73,7 @@ class RowDenominators:
 
     @property
     def outdated(self) -> bool:
-        """Never: they are found before they are needed."""
+        """False: denominators are computed before they are needed."""
         return False
 
     def invalidate(self) -> None:
@@ -402,7 +402,7 @@ class _Rows:
 
 
 class MeanRows(_Rows):
-    """The step's mean gradient."""
+    """Rows of the step's mean gradient."""
 
     def __init__(self, place: int, group: int, grad: Tensor) -> None:
         super().__init__(place, group)
@@ -410,7 +410,7 @@ class MeanRows(_Rows):
 
     @property
     def is_used(self) -> bool:
-        """True if some of it is not zero."""
+        """True if some of the gradient is not zero."""
         return bool(self._grad.any())
 
     def squared_norm(self, preconditioner: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of one sharded model: torch gathers, computes and scatters; what surrounds it is here (torch).
+"""Gradients of one sharded model around torch's own gathers, computation and scatters (torch).
 
 When ``backward()`` returns, ``.grad`` of each rank's rows holds the mean over the step's samples. As with replicated
 models, ranks say what they are about to do before collectives, agree on the step while they reduce, and leave a lost
@@ -328,7 +328,7 @@ class ShardedGradients:
 
     @property
     def gives_statistics(self) -> bool:
-        """The gradient noise scale is measured."""
+        """True: the gradient noise scale is measured."""
         return True
 
     def require_statistics(self, user: str) -> None:
@@ -350,7 +350,7 @@ class ShardedGradients:
             each.param.grad = None
 
     def capture(self) -> Any:
-        """For joiners and checkpoints: nothing."""
+        """Return an empty state: joiners and checkpoints need nothing."""
         return {}
 
     def restore(self, tree: Any) -> None:
@@ -360,17 +360,17 @@ class ShardedGradients:
 
     @property
     def strategy(self) -> Strategy:
-        """For people."""
+        """Strategy, for people."""
         return checks.SHARDED
 
     @property
     def strategy_name(self) -> str:
-        """For people."""
+        """Name of the strategy, for people."""
         return checks.SHARDED.name
 
     @property
     def strategy_key(self) -> str:
-        """Tells step times apart."""
+        """Key that tells step times of layouts apart."""
         return checks.key_of(self._collectives.shard_size)
 
     def set_strategy(self, strategy: object) -> None:

@@ -132,7 +132,10 @@ class ShardedOptimizer:
         self._open, self._gathered, self._compared = False, None, False
 
     def _grads_of_followed(self) -> list[Grads]:
-        """The gradients that others have for shards that this rank follows, in return for its own to its follower."""
+        """Exchange gradients with followers.
+
+        Returns those that others have for shards that this rank follows, in return for its own to its follower.
+        """
         layout, own = self._collectives.layout, self._own_grads()
         if layout.follower_of(0) is None:  # the other owners have the same
             return []
@@ -267,7 +270,7 @@ class ShardedOptimizer:
             self._by_hand.note()
 
     def _whole(self) -> Whole | None:
-        """The whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
+        """Return the whole where this rank is to have it; all ranks call it, where rank 0 has it not at hand."""
         if not self.divided:
             return self._holder.whole()
         if not self._open and not self._run.ledger.replaying:  # others have done what a joiner only goes by
@@ -276,7 +279,7 @@ class ShardedOptimizer:
         return self._gathered
 
     def whole_states(self) -> dict[Tensor, State]:
-        """The optimizer's states by parameter, on rank 0, and none on the others.
+        """Return the optimizer's states by parameter, on rank 0, and none on the others.
 
         Raises RanksDisagreeError: another rank does not call it, between an update and the end of a pass, or, of a
         model that was built on the meta device, anywhere.
@@ -324,7 +327,7 @@ class ShardedOptimizer:
         }
 
     def gathered(self) -> dict[Parameter, State] | None:
-        """The optimizer's whole states where this rank has them."""
+        """Return the optimizer's whole states where this rank has them."""
         whole = self.gathered_whole()
         return None if whole is None else {self.params[place].param: state for place, (_, state) in whole.items()}
 
@@ -345,7 +348,7 @@ class ShardedOptimizer:
         return {self.params[place].name: value for place, (value, _) in self._holder.written().items()}
 
     def kept(self) -> dict[str, Any]:
-        """The shards that this rank holds, for a rerun in this process."""
+        """Return the shards that this rank holds, for a rerun in this process."""
         return self._holder.to_keep()
 
     def restore(self, tree: Mapping[str, Any] | None, *, whole: bool) -> None:
@@ -382,7 +385,7 @@ class ShardedOptimizer:
 
 
 class ShardUpdate:
-    """An update of shards: which parameters they are parts of, and by what gradients.
+    """Update of shards: the parameters they are parts of, and the gradients.
 
     Args:
         optimizer: makes it.

@@ -29,7 +29,7 @@ class _Buffers:
 
 
 class SlicedOperation:
-    """See ``BucketOperation``, which this is. It keeps nothing.
+    """Reduction of gradients to the owners of their optimizer state; a stateless ``BucketOperation``.
 
     A rank hands in its gradients once, and gets of them a share for each tile that it owns: (W - 1) / W and 1 / W of
     the bucket where tiles have two owners, and W ranks, against 2 (W - 1) / W of an all-reduce. Both owners of a piece
@@ -61,7 +61,7 @@ class SlicedOperation:
         return (group.all_to_all(self._arrived, buffers.sent, [share] * world, made.sent_splits),)
 
     def go_on(self, bucket: SlicedBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """The sums to the other owners; then they are all there."""
+        """Launch the sums to the other owners; then they are all there."""
         made, buffers = self._known
         if finished == 1:
             assert self._arrived is not None, "it was launched"
@@ -105,7 +105,7 @@ class SlicedOperation:
 
 
 def _memory(pieces: Sequence[BucketPiece], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A buffer for pieces, one after the other, and where each lies in it."""
+    """Return a buffer for pieces, one after the other, and where each lies in it."""
     sizes = [piece.length for piece in pieces]
     flat = torch.empty(sum(sizes), dtype=like.dtype, device=like.device)
     return flat, list(torch.split(flat, sizes)) if sizes else []

@@ -72,7 +72,7 @@ class Routes:
 
 
 def pieces_of(sizes: Sequence[int], spans: Sequence[Sequence[OwnedSpan]]) -> tuple[BucketPiece, ...]:
-    """The pieces of a bucket.
+    """Return the pieces of a bucket.
 
     Args:
         sizes: elements of each of its parameters, as they follow each other.

@@ -93,7 +93,7 @@ class SlicedBucket(Bucket):
         self._kept, self._received = list(kept), list(received)
 
     def numbers(self) -> Tensor:
-        """[parameters, :data:`NUMBERS`] in float64 on the CPU: this rank's part of what all are to know."""
+        """Return [parameters, :data:`NUMBERS`] in float64 on the CPU: this rank's part of what all are to know."""
         found = torch.zeros(len(self.params), NUMBERS, dtype=torch.float64)
         kept = self._kept or []
         if not kept:

@@ -30,7 +30,10 @@ _last_read: tuple[weakref.ref[Tensor], int, float] | None = None
 
 
 def _number(factor: Any) -> float:
-    """A factor as a number. That of a clipped norm comes with each gradient by itself, and is read of a GPU once."""
+    """Return a factor as a number.
+
+    That of a clipped norm comes with each gradient by itself, and is read of a GPU once.
+    """
     global _last_read
     if not isinstance(factor, Tensor) or factor.is_inference():
         return float(factor)
@@ -133,7 +136,7 @@ class SlicedGradient(Tensor):
         return bool(content.plain.isfinite().all()) if content.plain is not None else not any(content.nonfinite)
 
     def part(self, start: int, length: int) -> Tensor:
-        """A slice that this rank owns.
+        """Return a slice that this rank owns.
 
         Raises RuntimeError: it does not: the group has changed since the gradient was reduced.
         """
@@ -173,7 +176,7 @@ class SlicedGradient(Tensor):
 
 
 def plain_or_sliced(grad: Tensor) -> Tensor:
-    """The ordinary tensor that a sliced gradient has become; another tensor, and a sliced gradient, as it is."""
+    """Return the ordinary tensor that a sliced gradient has become; another tensor, and a sliced gradient, as it is."""
     if isinstance(grad, SlicedGradient) and grad.content.plain is not None:
         return grad.content.plain
     return grad

@@ -136,7 +136,7 @@ class GradientMeter:
             self._found(dataclasses.replace(self._own, variance=variance))
 
     def take_unmoved(self) -> GradientNorms | None:
-        """Norms of the gradient that is applied, without those of the update; None where it was not measured."""
+        """Return norms of the gradient that is applied, without those of the update; None where it was not measured."""
         gradients, self._gradients = self._gradients, None
         return None if gradients is None else GradientNorms(step=self._step, gradients=gradients, updates=())
 
@@ -168,7 +168,7 @@ class GradientMeter:
         return self._sent[1]
 
     def _packed(self) -> list[float]:
-        """Steps count from 1 here, so that 0 says that there are no measures."""
+        """Pack the values; steps count from 1, so that 0 says that there are no measures."""
         variance, norms, values = self._own.variance, self._own.norms, list[float]()
         if self.monitor.variance_every is not None:
             none = [0.0] * (3 + self._groups)
@@ -206,6 +206,6 @@ def _digits(step: int) -> tuple[float, float]:
 
 
 def _number(values: Sequence[float]) -> int | None:
-    """The number of steps that values begin with; None where there is none."""
+    """Return the number of steps that values begin with; None where there is none."""
     step = round(values[0] * _DIGIT + values[1]) - 1
     return step if step >= 0 else None

@@ -1,4 +1,4 @@
-"""Statistics of one model's backward passes: what the reducer tells of them, the tracker and the meter (torch)."""
+"""Statistics of one model's backward passes: the reducer's input, the noise tracker and the meter (torch)."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class GradientStatistics:
             self.meter.take_norms([norm / squared for norm in self._norms_of_mean(buckets, preconditioned=False)])
 
     def _norms_of_mean(self, buckets: Sequence[MeasuredGradient], *, preconditioned: bool) -> list[float]:
-        """Squared norms of what the buckets hold, by parameter group."""
+        """Return squared norms of what the buckets hold, by parameter group."""
         return self._whole(read(self._squared_norms(buckets, preconditioned)), None)
 
     def _squared_norms(self, buckets: Sequence[MeasuredGradient], preconditioned: bool) -> list[Number]:

@@ -1,4 +1,4 @@
-"""Measures the gradient noise scale of one model inside its training steps (torch; the mathematics is elsewhere)."""
+"""Measurement of one model's gradient noise scale in its training steps (torch; the mathematics is elsewhere)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Pending:
 
 
 class StatesSource(Protocol):
-    """An optimizer as statistics see it: has ``param_groups`` and ``state`` as well."""
+    """View of an optimizer for statistics, with its ``param_groups`` and ``state``."""
 
     @property
     def state(self) -> Mapping[Any, Any]:
@@ -241,7 +241,7 @@ class NoiseTracker:
         self.invalidate()
 
     def capture(self) -> Any:
-        """State for joiners and checkpoints."""
+        """Return state for joiners and checkpoints."""
         shared = [None if noise is None else [noise.sqr, noise.var] for noise in (*self._shared, self._whole)]
         return {
             "smoothed": self._smoothed.to_dict(),
@@ -265,7 +265,7 @@ class NoiseTracker:
 
 
 def _added(first: Sequence[NoiseScale], second: Sequence[NoiseScale], scale: float) -> tuple[NoiseScale, ...]:
-    """Noise of a sum of two losses: ``second`` saw the sum's mean with the second loss's noise only.
+    """Return the noise of a sum of two losses: ``second`` saw the sum's mean with the second loss's noise only.
 
     Their noises count as independent: var = var1 + var2, and sqr2 still holds var1 / scale of the first's noise.
     """

@@ -79,5 +79,5 @@ def _tells(optimizer: torch.optim.Optimizer, options: dict[str, Any], params: Se
 
 
 def _norm(tensors: list[torch.Tensor]) -> float:
-    """2-norm of all of them together."""
+    """Return the 2-norm of all tensors together."""
     return math.hypot(*read(torch._foreach_norm(tensors))) if tensors else 0.0

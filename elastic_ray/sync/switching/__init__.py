@@ -1,1 +1,1 @@
-"""The strategy of a model that trains: which is in force, which comes next, and who says so (torch)."""
+"""Strategy of a model in training: the one in force, and the change to the next (torch)."""

@@ -57,7 +57,7 @@ def settings_of(auto: Auto) -> ChoiceSettings:
 
 
 class StrategyTuner:
-    """Finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
+    """Tuner that finds a strategy for ``Auto`` while training; its state is equal on all ranks, and travels to joiners.
 
     Args:
         settings: how the choice is made.
@@ -138,7 +138,7 @@ class StrategyTuner:
         self._since_s = time.perf_counter()
 
     def _agree(self, step_s: float) -> Measured:
-        """The slowest rank's time and the most rows, the same on all ranks; 0 s for what was not measured."""
+        """Agree on the slowest rank's time and the most rows; 0 s for what was not measured."""
         touched = self._model.touched
         own = [round(step_s * 1e9), *touched.values()]
         rows = self._context.group.communicator.gather_ints(own, with_gradients=True)
@@ -179,7 +179,7 @@ class StrategyTuner:
         self._since_s, self._step = None, None
 
     def capture(self) -> dict[str, Any]:
-        """State for joiners and checkpoints, as plain values."""
+        """Return state for joiners and checkpoints, as plain values."""
         return {
             "settings": dataclasses.asdict(self._settings),
             "topology": self._topology,
@@ -207,7 +207,7 @@ _KEPT_TIMES = 31
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """A strategy that takes effect with the next step, and who decides over it from then on."""
+    """Requested strategy that takes effect with the next step, and its tuner."""
 
     strategy: Strategy
     tuner: StrategyTuner | None
@@ -265,7 +265,7 @@ class StrategyInForce:
 
     @property
     def topology(self) -> Topology:
-        """The present group."""
+        """Topology of the present group."""
         return Topology(nodes=tuple(self._context.group.nodes))
 
     @property
@@ -301,7 +301,7 @@ class StrategyInForce:
 
     @property
     def key(self) -> str | None:
-        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen.
+        """Key of strategies whose step times must not be mixed; None while one is being chosen.
 
         ``auto/`` stands before what a choice has led to: another group may have another, and both count.
         """
@@ -344,7 +344,7 @@ class StrategyInForce:
             self._wanted = wanted if wanted is not self.plan.strategy and wanted != self.plan.strategy else None
 
     def take(self, *, switch: bool = True) -> SyncPlan:
-        """Buckets are laid out: what was asked for is in force from here on.
+        """Put the requested plan into force, for which buckets are laid out.
 
         Args:
             switch: whether another strategy can take over now; else it is asked for still.
@@ -387,7 +387,7 @@ class StrategyInForce:
         self._stepped = steps, now_s
 
     def enter_group(self) -> bool:
-        """A group was entered, in which all ranks hold the same state; whether buckets are to be laid out anew."""
+        """Enter a group, in which all ranks hold the same state; True if buckets are to be laid out anew."""
         self._stepped = None
         self.takes, self._entering = 0, True
         if self._asked is not None and self._asked.tuner is not None:
@@ -411,7 +411,7 @@ class StrategyInForce:
             self._wanted = None
 
     def capture(self) -> dict[str, Any]:
-        """The strategy where it is another than at the beginning, and the tuner's state."""
+        """Return the strategy where it is another than at the beginning, and the tuner's state."""
         asked = self._asked
         strategy = (asked.strategy if asked is not None else self._wanted or self.plan.strategy).to_json()
         tuner = asked.tuner if asked is not None else self.tuner

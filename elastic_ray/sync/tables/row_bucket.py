@@ -135,7 +135,7 @@ class RowBucket:
         return self.held.squared_norm(preconditioner)
 
     def total(self) -> torch.Tensor:
-        """The sum of all elements, in float32."""
+        """Return the sum of all elements, in float32."""
         return self.held.values.sum().to(torch.float32)
 
     def is_finite(self) -> bool:
@@ -147,7 +147,7 @@ class RowBucket:
 
     @property
     def is_summed_up(self) -> bool:
-        """See :meth:`sum_up`."""
+        """False: rows are not summed while they are put into the bucket; see :meth:`sum_up`."""
         return False
 
     def own_is_finite(self) -> bool:

@@ -47,7 +47,7 @@ class RowsOperation:
         return self._gather(bucket, group, self._room)
 
     def go_on(self, bucket: RowBucket, group: GradientCollectives, finished: int) -> Sequence[Any]:
-        """Rows for which there was no room, or the whole table; then their sum."""
+        """Launch the rows for which there was no room, or the whole table; then their sum."""
         if finished == 1:
             return self._look(bucket, group)
         if self._gathered is None:  # the whole table was reduced
@@ -122,7 +122,7 @@ def pays(most: int, table: int, world_size: int) -> bool:
 
 
 def _nbytes(count: int, values: torch.Tensor) -> int:
-    """Bytes of a head and so many rows with their numbers, in whole elements of all types."""
+    """Return bytes of a head and so many rows with their numbers, in whole elements of all types."""
     nbytes = _HEAD_BYTES + count * (_ID_BYTES + values.shape[1] * values.element_size())
     return -(-nbytes // 16) * 16
 

@@ -10,7 +10,7 @@ import torch
 
 
 class SparseBackward:
-    """Sets one layer to ``sparse=True`` while its forward runs, where only the table's ``.grad`` can tell.
+    """Switch of one layer to ``sparse=True`` while its forward runs, where only the table's ``.grad`` can tell.
 
     Args:
         layer: an ``Embedding`` or ``EmbeddingBag``; others are left alone.
@@ -46,7 +46,7 @@ _OF_TORCH = (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward)
 
 
 class _Gate(torch.autograd.Function):
-    """The table as it is; its gradient stays sparse on the way to ``.grad``, and becomes dense for all others."""
+    """Identity of the table; its gradient stays sparse on the way to ``.grad``, and becomes dense for all others."""
 
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The ``.grad`` of a table: which of its rows are not zero, and the layout in which user code sees it (torch).
+"""``.grad`` of a table: its touched rows, and the layout in which user code sees it (torch).
 
 An embedding's backward costs as much as the whole table where its gradient is dense, and as little as the touched
 rows where it is sparse. So layers that are not set to ``sparse=True`` give sparse gradients here as well, which become
@@ -164,7 +164,7 @@ class TableGradient:
         self._known = weakref.ref(grad), grad._version, ids
 
     def _touched(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """The rows of a dense gradient that may not be zero; None where that is not known."""
+        """Return the rows of a dense gradient that may not be zero; None where that is not known."""
         if self._known is None or grad is None:
             return None
         known, version, ids = self._known

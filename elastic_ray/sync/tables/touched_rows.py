@@ -1,4 +1,4 @@
-"""The gradient of a table of which few rows are not zero: these rows, and the arithmetic that it takes (torch)."""
+"""Gradient of a table with few non-zero rows: these rows, and their arithmetic (torch)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowPreconditioner:
         self._floor = floor
 
     def of(self, ids: torch.Tensor | None) -> torch.Tensor:
-        """1 / denominator of each element of these rows; of all for None."""
+        """Return 1 / denominator of each element of these rows; of all for None."""
         state = self.state if ids is None else _cut(self.state, lambda table: table.index_select(0, ids))
         size = denominators(state, self._group, self._dtype)
         assert size is not None
@@ -40,7 +40,10 @@ class RowPreconditioner:
 def row_preconditioner(
     optimizer: torch.optim.Optimizer, table: torch.nn.Parameter, before: RowPreconditioner | None
 ) -> RowPreconditioner | None:
-    """The present one; it takes the memory of the one ``before``. None where the optimizer divides by nothing yet."""
+    """Return the present preconditioner, in the memory of ``before``.
+
+    None where the optimizer divides by nothing yet.
+    """
     state = {key: value for key, value in optimizer.state.get(table, {}).items() if key in _USED}
     group = next((each for each in optimizer.param_groups if any(p is table for p in each["params"])), {})
     every = max(1, table.shape[0] // _SAMPLED_ROWS)
@@ -61,7 +64,7 @@ def _cut(state: Mapping[str, Any], rows: Any) -> dict[str, Any]:
 
 
 def _copied(value: Any, memory: Any) -> Any:
-    """A copy, in memory of a copy before where there is one."""
+    """Return a copy, in memory of a copy before where there is one."""
     if not isinstance(value, torch.Tensor):
         return value
     fits = isinstance(memory, torch.Tensor) and memory.shape == value.shape and memory.dtype == value.dtype
@@ -85,15 +88,15 @@ class TouchedRows:
 
     @property
     def count(self) -> int:
-        """Rows that it has."""
+        """Number of touched rows."""
         return self.values.shape[0]
 
     def at(self) -> torch.Tensor:
-        """``ids``, also where they are all."""
+        """Return the row ids, also where they are all."""
         return torch.arange(self.table, device=self.values.device) if self.ids is None else self.ids
 
     def marks(self) -> torch.Tensor:
-        """[table] 1 for each row that it has, 0 for others."""
+        """Return [table] with 1 for each row that is held, 0 for others."""
         marks = torch.zeros(self.table, dtype=torch.int32, device=self.values.device)
         return marks.index_fill_(0, self.at(), 1)
 
@@ -109,11 +112,11 @@ class TouchedRows:
         return dataclasses.replace(self, values=self.values * factor)
 
     def squared_norm(self, preconditioner: RowPreconditioner | None) -> torch.Tensor:
-        """||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
+        """Return ||P g||^2 of the whole table's gradient, P being diagonal; None is the identity."""
         return squared_norm(self.values.reshape(-1), self.of(preconditioner))
 
     def of(self, weights: RowPreconditioner | None) -> torch.Tensor | None:
-        """A table's weights that belong to these rows, flat."""
+        """Return a table's weights that belong to these rows, flat."""
         return None if weights is None else weights.of(self.ids).reshape(-1)
 
     def to_dense(self) -> torch.Tensor:
@@ -151,7 +154,7 @@ def rows_of_dense(grad: torch.Tensor) -> TouchedRows:
 
 
 def added_up(parts: Sequence[TouchedRows]) -> TouchedRows:
-    """The sum. Equal parts in equal order give equal bits, on every device: within a part each row comes once."""
+    """Sum the parts. Equal parts in equal order give equal bits, on every device: within a part each row comes once."""
     first = parts[0]
     if any(part.ids is None for part in parts):
         total = next(part for part in parts if part.ids is None)

@@ -113,14 +113,14 @@ class Demand:
 
 
 class Objective(Protocol):
-    """Decides how many workers each job should have. ``placement.autoscaling.fleet`` decides which nodes these take.
+    """Objective of the cluster's size: the workers of each job. ``placement.autoscaling.fleet`` chooses the nodes.
 
     Pure, like a policy: no clock, no dice.
     """
 
     @property
     def name(self) -> str:
-        """The name that reasons carry."""
+        """Name of the objective in reasons."""
         ...
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
@@ -160,7 +160,7 @@ def _usd(kind: NodeType, view: JobView) -> float:
 
 
 def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache: GoodputCache) -> NodeTypeOption | None:
-    """The job on nodes of one type; its minimum on those of ``base``, where that is another one."""
+    """Return the job on nodes of one type; its minimum on those of ``base``, where that is another one."""
     per_node = kind.slots(view)
     on_demand = 0 if base is kind else view.min_workers
     free = dataclasses.replace(view, growth_limit=None)
@@ -193,7 +193,7 @@ def _offer(view: JobView, kind: NodeType, base: NodeType, lasts_h: float, cache:
 
 
 def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCache) -> Floats:
-    """Goodput [samples/s], beyond the largest size that was measured as if synchronisation took no longer than there.
+    """Return goodput [samples/s], beyond the largest measured size as if synchronisation took no longer than there.
 
     A ring moves the same number of bytes through every link whatever its length. The fitted model, which lets the time
     grow by as much for each replica as between the sizes seen, would keep a job from sizes that it has not tried; one
@@ -223,7 +223,7 @@ def _hopeful(view: JobView, gpu: str, nodes: Ints, sizes: Ints, cache: GoodputCa
 
 
 def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Floats:
-    """The part of a job's work that losing some of so many nodes leaves it.
+    """Return the part of a job's work that losing some of so many nodes leaves it.
 
         1 / (1 + (n x resize cost + start-up) / lasts)
 
@@ -236,7 +236,10 @@ def lasting(view: JobView, nodes: Floats, kind: NodeType, lasts_h: float) -> Flo
 
 
 def work_left(view: JobView) -> float | None:
-    """Samples (at the initial batch) to the end; None if the job does not say how long it is, or cannot know yet."""
+    """Return samples (at the initial batch) to the end.
+
+    None if the job does not say how long it is, or cannot know yet.
+    """
     missing = remaining(view.progress)
     if missing is None or view.progress is None or not (view.progress.epoch_ends or view.progress.usual_epoch):
         return None
@@ -244,7 +247,7 @@ def work_left(view: JobView) -> float | None:
 
 
 def _price(offer: NodeTypeOption) -> tuple[float, str]:
-    """USD per useful sample on the smallest size that runs."""
+    """Return USD per useful sample on the smallest size that runs."""
     runs = np.flatnonzero(offer.rate > 0)
     if not len(runs):
         return float("inf"), offer.kind.name

@@ -1,4 +1,4 @@
-"""``budget``: the shortest completion times that so much money an hour, on average over time, pays for."""
+"""``budget``: shortest completion times for a budget per hour, averaged over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_FACTOR = 50.0  # of the value of an hour, up or down, by what has been sav
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Each job has the size that it would have at one value of an hour; that value follows the money.
+    """Objective that gives each job its size at one value of an hour; that value follows the money.
 
     Minimising the mean completion time under a bound on the mean spending is, by Lagrange, minimising
 
@@ -50,11 +50,11 @@ class Budget:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return "budget"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         value = self.value_usd_per_h(demand.account, len(demand.jobs))
         wants = CostPerProgress(value_usd_per_h=value, hysteresis=self.hysteresis).decide(demand, now_s)
         spent = demand.account.spent_usd / demand.account.hours if demand.account.hours else 0.0

@@ -25,11 +25,11 @@ class BySize:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return self.policy.name
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         views, nodes = [], {}
         prices: dict[str, float] = {}
         for view in demand.jobs:

@@ -1,4 +1,4 @@
-"""``cost_per_progress``: the least money, with time at a price, or as little as a deadline or a budget allows."""
+"""``cost_per_progress``: lowest cost, with time at a price, within a deadline or a budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CompletionForecast:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CostPerProgress:
-    """Each job has the size at which the rest of it costs least, time counted as money.
+    """Objective that gives each job the size at which the rest of it costs least, time counted as money.
 
         score(k) = (price(k) + value) x T(k),    T(k) = (W - g s) / G(k) + s    where nodes have to start first
 
@@ -66,11 +66,11 @@ class CostPerProgress:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return "cost_per_progress"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         return {view.job: self._want(view, demand, now_s) for view in demand.jobs if demand.offers[view.job]}
 
     def _want(self, view: JobView, demand: Demand, now_s: float) -> WantedSize:
@@ -142,7 +142,7 @@ class CostPerProgress:
 def _within(
     forecasts: list[CompletionForecast], left_s: float | None, left_usd: float | None
 ) -> tuple[list[CompletionForecast], str]:
-    """The forecasts with what misses a deadline or a budget put last, and what to say if all do.
+    """Return the forecasts with what misses a deadline or a budget put last, and what to say if all do.
 
     With a deadline the cheapest counts, with a budget alone the fastest. Where none meets both, the fastest of those
     within the budget, else the cheapest.
@@ -184,7 +184,10 @@ def _meets(forecast: CompletionForecast, left_s: float | None, left_usd: float |
 
 
 def _finite(score: Floats, forecast: CompletionForecast) -> Floats:
-    """Scores with those that miss the target after all others, the fastest first: exploration may allow no other."""
+    """Return scores with those that miss the target after all others, the fastest first.
+
+    Exploration may allow no other.
+    """
     behind = 1e12 * (1.0 + forecast.time_s)
     finite: Floats = np.where(np.isfinite(score), score, behind)
     return finite
@@ -203,7 +206,7 @@ def _at(options: tuple[NodeTypeOption, ...], gpu: str | None, workers: int) -> f
 
 
 def _blind(view: JobView, offer: NodeTypeOption, now_s: float) -> WantedSize:
-    """A job that nothing is known of, or whose user has decided."""
+    """Return the size of a job that nothing is known of, or whose user has decided."""
     k = offer.limit if view.held_at is None else len(offer.rate)
     k = max(min(k, len(offer.rate)), view.min_workers)
     why = "held at that size" if view.held_at is not None else "to find out how fast it is"

@@ -24,7 +24,7 @@ OBJECTIVES: Mapping[str, Callable[[], Objective]] = MappingProxyType(
 
 
 def make_objective(objective: str | Objective, budget_usd_per_h: float | None = None) -> Objective:
-    """The objective of that name, or the objective itself.
+    """Return the objective of that name, or the objective itself.
 
     Args:
         objective: name of one, or one.

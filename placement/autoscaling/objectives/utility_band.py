@@ -37,11 +37,11 @@ class UtilityBand:
 
     @property
     def name(self) -> str:
-        """See ``Objective``."""
+        """Name of the objective."""
         return "utility_band"
 
     def decide(self, demand: Demand, now_s: float) -> Mapping[str, WantedSize]:
-        """See ``Objective``."""
+        """Decide on the wanted sizes; see ``Objective``."""
         jobs = {view.job: view for view in demand.jobs if demand.offers[view.job]}
         chosen = {job: _chosen(demand.offers[job], demand.gpus[job]) for job in jobs}
         speeds = {job: _speeds(offer, jobs[job].min_workers) for job, offer in chosen.items()}
@@ -70,12 +70,12 @@ class UtilityBand:
 
 
 def _chosen(options: tuple[NodeTypeOption, ...], gpu: str | None) -> NodeTypeOption:
-    """The cheapest, of the GPU type that the job runs on."""
+    """Return the cheapest, of the GPU type that the job runs on."""
     return next((offer for offer in options if offer.kind.gpu_type == gpu), options[0])
 
 
 def _speeds(offer: NodeTypeOption, least: int) -> Floats:
-    """Speed-up on 0..n workers: ``least`` on so many, within what exploration allows."""
+    """Return speed-up on 0..n workers: ``least`` on so many, within what exploration allows."""
     rate = offer.rate[: max(offer.limit, least)]
     speed: Floats = np.concatenate([[0.0], rate * (least / rate[least - 1] if rate[least - 1] > 0 else 1.0)])
     return speed
@@ -101,7 +101,7 @@ def _climb(speeds: Mapping[str, Floats], least: Mapping[str, int]) -> tuple[list
 
 
 def _hull(values: Floats) -> Floats:
-    """The least concave curve that is nowhere below these values at 0, 1, 2...; ends where they are largest."""
+    """Return the least concave curve that is nowhere below these values at 0, 1, 2...; ends where they are largest."""
     values = values[: int(np.argmax(values)) + 1]
     points = [0]
     for i in range(1, len(values)):

@@ -21,11 +21,11 @@ class FairSharePolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "fair_share"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
 
         def worth(view: JobView, curve: Floats, workers: int) -> float | None:
             return -float(workers) if curve[workers + 1] > curve[workers] else None

@@ -23,11 +23,11 @@ class FifoPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "fifo"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         order = sorted(jobs, key=lambda view: view.arrival)
         if any(requested_workers(view) is not None for view in jobs):
             return _in_line(order, cluster)
@@ -43,7 +43,7 @@ class FifoPolicy:
 
 
 def _in_line(order: Sequence[JobView], cluster: Cluster) -> dict[str, Target]:
-    """Targets of jobs in line: running ones stay, others start as asked or wait behind the first that waits."""
+    """Return targets of jobs in line: running ones stay, others start as asked or wait behind the first that waits."""
     placer = WorstFitPlacer(cluster)
     targets: dict[str, Target] = {}
     kept = {view.job: placer.keep(view) for view in order if view.workers}

@@ -29,11 +29,11 @@ class FixedPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "fixed"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"fixed: {why}") for job, why in admission.waiting.items()}
         for view in sorted(jobs, key=lambda view: view.arrival):

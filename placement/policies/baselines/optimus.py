@@ -33,11 +33,11 @@ class OptimusPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "optimus"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         told = any(oracle_of(view) is not None for view in jobs)
         admission = _in_order(jobs, cluster) if told else admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"optimus: {why}") for job, why in admission.waiting.items()}
@@ -60,7 +60,7 @@ class OptimusPolicy:
 
 
 def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
-    """Minimums strictly in the order of submission, as published."""
+    """Admit minimums strictly in the order of submission, as published."""
     admission = Admission(empty=FreeResources(cluster), room=FreeResources(cluster), floors={}, waiting={})
     for view in sorted(jobs, key=lambda view: view.arrival):
         if admission.room.add(view, view.min_workers):
@@ -71,7 +71,7 @@ def _in_order(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 
 def _remaining_times(jobs: Sequence[JobView], cluster: Cluster, admission: Admission) -> dict[str, NDArray[np.float64]]:
-    """Per job, remaining time [s] on 0..n workers (entry 0 is never)."""
+    """Return the remaining time [s] of each job on 0..n workers (entry 0 is never)."""
     empty = FreeResources(cluster)
     admitted = [view for view in jobs if view.job in admission.floors]
     rates = {view.job: _rates(view, empty) for view in admitted if oracle_of(view) is None}
@@ -94,7 +94,7 @@ def _rates(view: JobView, empty: FreeResources) -> NDArray[np.float64]:
 
 
 def _remaining_s(view: JobView) -> float | None:
-    """Seconds to the end at the job's smallest size, from what it declared and measured; None if unknown."""
+    """Return seconds to the end at the job's smallest size, from what it declared and measured; None if unknown."""
     told = view.progress
     if told is None or told.epochs is None or view.goodput is None or told.done <= 0:
         return None

@@ -60,11 +60,11 @@ class PolluxPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "pollux"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"pollux: {why}") for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -77,7 +77,10 @@ class PolluxPolicy:
     def _share(
         self, running: Sequence[JobView], admission: Admission, cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Targets of the running jobs: sizes by ``knapsack`` on named nodes, or minimums where none can be placed."""
+        """Return targets of the running jobs.
+
+        Sizes by ``knapsack`` on named nodes, or minimums where none can be placed.
+        """
         room = FreeResources(cluster)
         slots = room.slots(running[0])
         share = max(1, round(int(slots.sum()) / len(running)))
@@ -102,7 +105,7 @@ class PolluxPolicy:
         return targets
 
     def _choice(self, view: JobView, floor: int, share: int, room: FreeResources, now_s: float) -> SizeOptions:
-        """Sizes and what each is worth; the present place comes first."""
+        """Return sizes and what each is worth; the present place comes first."""
         slots = room.slots(view)
         most = max(floor, growth_limit(view))
         options: list[Shape] = [
@@ -161,7 +164,7 @@ class SizeOptions:
 
 
 def knapsack(choices: Sequence[SizeOptions], slots: int) -> list[int]:
-    """Index of the option of each job, exactly the best sum; of equal options the first.
+    """Return the index of the option of each job, exactly the best sum; of equal options the first.
 
     f_j(g) = max over options o of worth_j(o) + f_{j-1}(g - size_j(o)); every job gets an option.
 

@@ -70,12 +70,12 @@ class SiaPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "sia"
 
     @property
     def shares_knowledge(self) -> bool:
-        """Sia's jobs know only what they have measured themselves: the simulator gives them no more."""
+        """False: Sia's jobs know only what they have measured themselves, so the simulator gives them no more."""
         return False
 
     def load_solver(self) -> None:
@@ -84,7 +84,7 @@ class SiaPolicy:
             importlib.import_module(name)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         admission = admit(jobs, cluster)
         targets = {job: Target(workers=0, reason=f"sia: {why}") for job, why in admission.waiting.items()}
         running = sorted((view for view in jobs if view.job in admission.floors), key=lambda view: view.arrival)
@@ -97,7 +97,7 @@ class SiaPolicy:
     def _solve(
         self, running: Sequence[JobView], floors: Mapping[str, int], cluster: Cluster, now_s: float
     ) -> dict[str, Target]:
-        """Targets of the running jobs: configurations on named nodes, or minimums where there is no solution."""
+        """Return targets of the running jobs: configurations on named nodes, or minimums where there is no solution."""
         slots = _SlotsByType(cluster, running[0])
         options: list[list[Configuration]] = []
         costs: list[list[float]] = []
@@ -178,7 +178,7 @@ class SiaPolicy:
     def _costs(
         self, view: JobView, configurations: Sequence[Configuration], slots: _SlotsByType, now_s: float
     ) -> list[float]:
-        """Cost of each configuration; below ``unallocated`` for every one that makes progress."""
+        """Return cost of each configuration; below ``unallocated`` for every one that makes progress."""
         shapes = [(slots.types[each.kind], (each.nodes, each.workers)) for each in configurations]
         goodput = estimates(view, shapes)
         factor = restart_factor(view, now_s, _LEAST_FACTOR)
@@ -211,14 +211,14 @@ class _SlotsByType:
         self._roomy = [np.cumsum(sorted(each, reverse=True)) for each in of]
 
     def nodes_for(self, kind: int, workers: int) -> int:
-        """The fewest nodes of a kind that hold so many workers."""
+        """Return the fewest nodes of a kind that hold so many workers."""
         return int(np.searchsorted(self._roomy[kind], workers)) + 1
 
 
 def _assign(
     options: Sequence[Sequence[Configuration]], costs: Sequence[Sequence[float]], capacity: Sequence[int], gap: float
 ) -> list[int] | None:
-    """Index of each job's configuration at the least cost; None if they cannot all have one."""
+    """Return the index of each job's configuration at the least cost; None if they cannot all have one."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # takes longer to import than a worker takes to start
     from scipy.sparse import csr_array
 
@@ -252,7 +252,7 @@ def _assign(
 
 
 def estimates(view: JobView, wanted: Sequence[tuple[str, Shape]]) -> Floats:
-    """Goodput of each (GPU type, shape), relative to the least of them.
+    """Return goodput of each (GPU type, shape), relative to the least of them.
 
     Where the job was measured on several GPUs of the type, its model of that type answers. Else (Jayaram Subramanya
     et al., SOSP 2023, section 3.2) another type A with such measurements, at the ratio of one GPU's goodput::

@@ -44,11 +44,11 @@ class ThroughputEfficiencyPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "throughput_efficiency"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         return decide_by_worth(self.name, jobs, cluster, self._worth, self._say, slow_factor=self.slow_factor)
 
     def _worth(self, view: JobView, curve: Floats, workers: int) -> float | None:

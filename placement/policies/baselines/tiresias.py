@@ -37,11 +37,11 @@ class TiresiasPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "tiresias"
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         order = self._queue(jobs)
         if any(requested_workers(view) is not None for view in jobs):
             return self._share_time(order, cluster)
@@ -56,7 +56,7 @@ class TiresiasPolicy:
         return targets
 
     def _queue(self, jobs: Sequence[JobView]) -> list[JobView]:
-        """Jobs as they are to be served."""
+        """Return jobs as they are to be served."""
         present = {view.job for view in jobs}
         self._entered = {job: rank for job, rank in self._entered.items() if job in present}
         for view in sorted(jobs, key=lambda view: view.arrival):

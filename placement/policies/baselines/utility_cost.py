@@ -53,7 +53,7 @@ class UtilityCostPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "utility_cost"
 
     def priced(self, prices: Mapping[str, float]) -> UtilityCostPolicy:
@@ -61,7 +61,7 @@ class UtilityCostPolicy:
         return self if self.prices else dataclasses.replace(self, prices=dict(prices))
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         room = FreeResources(cluster)
         types = {node.node_id: node.gpu_type for node in cluster.nodes}
         prices = {view.job: self._price(view, room, types) for view in jobs}
@@ -80,7 +80,7 @@ class UtilityCostPolicy:
         return decide_by_worth(self.name, jobs, cluster, worth, _say, slow_factor=self.slow_factor)
 
     def _price(self, view: JobView, room: FreeResources, types: Mapping[str, str]) -> float:
-        """USD of one worker for one hour."""
+        """Return USD of one worker for one hour."""
         slots = dict.fromkeys(types.values(), 0)
         held = {node: workers for node, workers in view.allocation.items() if node in types}
         for node, n in (held or dict(zip(room.node_ids, room.slots(view).tolist(), strict=True))).items():

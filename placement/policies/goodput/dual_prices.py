@@ -78,7 +78,7 @@ class Solution:
 
 
 def solve(options: Options, near: Floats | None = None, *, polished: bool = True) -> Solution:
-    """Options that fit together, with nearly the best sum of values, and nothing left that would add to it.
+    """Return options that fit together, with nearly the best sum of values, and nothing left that would add to it.
 
     Of equal options the first is taken. Deterministic.
 
@@ -107,7 +107,7 @@ def solve(options: Options, near: Floats | None = None, *, polished: bool = True
 
 
 def bound(options: Options, multipliers: Floats) -> float:
-    """No choice that fits is worth more: sum of (value - price x size) of every job's answer + price x capacity."""
+    """Return a bound on all choices that fit: sum of (value - price x size) of every answer + price x capacity."""
     net = options.values - multipliers[options.pool_of] * options.sizes
     return float(net.max(axis=1).sum() + multipliers @ options.capacities)
 
@@ -124,7 +124,7 @@ def _best_responses(options: Options, multipliers: Floats) -> Ints:
 
 
 def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
-    """The lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
+    """Return the lowest prices at which no type is asked for beyond its capacity, one type after the other, repeatedly.
 
     A price that rises sends jobs to the other types. After some passes prices only rise, as in an ascending
     auction, until every type has room for what is asked of it. They begin at those ``near``, else at 0.
@@ -142,7 +142,7 @@ def find_multipliers(options: Options, near: Floats | None = None) -> Floats:
 
 
 def _find_multiplier(options: Options, multipliers: Floats, pool: int) -> float:
-    """Bisection on one price, the others given, from where it was.
+    """Bisect one price, the others given, from where it was.
 
     The dearer, the less each job asks for. Those that ask for the same at both ends do so in between, too: they are
     counted once, so that all but the first few steps look at few jobs.
@@ -290,7 +290,7 @@ def _exchange(options: Options, picks: Ints) -> Ints:
 
 
 def _exact(options: Options) -> Ints:
-    """f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), g one count per type: the best sum."""
+    """Maximise f_j(g) = max over options o of value_j(o) + f_{j-1}(g - size_j(o)), g one count per type."""
     shape = tuple((np.floor(options.capacities + _TINY).astype(np.int64) + 1).tolist())
     best = np.zeros(shape)
     sizes = np.rint(options.sizes).astype(np.int64)

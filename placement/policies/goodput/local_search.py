@@ -54,7 +54,7 @@ def present_placements(instance: OptionTable) -> tuple[list[Placement], list[boo
 
 
 def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid: Sequence[bool]) -> list[bool]:
-    """Different bundles share nodes: the job that came first stays first."""
+    """Return which placements fit together: where bundles share nodes, the job that came first stays first."""
     kept: list[dict[int, int]] = [{} for _ in instance.pools]
     for j, (here, ok) in enumerate(zip(placements, valid, strict=True)):
         if ok:
@@ -66,7 +66,7 @@ def _fit_together(instance: OptionTable, placements: Sequence[Placement], valid:
 def improve(
     instance: OptionTable, utility: SpeedValue, present: Sequence[Placement], valid: Sequence[bool]
 ) -> tuple[list[Placement] | None, dict[int, str]]:
-    """A better allocation, None if there is none, and why jobs wait that do.
+    """Return a better allocation, None if there is none, and why jobs wait that do.
 
     Two are tried: everything decided anew, and the present one with what is idle filled up. The better of them is
     taken if its worth, with every change discounted for its cost, exceeds that of staying. If neither does, and there
@@ -108,7 +108,7 @@ def improve(
 
 
 def _staying(alternatives: _Alternatives, valid: Sequence[bool], may_wait: Sequence[bool]) -> Ints | None:
-    """The option of each admitted job to stay as it is; None where a job cannot, must start, or none runs."""
+    """Return the option of each admitted job to stay as it is; None where a job cannot, must start, or none runs."""
     present, floors = alternatives.present, alternatives.floors
     runs = {j for j, here in enumerate(present) if here.place}
     if not runs or not all(valid[j] and j in floors for j in runs):
@@ -133,7 +133,7 @@ def _best(
     valid: Sequence[bool],
     may_wait: Sequence[bool],
 ) -> list[Placement] | None:
-    """The candidate of the largest worth; None if staying is worth as much."""
+    """Return the candidate of the largest worth; None if staying is worth as much."""
     now = worth_of(instance, utility, present, present, valid, may_wait)
     everyone = [True] * len(present)
     ranked = [
@@ -169,7 +169,7 @@ class _Alternatives:
     regular: np.ndarray[tuple[int], np.dtype[np.bool_]]
 
     def placements_of(self, picks: Ints, *, moving: bool = True) -> list[Placement]:
-        """Placements of all jobs for these options; those not admitted get none.
+        """Return placements of all jobs for these options; those not admitted get none.
 
         Args:
             picks: the option of each admitted job.
@@ -236,7 +236,7 @@ def _alternatives(
 
 
 def _columns(options: NDArray[_T], floor: NDArray[_T], stay: NDArray[_T]) -> NDArray[_T]:
-    """A table of all options: those of the instance, then each job's floor, then staying as it is."""
+    """Return a table of all options: those of the instance, then each job's floor, then staying as it is."""
     return np.concatenate([options, floor[:, np.newaxis], stay[:, np.newaxis]], axis=1)
 
 
@@ -268,7 +268,7 @@ def _anew(alternatives: _Alternatives) -> list[Ints]:
 def pack_placements(
     instance: OptionTable, wanted: Sequence[Mapping[int, int]], present: Sequence[Placement]
 ) -> list[Placement]:
-    """Places for workers of different bundles, given by pool and job: what fits nowhere is left out."""
+    """Return places for workers of different bundles, given by pool and job: what fits nowhere is left out."""
     placements = [UNPLACED] * len(present)
     for m, (pool, counts) in enumerate(zip(instance.pools, wanted, strict=True)):
         views = []

@@ -81,7 +81,7 @@ def grow_in_place(
 
 
 def _part(here: WorkersByIndex, size: int) -> dict[int, int]:
-    """The fullest nodes of a place, up to so many workers; one node that holds them all is best."""
+    """Return the fullest nodes of a place, up to so many workers; one node that holds them all is best."""
     if size == sum(here.values()):
         return dict(here)
     part: dict[int, int] = {}
@@ -108,7 +108,7 @@ class _Assignment:
         return all(free[i] >= workers for i, workers in place.items())
 
     def find(self, j: int, here: WorkersByIndex) -> tuple[dict[int, int], list[int]]:
-        """A place, and the jobs that have to be moved for it."""
+        """Return a place, and the jobs that have to be moved for it."""
         place: dict[int, int] = {}
         moved: list[int] = []
         free = self.occupied.slots(j)
@@ -132,7 +132,7 @@ class _Assignment:
         return place, moved
 
     def _clear(self, free: NDArray[np.int64], chunk: int, moved: Sequence[int]) -> tuple[int | None, list[int]]:
-        """The node that takes the chunk whole once the fewest workers of jobs at most half as large left it."""
+        """Return the node that takes the chunk whole once the fewest workers of jobs at most half as large left it."""
         best: tuple[int, int, list[int]] | None = None
         sizes = self._sizes
         for i in np.argsort(-free, kind="stable")[:8].tolist():

@@ -104,7 +104,7 @@ class GoodputPolicy:
 
     @property
     def name(self) -> str:
-        """See ``Policy``."""
+        """Name of the policy."""
         return "goodput"
 
     @property
@@ -113,7 +113,7 @@ class GoodputPolicy:
         return dict(self._cache.prices)
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """See ``Policy``."""
+        """Decide on the targets; see ``Policy``."""
         if not any(view.mixed_gpu_types for view in jobs):
             return self._on_one_type_each(jobs, cluster, now_s)
         mixed = MixedTypes(cluster=cluster, horizon_s=self.horizon_s, hysteresis=self.hysteresis, cache=self._cache)
@@ -121,7 +121,7 @@ class GoodputPolicy:
         return mixed.extend(jobs, self._on_one_type_each(alone, cluster, now_s))
 
     def _on_one_type_each(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """The decision with all workers of a job on one GPU type."""
+        """Return the decision with all workers of a job on one GPU type."""
         instance = build(jobs, cluster, self._cache)
         utility = self.utility(instance, now_s)
         placements, valid = present_placements(instance)
@@ -194,7 +194,7 @@ def _target(instance: OptionTable, placement: Placement, reason: str) -> Target:
 def _reason(
     instance: OptionTable, utility: SpeedValue, j: int, placements: tuple[Placement, Placement], speed: float
 ) -> str:
-    """The decision for one job as a sentence."""
+    """Explain the decision for one job as a sentence."""
     view, (before, after) = instance.views[j], placements
     if view.held_at is not None:
         return held_reason(view, after.workers)
@@ -221,7 +221,7 @@ def _reason(
 def _best(
     group: MixedGroup, noise: NoiseScale, init: int, most: int | None, held: int | None, accumulation: bool
 ) -> MixedBatch:
-    """See ``MixedGroup.best``."""
+    """Return the best batch; see ``MixedGroup.best``."""
     return group.best(noise, init, max_batch_size=most, held_batch=held, accumulation=accumulation)
 
 
@@ -241,7 +241,7 @@ class MixedTypes:
     cache: GoodputCache
 
     def on_one_type(self, view: JobView) -> JobView:
-        """The job with its workers on its own type alone: the type on which these do most."""
+        """Return the job with its workers on its own type alone: the type on which these do most."""
         if not view.mixed_gpu_types:
             return view
         parts = self._parts(view.allocation)
@@ -278,7 +278,10 @@ class MixedTypes:
         return found
 
     def _foreign(self, view: JobView, own: _Places, room: FreeResources) -> tuple[_Places, str]:
-        """The best workers on other types beside those on its own, and why; none where they do not bring more."""
+        """Return the best workers on other types beside those on its own, and why.
+
+        No such workers where they do not bring more.
+        """
         nodes, (gpu,) = self.cluster.by_id(), self._parts(own)
         present = {n: k for n, k in view.allocation.items() if n in nodes and n not in own and nodes[n].gpu_type != gpu}
         alone = self._goodput(view, own)
@@ -332,7 +335,10 @@ class MixedTypes:
             yield everything
 
     def _goodput(self, view: JobView, place: Mapping[str, int]) -> float:
-        """Goodput there [samples/s] by the model of mixed groups; 0 where a worker would have too few samples."""
+        """Return goodput there [samples/s] by the model of mixed groups.
+
+        0 where a worker would have too few samples.
+        """
         model = view.goodput
         assert model is not None, f"job {view.job} has a model"
         parts, low = [], _LEAST_SHARE
@@ -349,7 +355,7 @@ class MixedTypes:
         return found.goodput if len(parts) == 1 or found.smallest_share >= low else 0.0
 
     def _own_type(self, view: JobView, parts: Mapping[str, _Places]) -> str:
-        """The type whose workers do most by themselves; most workers where nothing is known."""
+        """Return the type whose workers do most by themselves; most workers where nothing is known."""
 
         def rate(gpu: str) -> float:
             here = parts[gpu]
@@ -360,7 +366,7 @@ class MixedTypes:
         return min(parts, key=lambda gpu: (-round(rate(gpu), 9), gpu))
 
     def _parts(self, place: Mapping[str, int]) -> dict[str, _Places]:
-        """Workers by node of each type, of nodes that are in the cluster."""
+        """Return workers by node of each type, of nodes that are in the cluster."""
         nodes, parts = self.cluster.by_id(), dict[str, _Places]()
         for node_id, workers in sorted(place.items()):
             if node_id in nodes:

@@ -15,7 +15,7 @@ from placement.policies.goodput.tables import OptionTable, Placement
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedValue:
-    """Per job, (J,), and for all.
+    """Utility of speed in a decision: per job, (J,), and for all.
 
     Attributes:
         left_s: remaining time at speed 1 [s]; NaN where unknown.
@@ -48,7 +48,7 @@ class SpeedValue:
         return dataclasses.replace(self, **parts)
 
     def values(self, speed: Floats, fewer: NDArray[np.bool_], same: NDArray[np.bool_]) -> Floats:
-        """weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
+        """Return the weight x phi(speed) - max(weight, charge) x (phi(speed) - phi(speed x discount)), (J, C).
 
         Args:
             speed: of each option, (J, C).
@@ -72,7 +72,7 @@ def worth_of(
     valid: Sequence[bool],
     may_wait: Sequence[bool],
 ) -> tuple[float, float]:
-    """(minus the weight of all jobs that would not run, sum of values of the others): the larger, the better.
+    """Return (minus the weight of all jobs that would not run, sum of values of the others): the larger, the better.
 
     Args:
         instance: the jobs and pools.

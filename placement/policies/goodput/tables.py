@@ -107,7 +107,7 @@ class OptionTable:
         return speed
 
     def _option(self, pool_of: Ints, workers: Ints) -> Ints:
-        """Index of the option of that pool and size, -1 where there is none."""
+        """Return the index of the option of that pool and size, -1 where there is none."""
         most = int(max(self.sizes.max(), workers.max(initial=0)))
         index = np.full((len(self.pools) + 1, most + 1), -1, dtype=np.int64)
         index[self.pool_of, self.sizes] = np.arange(len(self.sizes))
@@ -116,7 +116,7 @@ class OptionTable:
 
 
 def useful(view: JobView, gpu: str) -> int:
-    """The most workers worth giving to the job on this GPU type, never below its minimum.
+    """Return the most workers worth giving to the job on this GPU type, never below its minimum.
 
     ``JobView.useful_workers`` with the batch limits of the type, and what exploration allows.
     """
@@ -194,13 +194,13 @@ def build(jobs: Sequence[JobView], cluster: Cluster, cache: GoodputCache | None 
 
 
 def _by_worker_kind(numbers: Sequence[Sequence[float]], which: Ints, width: int) -> Floats:
-    """A row for each job out of a row for each kind of worker."""
+    """Return a row for each job out of a row for each kind of worker."""
     rows: Floats = np.array(numbers, dtype=np.float64).reshape(len(numbers), width)[which]
     return rows
 
 
 def _nodes(worker_kinds: Collection[WorkerKind], pools: Sequence[GpuPool], sizes: Sequence[Ints]) -> Ints:
-    """Fewest nodes of every option for every kind of worker, one a row."""
+    """Return the fewest nodes of every option for every kind of worker, one a row."""
     rows = [[nodes_needed(m.slots[kind], s) for m, s in zip(pools, sizes, strict=True)] for kind in worker_kinds]
     empty = np.zeros(0, dtype=np.int64)
     return np.array([np.concatenate([empty, *row]) for row in rows]).reshape(len(rows), sum(map(len, sizes)))
@@ -234,7 +234,7 @@ def _speeds(
 
 
 def _relative(rates: Floats, rate: Floats, workers: Ints) -> Floats:
-    """Speeds; linear in the workers where there is no model."""
+    """Return speeds; linear in the workers where there is no model."""
     base = np.where(rate > 0, rate, 1.0)[:, np.newaxis]
     return np.where(np.isnan(rates), workers.astype(np.float64), rates / base)
 
@@ -259,7 +259,7 @@ class GpuPool:
 
 
 def split(cluster: Cluster, samples: Mapping[WorkerKind, JobView]) -> tuple[GpuPool, ...]:
-    """Pools of the cluster in the order of their types, with the slots of these kinds of workers."""
+    """Return pools of the cluster in the order of their types, with the slots of these kinds of workers."""
     groups: dict[str, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         if not node.draining:
@@ -289,7 +289,7 @@ class SizeGrid:
 
 
 def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGrid:
-    """Sizes of interest where the largest node holds ``node`` workers and all together ``total``.
+    """Return sizes of interest where the largest node holds ``node`` workers and all together ``total``.
 
     Args:
         node: workers on the largest node.
@@ -304,7 +304,7 @@ def size_grid(node: int, total: int, most: int, extra: Iterable[int]) -> SizeGri
 
 @functools.lru_cache(maxsize=256)
 def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
-    """The grid up to ``top``; decisions ask for the same few again and again."""
+    """Return the grid up to ``top``; decisions ask for the same few again and again."""
     regular = set(wanted)
     size = 1
     while size <= min(node, top):
@@ -321,7 +321,7 @@ def _size_grid(node: int, top: int, wanted: tuple[int, ...]) -> SizeGrid:
 
 
 def nodes_needed(slots: Ints, sizes: Ints) -> Ints:
-    """The fewest nodes that hold so many workers; 0 where all together do not."""
+    """Return the fewest nodes that hold so many workers; 0 where all together do not."""
     roomy = np.cumsum(-np.sort(-slots))
     if not len(roomy):
         return np.zeros_like(sizes)

@@ -30,7 +30,7 @@ class Target:
 
 
 def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
-    """A policy's answer with plain numbers of workers made targets; what is no number is for the core to refuse.
+    """Return a policy's answer with plain numbers of workers made targets; what is no number is for the core to refuse.
 
     Raises AllocationError: it is no mapping (rule ``mapping``).
     """
@@ -44,7 +44,7 @@ def as_targets(policy: str, answer: object) -> Mapping[str, Target]:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides how many workers each job gets. Which nodes they run on is ``placement.cluster.packing``'s decision.
+    """Policy that decides how many workers each job gets; ``placement.cluster.packing`` decides on which nodes.
 
     Promises that the contract tests hold every registered policy to: a target for every job; never more than
     the cluster has; ``min_workers`` or nothing; never above ``max_workers``; ``held_at`` wherever it fits;
@@ -61,11 +61,11 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """The name that reasons and errors carry."""
+        """Name of the policy in reasons and errors."""
         ...
 
     def decide(self, jobs: Sequence[JobView], cluster: Cluster, now_s: float) -> Mapping[str, Target]:
-        """Target per job. ``JobView.allocation`` is what the job has, or is on its way to having, by now."""
+        """Return a target per job. ``JobView.allocation`` is what the job has, or is on its way to having, by now."""
         ...
 
 
@@ -115,7 +115,7 @@ def admit(jobs: Sequence[JobView], cluster: Cluster) -> Admission:
 
 
 def grow(order: Sequence[JobView], admission: Admission) -> dict[str, int]:
-    """Workers of each admitted job once those in ``order``, one after the other, have taken what speeds them up.
+    """Return the workers of each admitted job once those in ``order`` have taken, in turn, what speeds them up.
 
     Each job takes the number with the highest speed among those that the room left by the earlier ones allows;
     held jobs stay at their floor. Takes from ``admission.room``.
@@ -143,10 +143,10 @@ def held_reason(view: JobView, workers: int) -> str:
 
 
 def count(workers: int) -> str:
-    """A number of workers for people: ``1 worker``, ``2 workers``."""
+    """Return a number of workers for people: ``1 worker``, ``2 workers``."""
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
 def describe(bundle: Mapping[str, float]) -> str:
-    """A bundle for people: ``1 CPU + 2 GPU``."""
+    """Return a bundle for people: ``1 CPU + 2 GPU``."""
     return " + ".join(f"{amount:g} {name}" for name, amount in sorted(bundle.items()) if amount > 0)

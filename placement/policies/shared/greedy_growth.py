@@ -20,7 +20,7 @@ Worth = Callable[[JobView, Floats, int], "float | None"]
 
 
 def climb(jobs: Sequence[JobView], admission: Admission, score: Score) -> dict[str, int]:
-    """Workers of each admitted job, after one more went again and again to the highest score that still fits.
+    """Return workers of each admitted job, after one more went again and again to the highest score that still fits.
 
     Equal scores go in the order of arrival; held jobs stay at their floor. Takes from ``admission.room``.
     """
@@ -54,7 +54,7 @@ def decide_by_worth(
     *,
     slow_factor: float | None = None,
 ) -> dict[str, Target]:
-    """A whole decision: minimums, then one worker at a time by its worth, within what speeds the job up at all.
+    """Make a whole decision: minimums, then one worker at a time by its worth, within what speeds the job up at all.
 
     A worth counts ``JobView.weight`` times (one below 0, a cost, so many times less).
 
@@ -87,7 +87,7 @@ def decide_by_worth(
 
 
 def without_slow(jobs: Sequence[JobView], cluster: Cluster, factor: float) -> Cluster:
-    """The cluster with the nodes draining on which some job saw steps take so many times longer, or more.
+    """Return the cluster with the nodes draining on which some job saw steps take so many times longer, or more.
 
     One slow worker holds up its whole group, so that a job is faster without it unless it has few others. Where a
     job would not run at all any more, all nodes stay in use.
@@ -112,7 +112,7 @@ def _placed(targets: dict[str, Target], jobs: Sequence[JobView], cluster: Cluste
 
 
 def grow_in_turn(name: str, order: Sequence[JobView], admission: Admission) -> dict[str, Target]:
-    """For policies that compare slots: where workers differ in kind, jobs grow one after the other instead."""
+    """Grow jobs one after the other, for policies that compare slots where workers differ in kind."""
     counts = grow(order, admission)
     why = "workers; workers of several kinds, so jobs grow in turn"
     return {

@@ -19,7 +19,7 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
-    """Sizes up to one whole node, and whole numbers of nodes beyond, each on as few nodes as it fits.
+    """Return sizes up to one whole node, and whole numbers of nodes beyond, each on as few nodes as it fits.
 
     Args:
         view: the job; its minimum is always among the sizes.
@@ -37,7 +37,7 @@ def shapes(view: JobView, slots: Sequence[int], most: int) -> tuple[Shape, ...]:
 
 
 def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
-    """Goodput of each shape relative to that of the smallest size that runs; the size itself without a model.
+    """Return goodput of each shape relative to that of the smallest size that runs; the size itself without a model.
 
     The best batch of each shape is taken. 0 where nothing fits.
     """
@@ -52,7 +52,9 @@ def speeds_of(view: JobView, wanted: tuple[Shape, ...]) -> Floats:
 def goodputs(
     view: JobView, model: GoodputModel, wanted: tuple[Shape, ...], atomic_bsz_range: tuple[int, int] | None
 ) -> Floats:
-    """Useful samples per second of each shape at the batch held, or else the best, within limits; 0 where none fits.
+    """Return useful samples per second of each shape at the batch held, or else the best, within limits.
+
+    0 where none fits.
 
     Read-only.
     """
@@ -71,7 +73,7 @@ def _goodputs(
     accumulation: bool,
     held_batch: int | None,
 ) -> Floats:
-    """Goodput [samples/s] of each shape at that batch, finite, 0 where nothing fits; read-only."""
+    """Return goodput [samples/s] of each shape at that batch, finite, 0 where nothing fits; read-only."""
     nodes, workers = np.array(wanted).T
     best = model.best_held(
         nodes,

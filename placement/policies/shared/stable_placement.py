@@ -32,7 +32,7 @@ class StablePlacer:
         least: Sequence[int],
         kinds: Sequence[int] | None = None,
     ) -> list[dict[int, int]] | None:
-        """Workers by node index for every job; None if some job finds less than its least.
+        """Return workers by node index for every job; None if some job finds less than its least.
 
         Large jobs first. Who keeps its size stays if no larger job took its nodes. Others take the node that holds
         fewest workers of such jobs, then the tightest; beyond one node, as few nodes as possible, which no other
@@ -72,7 +72,7 @@ class StablePlacer:
         return places
 
     def grown(self, job: int, more: int) -> dict[int, int] | None:
-        """The job's place with more workers on its own nodes, else on another one; None if nothing is free."""
+        """Return the job's place with more workers on its own nodes, else on another one; None if nothing is free."""
         place, free = dict(self._occupied.place(job)), self._occupied.slots(job)
         own = [node for node in place if free[node] >= more]
         if own:
@@ -147,7 +147,9 @@ def use_idle(
 
 
 def restart_factor(view: JobView, now_s: float, least: float) -> float:
-    """Pollux's penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``; not below ``least``.
+    """Return Pollux's penalty: (age - d x restarts) / (age + d), with d = ``JobView.resize_cost_s``.
+
+    Not below ``least``.
 
     Source: Qiao et al., OSDI 2021, section 4.2.1; Sia uses it too.
     """
@@ -158,18 +160,18 @@ def restart_factor(view: JobView, now_s: float, least: float) -> float:
 
 
 def shape_of(place: Mapping[int, int]) -> tuple[int, int]:
-    """(nodes, workers) of a place."""
+    """Return (nodes, workers) of a place."""
     return len(place), sum(place.values())
 
 
 def growth_limit(view: JobView) -> int:
-    """The most workers the job may have now, as far as it knows itself."""
+    """Return the most workers the job may have now, as far as it knows itself."""
     limit = view.useful_workers
     return limit if view.growth_limit is None else min(limit, view.growth_limit)
 
 
 def present_place(view: JobView, index: Callable[[str], int | None]) -> dict[int, int]:
-    """The job's workers by node index; empty if it has none, or one is on a node that is gone or draining."""
+    """Return the job's workers by node index; empty if it has none, or one is on a node that is gone or draining."""
     place: dict[int, int] = {}
     for node_id, workers in view.allocation.items():
         at = index(node_id)

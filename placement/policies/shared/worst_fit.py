@@ -1,4 +1,4 @@
-"""For policies that place their jobs themselves: nodes with the most room first, one GPU type a job."""
+"""Placement for policies that place their jobs: nodes with the most room first, one GPU type a job."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The clusters that are simulated, and what becomes of their nodes."""
+"""Nodes of simulated clusters, and what happens to them."""

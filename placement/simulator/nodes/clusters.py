@@ -12,7 +12,7 @@ _EXAMPLES = "'aws:16x4' or 'aws:6x4,rtx:3x8,dgx-ext:2x8'"
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
+    """Return nodes of a cluster string: comma-separated ``<gpu type>:<nodes>x<GPUs per node>``.
 
     Node ids are ``<gpu type>-<three digits>``, so that their order is the order of the string within a type.
 
@@ -40,5 +40,5 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def gpu_types(cluster: Cluster) -> tuple[str, ...]:
-    """The GPU types of the nodes, sorted."""
+    """Return the GPU types of the nodes, sorted."""
     return tuple(sorted({node.gpu_type for node in cluster.nodes}))

@@ -93,7 +93,7 @@ class Disturbances:
     def _spells(
         self, node: str, begin: Kind, end: Kind, spell: tuple[float, float], seed: int, until_s: float
     ) -> Iterator[tuple[float, Kind, str]]:
-        """Beginnings and ends of spells that come at random, every so many hours, and last so many seconds."""
+        """Yield beginnings and ends of spells that come at random, every so many hours, and last so many seconds."""
         every_h, lasts_s = spell
         dice, now_s = random.Random(f"{seed}/{begin}/{node}"), 0.0
         while every_h > 0:

@@ -58,7 +58,7 @@ class AutoscaledCluster:
             raise InputError("autoscale goes with spot traces, interference and noise, but got failing or slow nodes")
 
     def types(self, cluster: Cluster, prices: PriceTable, spot: Mapping[str, SpotTrace]) -> tuple[NodeType, ...]:
-        """A node type for each GPU type of the cluster, and a spot one beside it where there is a trace of them."""
+        """Return a node type for each GPU type of the cluster, and a spot one beside it if there is a trace."""
         found = []
         for gpu in sorted({node.gpu_type for node in cluster.nodes}):
             nodes = [node for node in cluster.nodes if node.gpu_type == gpu]
@@ -101,7 +101,7 @@ class Machine:
 
 
 class Provider:
-    """Rents and returns machines.
+    """Cloud that rents and returns machines.
 
     A spot machine needs a place of the recorded market (``placement.simulator.nodes.spot``) that is taken there at that
     time and not in use here; it is taken away when the record loses it. Without a free place the request waits.
@@ -156,7 +156,7 @@ class Provider:
             self.give_back(node_id, now_s)
 
     def _rent(self, kind: NodeType, now_s: float) -> Machine | None:
-        """A new machine, paid for from now on; None where the spot market has no free place for it."""
+        """Return a new machine, paid for from now on; None where the spot market has no free place for it."""
         place, gone_s = None, math.inf
         if kind.spot:
             busy = {m.place for m in self.machines.values() if m.kind.name == kind.name}

@@ -42,7 +42,7 @@ class SpotTrace:
             raise InputError(f"spot trace {self.source} must have a machine at some time, but never has one")
 
     def deal(self, nodes: Sequence[str], seed: int) -> dict[str, int]:
-        """The place of each node: different ones while there are enough, then the same ones again."""
+        """Return the place of each node: different ones while there are enough, then the same ones again."""
         order = list(range(len(self.places)))
         random.Random(f"{seed}/spot").shuffle(order)
         return {node: order[i % len(order)] for i, node in enumerate(nodes)}
@@ -83,7 +83,7 @@ def read_spot(path: str | Path) -> SpotTrace:
 
 
 def _counts(text: str, source: str) -> SpotTrace:
-    """The trace of a JSON record: place k (from 0) is taken while the count is above k."""
+    """Return the trace of a JSON record: place k (from 0) is taken while the count is above k."""
     try:
         found = json.loads(text)
         gap_s, counts = found["metadata"]["gap_seconds"], found["data"]
@@ -101,7 +101,7 @@ def _counts(text: str, source: str) -> SpotTrace:
 
 
 def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans that touch are one."""
+    """Merge spans that touch."""
     merged: list[Span] = []
     for start_s, end_s in spans:
         if merged and merged[-1][1] == start_s:
@@ -112,7 +112,7 @@ def _merge(spans: Iterable[Span]) -> tuple[Span, ...]:
 
 
 def _events(text: str, source: str) -> SpotTrace:
-    """A machine that comes takes the first empty place."""
+    """Return the trace of events: a machine that comes takes the first empty place."""
     places: list[list[Span]] = []
     taken: dict[str, tuple[int, float]] = {}
     now_s = 0.0

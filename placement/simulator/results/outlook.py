@@ -50,7 +50,7 @@ class Outlook:
 
 
 def read_nodes(text: str, views: Sequence[JobView]) -> Cluster:
-    """Nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
+    """Return nodes of a cluster string, which names GPUs, or CPUs under the type ``cpu``; of all else there is plenty.
 
     Raises InputError: the string does not parse.
     """
@@ -127,7 +127,7 @@ def outlook(
 def _share_out(
     core: AllocatorCore, running: Mapping[str, JobView], at_s: float
 ) -> dict[str, tuple[Mapping[str, int], str]]:
-    """Nodes and reason of every job."""
+    """Return nodes and reason of every job."""
     for view in running.values():
         core.handle(JobHeartbeat(view=view), at_s)
     core.handle(TimePassed(), at_s)
@@ -144,7 +144,7 @@ def _row(view: JobView, nodes: Mapping[str, int], reason: str, rate: float | Non
 
 
 def _present_row(view: JobView, cluster: Cluster, decided: Outlook) -> Outlook:
-    """A job as it is; what the allocator is about to change is said in its reason."""
+    """Return a job as it is; what the allocator is about to change is said in its reason."""
     if dict(view.allocation) == dict(decided.nodes):
         return decided
     reason = f"{decided.workers} workers are decided: {decided.reason}"
@@ -161,7 +161,10 @@ def _config(constraints: Constraints) -> AllocatorConfig:
 
 
 def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | None:
-    """Iterations at M0 per second, by measured times before the model, as policies have it; None without a model."""
+    """Return iterations at M0 per second, by measured times before the model, as policies have it.
+
+    None without a model.
+    """
     by_id = cluster.by_id()
     gpu = min((by_id[node].gpu_type for node in nodes if node in by_id), default="")
     model = model_of(view, gpu)
@@ -174,7 +177,10 @@ def _rate(view: JobView, nodes: Mapping[str, int], cluster: Cluster) -> float | 
 
 
 def _missing(view: JobView) -> float:
-    """Iterations to its end; infinity where that is unknown: no epochs declared, or none over to tell their length."""
+    """Return iterations to its end.
+
+    Infinity where that is unknown: no epochs declared, or none over to tell their length.
+    """
     progress = view.progress
     if progress is None or not (progress.epoch_ends or progress.usual_epoch):
         return math.inf
@@ -183,7 +189,7 @@ def _missing(view: JobView) -> float:
 
 
 def _advanced(view: JobView, nodes: Mapping[str, int], done: float) -> JobView:
-    """The job after so many iterations with these workers."""
+    """Return the job after so many iterations with these workers."""
     placed = dataclasses.replace(view.placed(nodes), most_workers=max(view.most_workers, sum(nodes.values())))
     if view.progress is None or not done:
         return placed

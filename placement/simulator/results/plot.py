@@ -31,7 +31,7 @@ Bar = tuple[str, str, float, float, int]
 
 
 def bars(report: SimulationReport) -> Iterator[Bar]:
-    """(node id, job, from [s], to [s], workers) of every stay of a job on a node, in the order of its end."""
+    """Yield (node id, job, from [s], to [s], workers) of every stay of a job on a node, in the order of its end."""
     present: dict[tuple[str, str], tuple[float, int]] = {}
     for placed in report.placed:
         for node, job in [key for key in present if key[1] == placed.job]:
@@ -110,7 +110,10 @@ def _draw(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _lanes(report: SimulationReport, sizes: Mapping[str, int]) -> Iterator[tuple[Bar, list[tuple[int, int]]]]:
-    """Every bar with the GPUs that it is drawn on: (first lane, lanes), in one piece where there is room for it."""
+    """Yield every bar with the GPUs that it is drawn on.
+
+    (first lane, lanes), in one piece where there is room for it.
+    """
     busy: dict[str, list[tuple[float, frozenset[int]]]] = {node: [] for node in sizes}
     for bar in sorted(bars(report), key=lambda bar: (bar[2], bar[0], bar[1])):
         node, _, start_s, end_s, workers = bar
@@ -149,7 +152,7 @@ def _draw_use(report: SimulationReport, axis: Any, end_h: float) -> None:
 
 
 def _waiting(report: SimulationReport) -> tuple[list[float], list[int]]:
-    """(hours, jobs without a GPU from then on)."""
+    """Return (hours, jobs without a GPU from then on)."""
     steps = [(job.arrival_s, 1) for job in report.jobs]
     running: set[str] = set()
     ends = {job.job: job.finish_s for job in report.jobs}
@@ -178,10 +181,10 @@ def _shades(report: SimulationReport) -> dict[str, tuple[float, float, float]]:
 
 
 def _hue(application: str, shade: float) -> tuple[float, float, float]:
-    """The application's colour; neighbours in ``shade`` (0 to 1) differ in lightness."""
+    """Return the application's colour; neighbours in ``shade`` (0 to 1) differ in lightness."""
     return rgb(hue_of(application), shade)
 
 
 def hue_of(application: str) -> int:
-    """Number of the application's hue in the palette."""
+    """Return the number of the application's hue in the palette."""
     return _HUES.get(application, sum(application.encode()))

@@ -176,7 +176,7 @@ class SimulationReport:
         }
 
     def log_lines(self) -> Sequence[str]:
-        """The decision log as text; the same seed gives the same lines, byte for byte."""
+        """Return the decision log as text; the same seed gives the same lines, byte for byte."""
         return [f"{record.time_s!r} {record} {dict(record.nodes)!r}" for record in self.log]
 
 

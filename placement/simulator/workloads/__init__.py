@@ -1,1 +1,1 @@
-"""The jobs that are simulated: traces, and how fast and long they are."""
+"""Simulated jobs: traces, and their speeds and lengths."""

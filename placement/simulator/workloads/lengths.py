@@ -46,7 +46,7 @@ class Lengths:
         return application.stretched(max(1, round(application.epochs * factor)))
 
     def declaration(self, epochs: int, job: str, seed: int) -> float | None:
-        """Epochs that the job declares; None if it declares none."""
+        """Return epochs that the job declares; None if it declares none."""
         if not self.declared:
             return None
         if not self.error:

@@ -122,16 +122,16 @@ class Application:
         return self.batch_sizes[-1]
 
     def local_bsz_range(self, gpu: str) -> tuple[int, int]:
-        """Least and most samples per worker and micro-step on this GPU type."""
+        """Return least and most samples per worker and micro-step on this GPU type."""
         least, most = self.step_times[gpu].local_bsz_range
         return least, min(most, _LOCAL_CAPS.get(self.name, {}).get(gpu, most))
 
     def progress_at(self, epoch: int) -> float:
-        """Cumulative scale-invariant iterations at the end of so many epochs; 0 at 0."""
+        """Return cumulative scale-invariant iterations at the end of so many epochs; 0 at 0."""
         return float(self._progress[epoch])
 
     def noise(self, batch_size: float, epoch: int) -> NoiseScale:
-        """Gradient statistics (at the initial batch) in an epoch, linear in the batch between profiled ones."""
+        """Return gradient statistics (at the initial batch) in an epoch, linear in the batch between profiled ones."""
         key = float(batch_size), epoch
         if key not in self._noise and self.fixed_batch:
             self._noise[key] = NoiseScale(sqr=float(self._sqr[0, epoch]), var=float(self._var[0, epoch]))
@@ -144,7 +144,7 @@ class Application:
         return self._noise[key]
 
     def gain(self, batch_size: int, epoch: int) -> float:
-        """Progress of one step at this batch in an epoch, in steps at the initial batch."""
+        """Return progress of one step at this batch in an epoch, in steps at the initial batch."""
         if self.fixed_batch:
             return 1.0  # of shares that are not even the largest counts, which makes no larger batch
         key = batch_size, epoch
@@ -153,7 +153,7 @@ class Application:
         return self._gain[key]
 
     def iterations_at(self, batch_size: float, epoch: int) -> float:
-        """Optimizer steps that a run at this batch has done when epoch number ``epoch`` (from 0) ends."""
+        """Return optimizer steps that a run at this batch has done when epoch number ``epoch`` (from 0) ends."""
         return float(np.interp(batch_size, self._sizes, self._iterations[:, epoch]))
 
 
@@ -167,7 +167,7 @@ def load_profiles(folder: str | Path, gpus: tuple[str, ...]) -> dict[str, Applic
 
 @functools.lru_cache(maxsize=8)  # simulations of one process share the tables
 def _load(folder: Path, gpus: tuple[str, ...]) -> dict[str, Application]:
-    """Applications with a placement table for each GPU type, by name; raises InputError where there are none."""
+    """Return applications with a placement table for each GPU type, by name; raises InputError where there are none."""
     if not folder.is_dir():
         raise InputError(f"profiles must be a folder with one folder per application, but got {folder}")
     found = {

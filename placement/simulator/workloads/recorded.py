@@ -34,7 +34,7 @@ class FittedTimes:
     local_bsz_range: tuple[int, int]
 
     def times(self, counts: Counts, local_bsz: float) -> tuple[float, float]:
-        """See ``Times``."""
+        """Return the measured times; see ``Times``."""
         step_s = float(self.model.step_time(len(counts), sum(counts), local_bsz, 0))
         return step_s, step_s - min(float(self.model.step_time(1, 1, local_bsz, 0)), step_s)
 
@@ -100,7 +100,7 @@ class RecordedWorkload:
 
 
 def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
-    """The jobs of a recording, with profiles fitted to all that they have measured.
+    """Return the jobs of a recording, with profiles fitted to all that they have measured.
 
     Args:
         gpu: what nodes that name no type of GPU are called.
@@ -141,7 +141,7 @@ def recorded_workload(life: Life, *, gpu: str = "t4") -> RecordedWorkload:
 
 
 def _epochs(view: JobView, *, ended: bool) -> int:
-    """Epochs that it trained; of one that has not ended, those that it declares.
+    """Return the epochs that the job trained; of one that has not ended, those that it declares.
 
     The last heartbeat of a job that has ended may be a second old, in which it did the rest of its last epoch.
     """
@@ -182,7 +182,7 @@ def _application(name: str, jobs: Sequence[RecordedJob], gpu: str) -> Applicatio
 
 
 def _cluster(life: Life, views: Sequence[JobView], gpu: str) -> str:
-    """The largest cluster that was recorded, in workers that fit: such as ``t4:2x4``."""
+    """Return the largest cluster that was recorded, in workers that fit: such as ``t4:2x4``."""
     bundles = {tuple(sorted(view.bundle.items())) for view in views}
     if len(bundles) > 1:
         raise InputError(f"jobs of a recorded workload must have workers of one kind, but have {len(bundles)}")

@@ -21,7 +21,7 @@ MOST_NODES = 16
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
-    """Columns of a CSV file by their header, whatever their order.
+    """Return columns of a CSV file by their header, whatever their order.
 
     Raises InputError: the file is missing or empty, or lacks a column.
     """
@@ -42,7 +42,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[str]]:
 
 
 def numbers(path: Path, columns: Sequence[str]) -> dict[str, Floats]:
-    """``read_columns`` of columns that hold finite numbers.
+    """Return ``read_columns`` of columns that hold finite numbers.
 
     Raises InputError: as ``read_columns``, or a value is not a finite number.
     """
@@ -60,7 +60,7 @@ def _numbers(path: Path, column: str, texts: Sequence[str]) -> Floats:
 
 
 def canonical(counts: Sequence[int]) -> Counts:
-    """Lexicographically smallest rotation of the workers per node: how the tables name a placement."""
+    """Return lexicographically smallest rotation of the workers per node: how the tables name a placement."""
     rotations = [tuple(counts[i:]) + tuple(counts[:i]) for i in range(len(counts))]
     return min(rotations)
 
@@ -153,7 +153,7 @@ class StepTimes:
         raise InputError(f"no step time of {self.gpu} is near {nodes} nodes, {replicas} replicas, {local_bsz} samples")
 
     def _nearest(self, nodes: int, replicas: int) -> list[tuple[float, float]]:
-        """Measured (nodes, replicas), the most similar ones first."""
+        """Return measured (nodes, replicas), the most similar ones first."""
         pairs = np.unique(self._axes[:, :2], axis=0)
         away = np.abs(np.log(pairs / np.array([nodes, replicas]))).sum(axis=1)
         return [(float(n), float(r)) for n, r in pairs[np.argsort(away, kind="stable")]]
@@ -166,7 +166,7 @@ def _placement(path: Path, name: str) -> Counts:
 
 
 def _line(x: float, xs: Floats, ys: Floats) -> float:
-    """Piecewise linear through the points, the last pieces continued outside."""
+    """Interpolate piecewise linearly through the points, the last pieces continued outside."""
     if len(xs) == 1:
         return float(ys[0])
     i = int(np.clip(np.searchsorted(xs, x), 1, len(xs) - 1))

@@ -44,7 +44,7 @@ class TraceJob:
 
 
 def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJob, ...]:
-    """The jobs of a CSV file in the order of their submission (of their lines, where times are equal).
+    """Return the jobs of a CSV file in the order of their submission (of their lines, where times are equal).
 
     Args:
         path: a file with the columns of ``COLUMNS``, in any order.
@@ -67,7 +67,10 @@ def read_trace(path: str | Path, applications: Collection[str]) -> tuple[TraceJo
 
 
 def _job(row: dict[str, str | None], where: str) -> TraceJob:
-    """The job in a row; raises InputError with ``where`` for a field that is empty, no number or out of range."""
+    """Return the job in a row.
+
+    Raises InputError with ``where`` for a field that is empty, no number or out of range.
+    """
     try:
         return TraceJob(
             name=(row["name"] or "").strip(),
@@ -81,7 +84,7 @@ def _job(row: dict[str, str | None], where: str) -> TraceJob:
 
 
 def in_order(jobs: Sequence[TraceJob], applications: Collection[str], where: str) -> tuple[TraceJob, ...]:
-    """The jobs in the order of their submission.
+    """Return the jobs in the order of their submission.
 
     Raises InputError: a name occurs twice, or an application has no profile.
     """

@@ -21,7 +21,7 @@ from placement.simulator.world.rules import Location, Rules
 
 
 def rigid_batch(batch: int, replicas: int, app: Application, most_local: int) -> tuple[int, int]:
-    """(atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule."""
+    """Return (atomic batch, accumulation steps) that split a given global batch, by the Pollux artifact's rule."""
     local = math.ceil(batch / replicas - _EPS)
     accum = math.ceil(local / most_local - _EPS) - 1
     if replicas == 1 and batch > app.init_batch_size:
@@ -53,7 +53,7 @@ _SOON_S = 1e-6  # what is foreseen lies ahead by more than rounding, or time wou
 
 @functools.lru_cache(maxsize=100_000)  # jobs of one application that grow alike measure, and so fit, the same
 def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> ThroughputModel:
-    """The model of these measurements."""
+    """Return the model of these measurements."""
     return fit(observations, fixed_batch=fixed_batch)
 
 
@@ -61,7 +61,7 @@ def fitted(observations: tuple[Observation, ...], fixed_batch: bool) -> Throughp
 def best_batch(
     model: GoodputModel, nodes: int, replicas: int, max_batch_size: int, least: int, most: int
 ) -> tuple[int, int]:
-    """(atomic batch, accumulation steps) with the highest goodput; 0 samples where nothing fits."""
+    """Return (atomic batch, accumulation steps) with the highest goodput; 0 samples where nothing fits."""
     _, atomic_bsz, accum_steps = model.best(
         nodes, replicas, max_batch_size=max_batch_size, atomic_bsz_range=(least, most), accumulation=True
     )
@@ -282,7 +282,7 @@ class SimulatedJob:
             self._choose_batch()
 
     def _rate(self) -> float:
-        """Scale-invariant iterations per second, and what the job learns from running so."""
+        """Return scale-invariant iterations per second, and what the job learns from running so."""
         assert self.training is not None, f"{self.name} has no workers to train with"
         counts, gpu = self.training.counts, self.training.gpu
         replicas = self.training.workers
@@ -436,7 +436,7 @@ class MixedSteps:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a step."""
+        """Number of samples of a step."""
         return sum(map(sum, self.shares.values())) * (self.accum_steps + 1)
 
     def measure(self, app: Application, counts: tuple[int, ...]) -> tuple[float, MixedObservation]:
@@ -458,7 +458,7 @@ class MixedSteps:
 def shared_out(
     app: Application, models: Mapping[str, GoodputModel], location: Location, batch_size: int | None
 ) -> MixedSteps:
-    """The best batch by the job's models, or one of a fixed size; equal shares as long as a type is unknown."""
+    """Return the best batch by the job's models, or one of a fixed size; equal shares as long as a type is unknown."""
     workers = location.workers_by_type
     if all(gpu in models for gpu in workers):
         parts = [

@@ -32,7 +32,7 @@ class Location:
 
     @property
     def workers(self) -> int:
-        """Workers altogether."""
+        """Number of workers."""
         return sum(self.nodes.values())
 
     @property
@@ -245,7 +245,7 @@ class LiveRules(Rules):
         return self.pause
 
     def expected_stop_s(self, application: str) -> float | None:
-        """A job that is preempted saves its state between two steps; new workers start with it."""
+        """Return the stop cost: a preempted job saves its state between two steps, and new workers start with it."""
         return self.start + self.pause
 
     def divisor(self, application: str) -> float:

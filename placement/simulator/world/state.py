@@ -189,7 +189,7 @@ class IdleWatch:
         self._since_s = {job: self._since_s.get(job, now_s) for job in could}
 
     def _could_use(self, views: Sequence[JobView], gpu: str, room: FreeResources, now_s: float) -> list[JobView]:
-        """Jobs that wait, or have their workers on this type, and could use what is idle of it."""
+        """Return jobs that wait, or have their workers on this type, and could use what is idle of it."""
         found, running, shapes = [], [], []
         for view in views:
             slots = room.slots(view)
@@ -208,7 +208,7 @@ class IdleWatch:
 
 
 def _grown(view: JobView, slots: Ints, room: FreeResources) -> Ints:
-    """(nodes, workers) of the job as it is and with one, two... of the idle slots, where it may have so many."""
+    """Return (nodes, workers) of the job as it is and with one, two... of the idle slots, where it may have so many."""
     most = view.useful_workers if view.growth_limit is None else min(view.useful_workers, view.growth_limit)
     own = {room.index(node) for node in view.allocation}
     shape, nodes, workers = [(len(own), view.workers)], len(own), view.workers

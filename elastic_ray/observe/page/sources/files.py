@@ -1,4 +1,4 @@
-"""SHELL: runs as their directories tell of them, the cluster gone or not."""
+"""SHELL: page of runs from their directories, with or without their cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SHELL: a cluster that runs, through Ray: what the page asks its allocator, its controllers and its control store."""
+"""SHELL: page of a running cluster through Ray: its allocator, its controllers and its control store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_TEXT = 200
 def compare(
     look: AllocatorLook | None, nodes: str, policy: str, now_s: float
 ) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-    """Each job here, and there.
+    """Return each job here, and there.
 
     Args:
         look: the allocator's; None while there is none.
@@ -151,7 +151,10 @@ class LiveCluster:
         self._answers = {job: each for job, each in self._answers.items() if job in here}
 
     def _ask_controllers(self) -> tuple[JobLook, ...]:
-        """Answers of those whose turn it is; one that does not answer in time is asked again in its next turn."""
+        """Return answers of controllers whose turn it is.
+
+        One that does not answer in time is asked in its next turn.
+        """
         actors = sorted(self._controllers)
         if len(actors) > _MOST_ASKED:
             begin = self._turn % len(actors)
@@ -171,7 +174,7 @@ class LiveCluster:
         return calls if job in self._facts else [*calls, controller.spec.remote()]
 
     def _read(self, actor: str, status: Any, events: Any, spec: Any = None) -> JobLook | None:
-        """A controller's answers; None if it has not answered, or runs another trial by now."""
+        """Return a controller's answers; None if it has not answered, or runs another trial by now."""
         answer = _ready(status)
         if answer is None:
             return None
@@ -208,11 +211,11 @@ class LiveCluster:
         return answer
 
     def _controller(self, job: str) -> Any | None:
-        """The controller that runs this job now."""
+        """Return the controller that runs this job now."""
         return next((self._controllers[actor] for actor, name in self._jobs.items() if name == job), None)
 
     def what_if(self, nodes: str, policy: str, now_s: float) -> tuple[tuple[Outlook, ...], tuple[Outlook, ...]]:
-        """The running jobs here and on other nodes; see ``Source``."""
+        """Return the running jobs here and on other nodes; see ``Source``."""
         return compare(self._page.allocator, nodes, policy, now_s)
 
     def act(self, job: str, action: str, workers: int | None) -> str:
@@ -244,7 +247,7 @@ class LiveCluster:
 
 
 def _nodes() -> tuple[NodeLook, ...]:
-    """Living nodes, without what Ray keeps for its own books among their resources."""
+    """Return living nodes, without what Ray keeps for its own books among their resources."""
     return tuple(
         NodeLook(
             node=str(node["NodeID"]),
@@ -267,7 +270,7 @@ def _facts(spec: JobSpec) -> JobFacts:
 
 
 def _ready(ref: Any) -> Any | None:
-    """An answer that has come; None if it has not, or cannot be read here."""
+    """Return an answer that has come; None if it has not, or cannot be read here."""
     try:
         return ray.get(ref, timeout=0)
     except Exception:
@@ -275,7 +278,7 @@ def _ready(ref: Any) -> Any | None:
 
 
 def _get(ref: Any) -> Any | None:
-    """An answer; None if none comes in time."""
+    """Return an answer; None if none comes in time."""
     try:
         return ray.get(ref, timeout=_ANSWER_S)
     except RayError:

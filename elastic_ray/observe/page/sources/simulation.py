@@ -51,7 +51,7 @@ class SimulatedCluster(StoredPage):
 
 
 def _record(file: str, number: str) -> Mapping[str, Any]:
-    """The record of this number, from 1."""
+    """Return the record of this number, from 1."""
     try:
         records = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -117,7 +117,7 @@ def _page(record: Mapping[str, Any]) -> tuple[PageSnapshot, dict[str, JobDetail]
 
 
 def _jobs(record: Mapping[str, Any]) -> tuple[PageJob, ...]:
-    """A row for each job, in the colours of the simulator's picture."""
+    """Return a row for each job, in the colours of the simulator's picture."""
     seen: dict[str, int] = {}
     rows = []
     for job in record["per_job"]:
@@ -152,7 +152,7 @@ def _detail(job: PageJob, own: Mapping[str, Any], events: Sequence[Sequence[Any]
 
 
 def _bounded(cluster: str) -> str:
-    """A cluster's text whose numbers are of a size that can be shown.
+    """Return a cluster's text whose numbers are of a size that can be shown.
 
     Raises:
         ValueError: one is not.
