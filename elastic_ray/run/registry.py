@@ -375,6 +375,9 @@ class Registry:
 
     def after_step(self) -> None:
         """All ranks have committed a step that trained."""
+        if len(self._gradients) == 1:
+            self._gradients[0].after_step(agree_on_scale=False)
+            return
         drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
             shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)

@@ -233,7 +233,7 @@ class GradientEngine:
         if self._in_force.tuner is not None:
             self._in_force.before_forward()
         self._reducer.follow(changed=self._in_force.pending and self._may_switch)
-        if self._divided.unsettled:
+        if not self._divided.idle and self._divided.unsettled:
             self._divided.settle_between_steps()
         if self._drift.average is not None:
             self._drift.begin_step()

@@ -114,11 +114,15 @@ class GradientBucket(MeasuredGradient, Protocol):
     def begin_pass(self) -> None:
         """A backward pass begins."""
 
-    def begin_filling(self, *, alone: bool) -> None:
-        """The pass is put into the bucket; ``alone`` if it holds nothing of other micro-steps, and is reduced."""
+    def begin_filling(self, *, alone: bool) -> float:
+        """The pass is put into the bucket; ``alone`` if it holds nothing of other micro-steps, and is reduced.
 
-    def reach(self, place: int) -> None:
-        """The pass has given the parameter at this place its gradient."""
+        Returns:
+            Elements of gradients that may wait for :meth:`adopt`.
+        """
+
+    def adopt(self, places: Sequence[int]) -> None:
+        """The pass has given the parameters at these places their gradients, of more elements than may wait."""
 
     def add_again(self, param: torch.Tensor) -> None:
         """The pass adds to a parameter's gradient once more, by a backward pass within it."""

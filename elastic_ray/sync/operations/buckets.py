@@ -41,6 +41,7 @@ class Bucket:
         size: elements of the parameters.
         dtype: of the gradients.
         complete: whether the pass has reached all parameters, so that all have a gradient.
+        is_summed_up: whether :meth:`sum_up` has told whether what this rank has put in is finite.
         has_gradient: which parameters had one on this rank when the buffer was filled.
         grads: gradients that are in memory of their own, and get the sum; None in place of the others.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
@@ -60,11 +61,9 @@ class Bucket:
         # A view has the strides of a contiguous tensor, which those of a parameter in another memory format are not.
         self._may_show, self._shows = shows and all(p.is_contiguous() for p in params), False
         self._memory: _Memory | None = None
-        self._waiting: list[int] = []  # parameters whose gradients are in memory of their own yet
-        self._room, self._waits = max(self.size >> 5, _LARGE), 0  # elements of these: at most, and at present
         self._there: list[bool] = []  # which parameters had a gradient when the pass began
         self._sum: torch.Tensor | None = None  # of what this rank has put in
-        self.complete = True
+        self.complete, self.is_summed_up = True, False
         self.has_gradient: Sequence[bool] = []
         self.grads: list[torch.Tensor | None] = []
         self.carried: torch.Tensor | None = None
@@ -75,35 +74,33 @@ class Bucket:
     @property
     def flat(self) -> torch.Tensor:
         """The buffer, with its tail."""
-        return self._held.flat
+        return (self._memory or self._allocated()).flat
 
     @property
     def body(self) -> torch.Tensor:
         """The buffer without its tail."""
-        return self._held.body
+        return (self._memory or self._allocated()).body
 
     @property
     def tail(self) -> torch.Tensor:
         """The extra elements."""
-        return self._held.tail
+        return (self._memory or self._allocated()).tail
 
     @property
     def tail_numbers(self) -> Any:
         """The tail as NumPy's array, which takes a tenth of the time of torch's operations; None on a GPU."""
-        return self._held.tail_numbers
+        return (self._memory or self._allocated()).tail_numbers
 
     @property
     def views(self) -> list[torch.Tensor]:
         """One view of ``body`` for each parameter, in its shape."""
-        return self._held.views
+        return (self._memory or self._allocated()).views
 
-    @property
-    def _held(self) -> _Memory:
+    def _allocated(self) -> _Memory:
         """Return the memory, which is made at the first use."""
-        if self._memory is None:
-            flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
-            self._memory = _Memory(flat, self.size, self.params)
-        return self._memory
+        flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
+        self._memory = memory = _Memory(flat, self.size, self.params)
+        return memory
 
     def release(self) -> None:
         """Give the memory back until it is needed."""
@@ -118,21 +115,25 @@ class Bucket:
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
-        self.complete, self.additions, self._shows, self._sum = True, 1, False, None
+        self.complete, self.is_summed_up, self.additions = True, False, 1
+        self._shows, self._sum = False, None
 
-    def begin_filling(self, *, alone: bool) -> None:
+    def begin_filling(self, *, alone: bool) -> float:
         """The pass is to be reduced; ``alone`` if the buffer holds nothing of other micro-steps.
 
         Memory that gradients lay in belongs to who holds one of them still.
+
+        Returns:
+            Elements of the gradients that may be in memory of their own until :meth:`adopt` takes them in.
         """
         self._shows = alone and self._may_show
         if not self._shows:
             self._take_out()
-            return
+            return math.inf
         if self._memory is not None and self._memory.is_shared:
             self.replace_buffer()
         self._there = [p.grad is not None for p in self.params]
-        self._waiting, self._waits = [], 0
+        return max(self.size >> 5, _LARGE)
 
     def _take_out(self) -> None:
         """Have gradients that lie in the buffer in memory of their own."""
@@ -142,15 +143,9 @@ class Bucket:
             if param.grad is view:
                 param.grad = view.clone()
 
-    def reach(self, place: int) -> None:
-        """The pass has given a parameter its gradient: take it in with others, so that few are in memory twice."""
-        if not self._shows or self._there[place]:
-            return
-        self._waiting.append(place)
-        self._waits += self.params[place].numel()
-        if self._waits < self._room:
-            return
-        taken, self._waiting, self._waits = self._waiting, [], 0
+    def adopt(self, places: Sequence[int]) -> None:
+        """The pass has given these parameters their gradients: take them in, so that few are in memory twice."""
+        taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
         if any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
@@ -226,13 +221,9 @@ class Bucket:
         Returns:
             A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
         """
-        self._sum = self.total() if self._shows else None
+        if self._shows:
+            self._sum, self.is_summed_up = self.body.sum(dtype=torch.float32), True
         return self._sum
-
-    @property
-    def is_summed_up(self) -> bool:
-        """Whether :meth:`sum_up` has told whether what this rank has put in is finite."""
-        return self._sum is not None
 
     def own_is_finite(self) -> bool:
         """Whether this rank's own gradients, those of earlier micro-steps included, are finite."""

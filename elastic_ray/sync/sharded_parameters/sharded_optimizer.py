@@ -55,6 +55,8 @@ class ShardedOptimizer:
         collectives: of the model.
     """
 
+    idle = False  # its updates are never the user's optimizer's alone
+
     def __init__(
         self,
         run: Run,

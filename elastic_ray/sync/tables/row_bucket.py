@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -64,11 +65,12 @@ class RowBucket:
         """A backward pass begins."""
         self.complete, self._additions = True, 1
 
-    def begin_filling(self, *, alone: bool) -> None:
-        """The table's gradient stays where it is."""
+    def begin_filling(self, *, alone: bool) -> float:
+        """The table's gradient stays where it is, however large."""
+        return math.inf
 
-    def reach(self, place: int) -> None:
-        """The table's gradient stays where it is."""
+    def adopt(self, places: Sequence[int]) -> None:
+        """Nothing waits for this."""
 
     def add_again(self, param: torch.Tensor) -> None:
         """The pass adds to the gradient once more, by a backward pass within it."""
