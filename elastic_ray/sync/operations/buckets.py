@@ -148,7 +148,7 @@ class Bucket:
         taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
-        if any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
+        if not taken or any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
             return
         there: Any = grads  # all are
         views = [self.views[each] for each in taken]
