@@ -185,7 +185,7 @@ class SharedState:
         return found
 
     def capture_to_save(self) -> dict[str, Any]:
-        """The same with what this rank holds for all; as far as it does, see ``GroupDependent.prepare_to_save``."""
+        """The same with what this rank holds for all; as far as it does, see ``Participant.prepare_to_save``."""
         return self.capture() | {
             key: state.capture_to_save() for key, state in self._states.items() if isinstance(state, SharedOut)
         }

@@ -10,6 +10,7 @@ import torch
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
+from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from elastic_ray.sync.sharded.model_tables import ModelTables
 
 
-class GradientEngine:
-    """See the module's text, and ``GradientSync``, which this is.
+class GradientEngine(Participant):
+    """See the module's text.
 
     Its state are the gradients that user code adds up over several steps, the present strategy, and what operations
     keep from step to step.

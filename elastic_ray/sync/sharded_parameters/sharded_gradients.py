@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from elastic_ray.sync.sharded_parameters.shard_statistics import ShardStatistics
 
 
-class ShardedGradients:
-    """See the module's text, and ``GradientSync``, which this is.
+class ShardedGradients(Participant):
+    """See the module's text.
 
     Args:
         run: that the model is trained in.
@@ -324,26 +325,14 @@ class ShardedGradients:
         if step is None or step.is_last_micro:
             self._waits = False
 
-    def applied(self) -> None:
-        """It steps."""
-
     def rebuild(self) -> None:
         """Other parameters are trainable than before: torch looks at each backward pass anew."""
         self._statistics.rebuilt()
-
-    @property
-    def gives_statistics(self) -> bool:
-        """The gradient noise scale is measured."""
-        return True
 
     def require_statistics(self, user: str) -> None:
         """They are taken."""
 
     # -- steps that are lost -------------------------------------------------------------------------------------------
-
-    def remember(self) -> Any:
-        """What a step needs to be undone: nothing, since each begins without gradients that count."""
-        return None
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
@@ -353,13 +342,6 @@ class ShardedGradients:
         self._task = -1
         for each in self._optimizer.params:
             each.param.grad = None
-
-    def capture(self) -> Any:
-        """For joiners and checkpoints: nothing."""
-        return {}
-
-    def restore(self, tree: Any) -> None:
-        """Take over a captured state."""
 
     # -- the strategy --------------------------------------------------------------------------------------------------
 
@@ -397,9 +379,6 @@ class ShardedGradients:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     meets_in_passes = True
-    local = drifts = tabled = False
-    marker = 0
-    scaler = None
 
     @property
     def settled(self) -> bool:
@@ -411,13 +390,6 @@ class ShardedGradients:
         """Whether other ranks hold some of the rows."""
         return self._optimizer.divided
 
-    def fix_drift(self) -> int:
-        """Nothing differs by design that all ranks hold."""
-        return 0
-
-    def after_step(self, *, agree_on_scale: bool) -> None:
-        """All ranks have committed a step that trained."""
-
     def collapse(self, *, gather: bool = True) -> None:
         """The end of a pass: rank 0 holds the whole model and the whole state of the optimizer, unless all must ask."""
         if gather:
@@ -426,9 +398,6 @@ class ShardedGradients:
     def prepare_to_save(self) -> None:
         """Rank 0 holds them until the next update."""
         self._optimizer.gather()
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Nothing differs by design that all ranks hold."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Leavers hand over what only they hold."""
