@@ -295,9 +295,7 @@ class GradientReducer:
         self._drifts = self._group.model.average is not None and self._group.drifts
         steps = self._context.states.progress.steps
         for bucket in self._buckets:
-            bucket.begin_step()
-            if step.micro_steps == 1:
-                bucket.drop_carried()
+            bucket.begin_step(carries=step.micro_steps > 1)
         exact = self.reduction.begin_step(steps)
         self._ledger.mark_training()
         self._statistics.begin_step(

@@ -108,8 +108,8 @@ class GradientBucket(MeasuredGradient, Protocol):
     def goes_on(self) -> bool:
         """Whether ``.grad`` still holds what was reduced: this pass has added to it, and nothing has zeroed it."""
 
-    def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+    def begin_step(self, *, carries: bool) -> None:
+        """Nothing of an earlier step counts any more; if it ``carries``, memory for :meth:`carry` may stay."""
 
     def begin_pass(self) -> None:
         """A backward pass begins."""
@@ -132,9 +132,6 @@ class GradientBucket(MeasuredGradient, Protocol):
 
     def carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left."""
-
-    def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
 
     def share(self, factor: float) -> Any:
         """What it holds times ``factor``, for :meth:`add`."""

@@ -107,8 +107,10 @@ class Bucket:
         self._memory = self.carried = None
         self.grads, self._there = [], []
 
-    def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+    def begin_step(self, *, carries: bool) -> None:
+        """Nothing of an earlier step counts any more; if it ``carries``, the memory for micro-steps stays."""
+        if not carries:
+            self.carried = None
         self.used = []
         self.grads = []  # of one rank alone nothing was written back
         self.written = None
@@ -175,10 +177,6 @@ class Bucket:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
 
-    def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
-        self.carried = None
-
     def share(self, factor: float) -> torch.Tensor:
         """What it holds times ``factor``, for :meth:`add`."""
         return self.body * factor
@@ -241,27 +239,28 @@ class Bucket:
             RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
         """
         self.grads = [p.grad for p in self.params]
+        memory = self._memory or self._allocated()
         try:
-            self._put(weight)
+            self._put(weight, memory.body, memory.views)
         except (RuntimeError, TypeError):
             check_gradients(self.params, self.grads, complete=self.complete)
             raise
         if self._shows:
-            self._show_views()
+            self._show_views(memory.views)
 
     def check(self) -> None:
         """Raise RuntimeError where :meth:`put` would."""
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
-    def _put(self, weight: float) -> None:
-        """As :meth:`put`, without its explanation of errors."""
-        grads, views = self.grads, self.views
+    def _put(self, weight: float, body: torch.Tensor, views: list[torch.Tensor]) -> None:
+        """As :meth:`put`, into this memory, without its explanation of errors."""
+        grads = self.grads
         if self.complete:
             self.has_gradient = [True] * len(grads)
         else:
             self.has_gradient = [grad is not None for grad in grads]
         if not weight:  # a mean over nothing is no number
-            self.body.zero_()
+            body.zero_()
             return
         if self.complete and (weight == 1.0 or self.size < _LARGE * len(self.params)):
             if True in self._there:  # some may be where they are to be
@@ -271,7 +270,7 @@ class Bucket:
                 there: Any = grads  # all are
                 torch._foreach_copy_(views, there)
             if weight != 1.0:
-                self.body.mul_(weight)
+                body.mul_(weight)
             return
         for grad, view in zip(grads, views, strict=True):
             if grad is None:
@@ -279,10 +278,10 @@ class Bucket:
             else:
                 torch.mul(grad, weight, out=view)
 
-    def _show_views(self) -> None:
+    def _show_views(self, views: Sequence[torch.Tensor]) -> None:
         """Have the buffer's views in place of gradients that nobody else holds."""
         grads, self.grads = self.grads, []
-        for index, (param, view, there) in enumerate(zip(self.params, self.views, self._there, strict=True)):
+        for index, (param, view, there) in enumerate(zip(self.params, views, self._there, strict=True)):
             grad, grads[index] = grads[index], None
             if grad is None or grad is view:
                 continue
@@ -307,9 +306,9 @@ class Bucket:
                         param.grad = self.views[index]
                     elif param.grad is None:
                         self.grads[index] = param.grad = torch.empty_like(param)
-        own = [grad is not None for grad in self.grads]
-        if any(own):
-            grads = [grad for grad in self.grads if grad is not None]
+        grads = [grad for grad in self.grads if grad is not None]
+        if grads:
+            own = [grad is not None for grad in self.grads]
             torch._foreach_copy_(grads, list(itertools.compress(self.views, own)))
         self.written = None
         for param in self.params:

@@ -55,8 +55,10 @@ class RowBucket:
         self._flat: torch.Tensor | None = None
         self._preconditioner: RowPreconditioner | None = None
 
-    def begin_step(self) -> None:
-        """Nothing of an earlier step counts any more."""
+    def begin_step(self, *, carries: bool) -> None:
+        """Nothing of an earlier step counts any more; if it ``carries``, what micro-steps keep is made anew."""
+        if not carries:
+            self._carried = None
         self._used = []
         self._written = None
         self.is_sparse = None
@@ -83,10 +85,6 @@ class RowBucket:
     def carry(self) -> None:
         """Another micro-step begins: keep what the ones before have left in the bucket."""
         self._carried = self._kept()
-
-    def drop_carried(self) -> None:
-        """What :meth:`carry` has kept is not needed any more."""
-        self._carried = None
 
     @property
     def sliced(self) -> bool:
