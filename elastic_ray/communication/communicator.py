@@ -94,9 +94,7 @@ class Communicator:
         self._nccl: Any = None
         self.traffic = dict.fromkeys(OPERATIONS, 0)
         self.connections = Connections()
-        self.gradients = GradientGroup(
-            rank, world_size, lambda: self._gradients, lambda: self._nccl, self._guard, self.traffic
-        )
+        self.gradients = GradientGroup(rank, world_size, self._gradient_backend, self._guard, self.traffic)
         if world_size == 1:
             return
         self._store = store  # torch keeps its C++ side only
@@ -411,16 +409,21 @@ class Communicator:
                 raise CommunicationFailedError(f"a collective took longer than collective_timeout_s={self.timeout_s}")
         return True
 
-    def _guard(self, operation: Callable[[], Any]) -> Any:
+    def _guard(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """Carry an operation out, unless the generation was called off; Torch's errors become ours."""
         if self._voided.is_set() or self._closed:
             raise CommunicationFailedError("the generation was called off")
         try:
             self.last_used_s = time.monotonic()
-            return operation()
+            return operation(*arguments)
         except RuntimeError as error:
             self.broken = True
             raise CommunicationFailedError(str(error).split("\n", 1)[0]) from error
+
+    def _gradient_backend(self, tensor: torch.Tensor) -> Any:
+        if self._closed:
+            raise CommunicationFailedError("the generation was called off")
+        return self._nccl if tensor.is_cuda and self._nccl is not None else self._gradients
 
     def _backend(self, tensor: torch.Tensor) -> Any:
         return self._nccl if tensor.is_cuda and self._nccl is not None else self._gloo
@@ -503,29 +506,25 @@ class GradientGroup:
         self,
         rank: int,
         world_size: int,
-        gloo: Callable[[], Any],
-        nccl: Callable[[], Any],
-        guard: Callable[[Callable[[], Any]], Any],
+        backend: Callable[[torch.Tensor], Any],
+        guard: Callable[..., Any],
         traffic: dict[str, int],
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._gloo = gloo
-        self._nccl = nccl
+        self._backend = backend
         self._guard = guard
         self._traffic = traffic
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Sum the tensor over all ranks, in place."""
         self._traffic["all_reduce"] += tensor.nbytes
-        backend = self._of(tensor)
-        return self._guard(lambda: backend.allreduce([tensor]))
+        return self._guard(self._backend(tensor).allreduce, [tensor])
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         """Gather every rank's ``tensor`` (of one size) into ``output``, one after the other in rank order."""
         self._traffic["all_gather"] += tensor.nbytes
-        backend = self._of(tensor)
-        return self._guard(lambda: backend._allgather_base(output, tensor))
+        return self._guard(self._backend(tensor)._allgather_base, output, tensor)
 
     def all_to_all(
         self,
@@ -540,29 +539,22 @@ class GradientGroup:
         be polled and called off, so ranks that have nothing for each other take part with splits of 0.
         """
         self._traffic["all_to_all"] += tensor.nbytes
-        backend = self._of(tensor)
         options = dist.AllToAllOptions()
         # Without splits torch calls ncclAlltoAll, and takes "in progress", as it is without blocking, for an error.
         into = list(output_splits) or [len(output) // self.world_size] * self.world_size
         out = list(input_splits) or [len(tensor) // self.world_size] * self.world_size
-        return self._guard(lambda: backend.alltoall_base(output, tensor, into, out, options))
+        return self._guard(self._backend(tensor).alltoall_base, output, tensor, into, out, options)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> Any:
         """Sum the tensor over all ranks, in place on ``root``; elsewhere it may be overwritten."""
         self._traffic["reduce"] += tensor.nbytes
-        backend = self._of(tensor)
         options = dist.ReduceOptions()
         options.rootRank = root
-        return self._guard(lambda: backend.reduce([tensor], options))
+        return self._guard(self._backend(tensor).reduce, [tensor], options)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         """Rank ``root``'s tensor, in place."""
         self._traffic["broadcast"] += tensor.nbytes if self.rank == root else 0
-        backend = self._of(tensor)
         options = dist.BroadcastOptions()
         options.rootRank = root
-        return self._guard(lambda: backend.broadcast([tensor], options))
-
-    def _of(self, tensor: torch.Tensor) -> Any:
-        nccl = self._nccl() if tensor.is_cuda else None
-        return self._gloo() if nccl is None else nccl
+        return self._guard(self._backend(tensor).broadcast, [tensor], options)

@@ -166,18 +166,19 @@ class AgreedChanges:
             RuntimeError: the ranks have added to different names.
         """
         names = [(key, name) for key in sorted(added) for name in sorted(added[key])]
-        sums = [added[key][name] for key, name in names]
         world_size = communicator.world_size
-        ballot = [*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]
-        if world_size > 1:
-            ballot = list(agree(ballot))
+        if world_size == 1:
+            self.conclude(self.values(communicator.rank), 1)
+            return [(key, name, added[key][name]) for key, name in names]
+        sums = [added[key][name] for key, name in names]
+        ballot = list(agree([*self.values(communicator.rank), *names_ballot(names), *sums[:_SUMS_ROOM]]))
         self.conclude(ballot[:CONTROL_SIZE], world_size)
         if not names_agree(ballot[CONTROL_SIZE:_NAMES_END], world_size):
             raise RuntimeError(
                 "every rank must add to the same names of the same Accumulators in a step, at least 0.0, but they "
                 f"differ; this rank has added to {sorted({name for _, name in names}) or 'none'}"
             )
-        if world_size > 1 and len(sums) > _SUMS_ROOM:
+        if len(sums) > _SUMS_ROOM:
             rest = torch.tensor(sums[_SUMS_ROOM:], dtype=torch.float64)
             communicator.wait(communicator.all_reduce(rest))
             sums[_SUMS_ROOM:] = rest.tolist()

@@ -118,9 +118,9 @@ class RankConsensus:
         if plan is not None:
             fingerprint = plan.fingerprint
         elif self._compares(what):
-            fingerprint = self._replicas.fingerprint(self._position.steps)
+            fingerprint = self._replicas.fingerprint(self._position.state.progress.steps)
             self._changes.compared()
-        self.announcer.start(what, self._position.loader_steps, fingerprint=fingerprint, payload=payload)
+        self.announcer.start(what, self._position.state.progress.loader_steps, fingerprint=fingerprint, payload=payload)
 
     def announce_reductions(self, what: Announced, *, known: bool) -> bool:
         """Tell the other ranks that gradients are reduced next here, where that has to be said.
@@ -135,14 +135,14 @@ class RankConsensus:
             RanksDisagreeError: what was announced before was not done.
         """
         if known and not self._compares(what):
-            self.announcer.start_quietly(what, self._position.loader_steps)
+            self.announcer.start_quietly(what, self._position.state.progress.loader_steps)
             return False
         self.announce(what)
         return True
 
     def _compares(self, what: Announced) -> bool:
         """True if parameters are compared with this announcement."""
-        steps, saves = self._position.steps, what.intent is Intent.BUFFERS
+        steps, saves = self._position.state.progress.steps, what.intent is Intent.BUFFERS
         if what.index == 0 and what.intent is Intent.END_OF_PASS:
             self._replicas.end_pass()
         if what.index == 0 and (saves or what.intent is Intent.END_OF_PASS):
@@ -188,7 +188,7 @@ class RankConsensus:
 
         Returns the fingerprints of all ranks; none where they have not all come within this time.
         """
-        if self.announcer.announce_finished(what, self._position.loader_steps, wait_s, fingerprint):
+        if self.announcer.announce_finished(what, self._position.state.progress.loader_steps, wait_s, fingerprint):
             return self.announcer.fingerprints
         return []
 
@@ -235,8 +235,9 @@ class RankConsensus:
         Args:
             note: of the gradients, see ``notes_differ``.
         """
-        sample_tag = 0 if self._reads_differ else self._position.sample_tag
-        return Announcer.step_tag(self._position.loader_steps, sample_tag + note)
+        step = self._position.outermost
+        sample_tag = step.sample_tag if step is not None and not self._reads_differ else 0
+        return Announcer.step_tag(self._position.state.progress.loader_steps, sample_tag + note)
 
     def check_same_step(self, tags: Sequence[float], note: int = 0) -> None:
         """Check that all ranks have reduced gradients of the same step; see :meth:`Announcer.check_same_step`.

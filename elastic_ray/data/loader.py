@@ -7,7 +7,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -32,6 +32,8 @@ from elastic_ray.steps.step import LoaderStep
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
+
+_Changes: TypeAlias = tuple[int, int, int, int]
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
@@ -187,8 +189,8 @@ class AdaptiveDataLoader(ResumableLoader):
         self._session: Session = current_session()
         self._is_late = False
         self._passes = 0
-        self._reading: tuple[PassProgress, int] | None = None  # pass and state of the group that the source is set to
-        self._setting: tuple[int, BatchChoice, StepSplit, bool] | None = None
+        self._reading: tuple[PassProgress, _Changes] | None = None  # that the source is set to
+        self._setting: tuple[_Changes, BatchChoice, StepSplit, bool] | None = None
         # Users' samplers may draw a sample several times; a stream's total is not known until it ends.
         self._draws_from_all = given.sampler is None and not isinstance(given.dataset, IterableDataset)
         self._source = make_source(given, seed=seed, drop_last=self._drop_last)
@@ -424,7 +426,7 @@ class AdaptiveDataLoader(ResumableLoader):
         step: Any = self._session.passes.step  # begun when its batches were cut
         for micro, fetch in enumerate(batches):
             step.begin_micro(micro)
-            yield self._session.passes.fetched(fetch)
+            yield self._session.passes.fetched(fetch) if self._session.run.meter.on else fetch()
             if micro < len(batches) - 1:
                 self._session.passes.end_micro_step(step)
 
@@ -438,18 +440,19 @@ class AdaptiveDataLoader(ResumableLoader):
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
         session, facts = self._session, functools.partial(self._plan.of, epoch, self._limits)
+        run, adaptation = session.run, session.adaptation
         while True:
             session.passes.check_group(loader_pass)
-            present = session.shape_changes
+            present = run.shape_changes, run.registry.halving_changes, run.stragglers.changes, run.gpu_types.changes
             shape, cut, leads = self._present_cut(present)
-            read, changes = self._reading or (None, 0)
+            read, changes = self._reading or (None, None)
             # Also after a pass over this very loader that was nested in the last step.
             if read is not loader_pass or changes != present:
-                cut.begin(loader_pass.position, session.progress.steps)
+                cut.begin(loader_pass.position, run.states.progress.steps)
                 self._source.begin(epoch, loader_pass.position, cut, new_pass=read is not loader_pass)
                 self._reading = loader_pass, present
             step = self._source.step(epoch, loader_pass.position, cut)
-            if not step.sizes or loader_pass.done or session.passes.stopped(loader_pass):
+            if not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass)):
                 return None
             if session.passes.compare_plan(loader_pass, facts):
                 break
@@ -461,7 +464,7 @@ class AdaptiveDataLoader(ResumableLoader):
                 scale=cut.batch_size / self._limits.init_batch_size,
                 init_batch_size=self._limits.init_batch_size,
                 shape=shape,
-                ordinal=session.passes.next_ordinal,
+                ordinal=run.ledger.next_ordinal,
                 can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),
                 leads=leads,
                 whole=self._given.whole_batches,
@@ -472,13 +475,13 @@ class AdaptiveDataLoader(ResumableLoader):
         )
         return step.fetches
 
-    def _present_cut(self, changes: int) -> tuple[BatchChoice, StepSplit, bool]:
+    def _present_cut(self, changes: _Changes) -> tuple[BatchChoice, StepSplit, bool]:
         """Return the setting for the next step, and whether this loader leads.
 
         It moves with the group and the batch only.
 
         Args:
-            changes: that these have made.
+            changes: that these have made, the ranks' shares and which steps are halved.
         """
         session = self._session
         if self._setting is None or self._setting[0] != changes:

@@ -57,10 +57,13 @@ class FiniteWatch:
         if several and suspects is None:
             self._streak = False
             return True
-        own: list[torch.Tensor] = [getattr(p.grad, "_local_tensor", p.grad) for p in params if p.grad is not None]
-        held = [grad._values() if grad.is_sparse else grad for grad in own]
-        grads = [grad for grad in held if not isinstance(grad, SlicedGradient)]
-        sliced = all(grad.finite for grad in held if isinstance(grad, SlicedGradient))
+        grads, sliced = list[torch.Tensor](), True
+        for p in params:
+            grad = getattr(p.grad, "_local_tensor", p.grad)
+            if isinstance(grad, SlicedGradient):
+                sliced = sliced and grad.finite
+            elif grad is not None:
+                grads.append(grad._values() if grad.is_sparse else grad)
         # Of a sharded model a rank has some rows only: those that are not finite may be another's.
         elsewhere = several and any(hasattr(p, "to_local") for p in params)
         if not elsewhere and sliced and self._grads_are_finite(grads):
@@ -68,10 +71,10 @@ class FiniteWatch:
             return True
         if scaled:
             return False
-        text = describe_gradients(self._model, self._context.ledger.steps, suspects or (), self._nonfinite)
+        text = describe_gradients(self._model, self._context.states.progress.steps, suspects or (), self._nonfinite)
         if not self._streak:
             self._streak = True
-            detail = {"step": self._context.ledger.steps, "ranks": list(suspects or ()), "model": self._model}
+            detail = {"step": self._context.states.progress.steps, "ranks": list(suspects or ()), "model": self._model}
             self._context.tell("not_finite", text, detail)
         if self._nonfinite == "raise":
             raise NonFiniteGradientsError(

@@ -13,7 +13,6 @@ from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import ModuleState, Stateful
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.gradient_engine import GradientEngine
-from elastic_ray.sync.engine.gradient_sync import GradientSync
 from elastic_ray.sync.engine.joint_optimizer import JointDenominators, JointTiles, group_ranges, optimizers_of
 from elastic_ray.sync.engine.model_profile import is_elementwise
 from elastic_ray.sync.engine.trainable import Trainable, TrainedState
@@ -25,6 +24,7 @@ from elastic_ray.sync.statistics.update_norms import with_update_norms
 
 if TYPE_CHECKING:
     from elastic_ray.run.run import Run
+    from elastic_ray.sync.sharded_parameters.sharded_gradients import ShardedGradients
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class KeptModel:
         model_state, optimizer_states: what travels and is saved.
     """
 
-    sync: GradientSync
+    sync: GradientEngine | ShardedGradients
     optimizers: Sequence[Any]
     measured: Sequence[Callable[[Callable[[], Any]], Any]]
     model_state: Stateful

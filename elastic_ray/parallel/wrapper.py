@@ -189,6 +189,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._forwarded: object = None  # step whose first forward pass has been looked at
         self._run = run = session.run
         self._optimizers, self._scaler = optimizers, grad_scaler
+        self._untried = set(map(id, optimizers))  # those whose first update is still to come
         if monitor is not None:
             run.registry.monitoring.ask(monitor)
         if session.elastic:
@@ -294,7 +295,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._sync.before_forward()
             if (step := self._run.ledger.outermost) is not self._forwarded:
                 vars(self)["_forwarded"] = step
-                if step is not None and self._sync.is_open:
+                if step is not None and self._run.group.world_size == 1 and self._sync.is_open:
                     self._look_for_carried(step)
             if self._saved_buffers is not None and self.module.training:
                 self._saved_buffers.save(self._run.ledger.outermost, goes_on=self._sync.is_open)
@@ -348,9 +349,7 @@ class AdaptiveDataParallel(torch.nn.Module):
         )
 
     def _look_for_carried(self, step: LoaderStep) -> None:
-        """Find out if gradients of an earlier step wait, which the halves of a batch would count twice."""
-        if self._run.group.world_size > 1:
-            return
+        """Find out if gradients of an earlier step wait, which the halves of this rank's batch would count twice."""
         if any(p.grad is not None and bool(p.grad.any()) for p in self._trainable.params):
             self._run.registry.adds_up_gradients()
             if step.halved:
@@ -505,9 +504,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._trainable.drop_strangers()
         if not ledger.may_apply():
             return value
-        kwargs = own.tiles.before_step(kwargs)
-        if ledger.failed or not own.tiles.decide():  # a hook's collective may have lost the step
-            return value
+        if not own.tiles.idle:
+            kwargs = own.tiles.before_step(kwargs)
+            if ledger.failed or not own.tiles.decide():  # a hook's collective may have lost the step
+                return value
         self._sync.applied()
         if not self._counts(own):
             self._tables.leave_out()
@@ -519,7 +519,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             self._tracker.advance(scale, None if scale == 1.0 else self.noise_scale)
         # Memory runs out with the first update, which makes the optimizer's state, or with a batch that is larger.
         untouched = None
-        if step is not None and (not own.optimizer.state or max(map(max, step.sizes)) > self._run.progress.fits):
+        larger = step is not None and max(map(max, step.sizes)) > self._run.states.progress.fits
+        if larger or (step is not None and id(own.optimizer) in self._untried):
             params = [p for group in self._trainable.groups[own.groups] for p in group]
             untouched = Untouched(own.optimizer, params)
         ledger.begin_update()
@@ -537,16 +538,18 @@ class AdaptiveDataParallel(torch.nn.Module):
         finally:
             if rates is not None:
                 own.rates.restore(rates)
+        self._untried.discard(id(own.optimizer))
         ledger.applied()
         return result
 
     def _update(self, own: OptimizerSteps, apply: Any, **kwargs: Any) -> Any:
         """Call ``apply``, measure how far it moves parameters if that was asked for, then update tables' rows."""
         meter = self._statistics.meter
+        update = apply if own.tiles.idle else functools.partial(own.tiles.update, apply)
         if meter.on and meter.wants_update:
-            result = own.measured(functools.partial(own.tiles.update, apply, **kwargs))
+            result = own.measured(functools.partial(update, **kwargs))
         else:
-            result = own.tiles.update(apply, **kwargs)
+            result = update(**kwargs)
         if self._tables.tables and own is self._steps[0]:
             self._tables.update()
         return result

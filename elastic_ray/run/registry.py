@@ -28,7 +28,7 @@ from elastic_ray.batch.scaling_rules import step_gain
 from elastic_ray.consensus.intents import Announced
 from elastic_ray.consensus.saving import SaveAgreement
 from elastic_ray.monitoring.monitoring import Monitoring
-from elastic_ray.state.group_dependent import GroupDependent
+from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
 from placement.goodput.model import NoiseScale
 
@@ -195,7 +195,7 @@ class Registry:
         self.loaders = LoaderRegistry(fixed_batch=fixed_batch)
         self._hooks: dict[HookPoint, list[Callable[[], None]]] = {point: [] for point in HookPoint}
         self._buffers: list[BufferSync] = []
-        self._gradients: list[GroupDependent] = []
+        self._gradients: list[Participant] = []
         self._efforts: list[Callable[[], float | None]] = []
         self.saving = SaveAgreement()
         self._least_share = 1
@@ -261,7 +261,7 @@ class Registry:
         found = [effort() for effort in self._efforts]
         return sum(each for each in found if each) if found and None not in found else None
 
-    def add_gradients(self, gradients: GroupDependent) -> None:
+    def add_gradients(self, gradients: Participant) -> None:
         """Add a model's gradients."""
         self._gradients.append(gradients)
 
@@ -378,6 +378,9 @@ class Registry:
 
     def after_step(self) -> None:
         """Let the models average after a training step that all ranks have committed, where it is due."""
+        if len(self._gradients) == 1:
+            self._gradients[0].after_step(agree_on_scale=False)
+            return
         drifting = [each.scaler for each in self._gradients if each.drifts and each.scaler is not None]
         for each in self._gradients:
             shared = bool(drifting) and not each.drifts and any(each.scaler is scaler for scaler in drifting)

@@ -22,8 +22,7 @@ from elastic_ray.state.progress import RunProgress
 from elastic_ray.state.replicas import Replicas
 from elastic_ray.state.shared_state import SharedState
 from elastic_ray.steps.clock import StepClock
-from elastic_ray.steps.ledger import StepLedger, StepSums
-from elastic_ray.steps.sample_tally import SampleTally
+from elastic_ray.steps.ledger import SampleTally, StepLedger, StepSums
 from elastic_ray.stragglers.gpu_types import TypeShares
 from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch

@@ -77,11 +77,6 @@ class GroupChanges:
                 if self._run.states.unique:
                     self._controller.failed(self._membership.generation, str(error))
 
-    def check_group(self) -> None:
-        """Continue with the next group before a step is divided, if the present one was called off."""
-        if self._run.ledger.depth == 0 and self._membership.voided:
-            self.regroup("the group was called off")
-
     def between_steps(self, can_switch: Callable[[int], bool]) -> None:
         """Carry out what the ranks have agreed on.
 
@@ -100,7 +95,7 @@ class GroupChanges:
         if agreed.take_consensus() and not self._saved_by_step(heard):
             self._make_equal()
         run.registry.call(HookPoint.BETWEEN_STEPS)
-        batch = agreed.take_batch()
+        batch = agreed.take_batch() if agreed.batch is not None else None
         if agreed.generation:
             self._switch(agreed.take_generation(), can_switch)
         elif batch is not None and batch != run.states.shape:

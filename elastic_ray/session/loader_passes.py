@@ -53,14 +53,10 @@ class LoaderPasses:
         """The innermost step in progress."""
         return self._run.ledger.step
 
-    @property
-    def next_ordinal(self) -> int:
-        """Ordinal that the next pass of this epoch would get."""
-        return self._run.ledger.next_ordinal
-
     def check_group(self, loader_pass: PassProgress) -> None:
         """Continue with the next group before a step is divided, if the present one was called off."""
-        self._changes.check_group()
+        if self._run.membership.voided and self._run.ledger.depth == 0:
+            self._changes.regroup("the group was called off")
         if self._changes.furthest_passes > self._run.states.progress.ended_passes:
             self._follow(loader_pass)
 
@@ -140,13 +136,9 @@ class LoaderPasses:
         """True if the pass was to end with a step that is committed."""
         return self._ended_early is loader_pass
 
-    def stopped(self, loader_pass: PassProgress) -> bool:
-        """True if a policy has ended the training in this pass."""
-        return self._adaptation.active and self._adaptation.ends(loader_pass)
-
     def fetched(self, fetch: Callable[[], Any]) -> Any:
         """Return the micro-batch that ``fetch`` gives."""
-        if not self._run.meter.on or self._run.ledger.depth > 1:
+        if self._run.ledger.depth > 1:
             return fetch()
         since_s = time.perf_counter()
         batch = fetch()
@@ -210,7 +202,7 @@ class LoaderPasses:
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass
-        before = ledger.loader_steps
+        before = run.states.progress.loader_steps
         if run.faults is not None:
             run.moment("edge")
         nested = ledger.step is not None
@@ -233,10 +225,10 @@ class LoaderPasses:
                 self._give_up(step, str(error))
             else:
                 self._recover(step, str(error))
-            return ledger.loader_steps > before
+            return run.states.progress.loader_steps > before
         if ends_early:
             self._ended_early = step.loader_pass
-        hashes = run.tally.take(step, run.group.world_size) if not nested else None
+        hashes = run.tally.take(step) if not nested else None
         trained = ledger.commit(step, run.group.generation, run.registry.models.gain, hashes)
         if not nested:
             if step.leads and trained:
@@ -398,13 +390,13 @@ class LoaderPasses:
         """Give up a lost step whose loop has been left: count it if its update is in the model, and end its pass."""
         run = self._run
         run.sums.undo_beyond(run.ledger.depth)
-        before = run.ledger.loader_steps
+        before = run.states.progress.loader_steps
         if self._run.states.progress.optimizers_stepped:
             run.ledger.commit(step, run.group.generation, run.registry.models.gain)
         else:
             run.ledger.undo(step)
         self._end_alone(step.loader_pass)
         self._changes.regroup(cause)
-        lost = _LOST if run.ledger.loader_steps == before else _LOST_SUMS
+        lost = _LOST if run.states.progress.loader_steps == before else _LOST_SUMS
         # Not all ranks come by here: one may have been a step behind, see :meth:`_follow`.
         self._run.tell_once("warning", lost.format(what="was lost", count=step.count), run.group.generation)

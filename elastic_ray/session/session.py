@@ -198,12 +198,6 @@ class Session:
         return self.group.world_size
 
     @property
-    def shape_changes(self) -> int:
-        """Number of changes of the group, the batch shape or the ranks' shares."""
-        changes = self.run.shape_changes + self.registry.halving_changes
-        return changes + self.stragglers.changes + self.run.gpu_types.changes
-
-    @property
     def share_weights(self) -> tuple[float, ...] | None:
         """Shares of the ranks in a step's samples; None where they are equal."""
         return self.run.gpu_types.weights(self.run.stragglers.weights)

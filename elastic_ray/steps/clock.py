@@ -65,7 +65,7 @@ class StepClock:
         elif shape is not None and strategy != self.strategy:
             self._restart(shape)
             self.strategy = strategy
-        if shape != self._shape or uneven != self.uneven:
+        if (shape is not self._shape and shape != self._shape) or uneven != self.uneven:
             self._restart(shape)
             self.uneven = uneven
         elif shape is not None and self._last_edge_s is not None and micro_steps == shape.accum_steps + 1:

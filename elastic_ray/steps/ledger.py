@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ray.state.progress import PassProgress, RunProgress
+from elastic_ray.state.proof import BITS
 from elastic_ray.state.resume_point import ResumePoint
 from elastic_ray.steps.step import LoaderStep
 
 if TYPE_CHECKING:
     from elastic_ray.state.shared_state import SharedState
+
+# Sums of hashes travel in three parts of 11 bits: over 8192 ranks these are exact in float32.
+_PARTS, _WIDTH = 3, 11
+_MASK = (1 << _WIDTH) - 1
 
 
 class Replay:
@@ -85,6 +90,7 @@ class StepLedger:
         moment: a named moment of the run, for scripted faults; None without any.
 
     Attributes:
+        state: as given.
         step: the innermost step in progress, None between steps.
         outermost: the training step in progress, also while an evaluation pass runs inside it.
         depth: loader passes that are in the middle of a step (a nested evaluation makes it 2).
@@ -95,7 +101,7 @@ class StepLedger:
     """
 
     def __init__(self, state: SharedState, *, moment: Callable[[str], None] | None = None) -> None:
-        self._state = state
+        self.state = state
         self._moment = moment
         self.step: LoaderStep | None = None
         self.outermost: LoaderStep | None = None
@@ -118,22 +124,6 @@ class StepLedger:
         self._replay: Replay | None = None
 
     @property
-    def steps(self) -> int:
-        """Committed optimizer steps."""
-        return self._state.progress.steps
-
-    @property
-    def loader_steps(self) -> int:
-        """Committed steps of any loader."""
-        return self._state.progress.loader_steps
-
-    @property
-    def sample_tag(self) -> int:
-        """Tag of the samples that all ranks read alike for the step in progress; 0 if there is none."""
-        step = self.outermost
-        return step.sample_tag if step is not None else 0
-
-    @property
     def accumulating(self) -> bool:
         """True if the micro-step in progress leaves its gradients to a later one of its step."""
         step = self.outermost
@@ -144,7 +134,7 @@ class StepLedger:
         """Epochs of data trained on so far, fractions included."""
         step = self.outermost
         fraction = step.loader_pass.position / step.total if step is not None and step.total else 0.0
-        return self._state.progress.epoch + fraction
+        return self.state.progress.epoch + fraction
 
     @property
     def initial_steps(self) -> int:
@@ -170,7 +160,7 @@ class StepLedger:
     @property
     def accumulator_scope(self) -> int:
         """Epoch of an accumulator that is made now; -1 before the first."""
-        return self._state.progress.epoch if self._in_epoch else -1
+        return self.state.progress.epoch if self._in_epoch else -1
 
     def begin_epoch(self) -> None:
         """Count loader passes from the first again."""
@@ -185,8 +175,8 @@ class StepLedger:
         """
         if between_epochs and self.replays_passes:
             return
-        needed = between_epochs or Replay.needed(self._state.progress)
-        self._replay = Replay(self._state, between_epochs=between_epochs) if needed else None
+        needed = between_epochs or Replay.needed(self.state.progress)
+        self._replay = Replay(self.state, between_epochs=between_epochs) if needed else None
 
     @property
     def replaying(self) -> bool:
@@ -217,7 +207,7 @@ class StepLedger:
         ordinal, self.next_ordinal = self.next_ordinal, self.next_ordinal + 1
         if self._replay is not None and self._replay.reach_pass(ordinal):
             self._replay = None
-        self._state.progress.begin_pass(ordinal)
+        self.state.progress.begin_pass(ordinal)
         return ordinal
 
     def end_pass(self, ended: PassProgress) -> None:
@@ -251,7 +241,7 @@ class StepLedger:
             self._updates_asked = 0
             self._failure, self._around = None, (None, 0)
             self._reduced = self._trains = False
-            self._state.snapshot()
+            self.state.snapshot()
         self.step = step
         self._follow()
 
@@ -317,16 +307,16 @@ class StepLedger:
             Whether it trained; never, if it was nested in another.
         """
         step.loader_pass.advance(step.count, hashes)
-        self._state.progress.commit(generation)
+        self.state.progress.commit(generation)
         if self.step is not None:
             return False
         # Passes nested in the step are over with it: every step counts them from the same number again.
         self._forget_nested(step)
-        self._state.forget_snapshot()
-        trained = self.trains
+        self.state.forget_snapshot()
+        trained = self._updates_asked > 0 or self._trains
         if trained:
-            self._state.progress.commit_training(gain(step.scale))
-        self._state.progress.count_optimizers(0)
+            self.state.progress.commit_training(gain(step.scale))
+        self.state.progress.count_optimizers(0)
         self._samples_left = step.samples_left
         return trained
 
@@ -339,7 +329,7 @@ class StepLedger:
         """
         nested, outer_lost = self.step is not None, gradients_wait or self._around[1] > 0
         if not nested:
-            self._state.roll_back()
+            self.state.roll_back()
             self._forget_nested(step)
         return LostStep(nested, outer_lost, self._place)
 
@@ -356,10 +346,10 @@ class StepLedger:
     @property
     def _place(self) -> tuple[int, int]:
         step = self.outermost
-        return step.loader_pass.position if step is not None else 0, self._state.progress.optimizers_stepped
+        return step.loader_pass.position if step is not None else 0, self.state.progress.optimizers_stepped
 
     def _forget_nested(self, step: LoaderStep) -> None:
-        self._state.progress.forget_passes(step.ordinal)
+        self.state.progress.forget_passes(step.ordinal)
         self.next_ordinal = step.ordinal
 
     def mark_training(self) -> None:
@@ -410,7 +400,7 @@ class StepLedger:
         if self.failed or not step.is_last_micro:
             return False
         self._updates_asked += 1
-        if self._updates_asked <= self._state.progress.optimizers_stepped:
+        if self._updates_asked <= self.state.progress.optimizers_stepped:
             return False
         if self._moment is not None:
             self._moment("optimizer_step")
@@ -440,7 +430,7 @@ class StepLedger:
         """Record that the optimizer step was applied, or left out for good."""
         self._updating = False
         if self.step is not None:
-            self._state.progress.count_optimizers(self._updates_asked)
+            self.state.progress.count_optimizers(self._updates_asked)
             if self._moment is not None:
                 self._moment("after_step")
 
@@ -451,9 +441,9 @@ class StepLedger:
             gain: statistical progress of a step at a scale.
         """
         step = self.outermost
-        if step is None or self._state.progress.optimizers_stepped == 0:
-            return self._state.progress.resume_point(step.samples_left if step is not None else self._samples_left)
-        done = self._state.progress.after(step.ordinal, step.count, gain(step.scale))
+        if step is None or self.state.progress.optimizers_stepped == 0:
+            return self.state.progress.resume_point(step.samples_left if step is not None else self._samples_left)
+        done = self.state.progress.after(step.ordinal, step.count, gain(step.scale))
         return done.resume_point(step.total - done.passes[-1].position)
 
 
@@ -485,3 +475,46 @@ class StepSums:
     def undo_beyond(self, depth: int) -> None:
         """Undo the contributions of lost steps deeper than ``depth``."""
         self._pending = {at: sums for at, sums in self._pending.items() if at <= depth}
+
+
+class SampleTally:
+    """Which samples a step has used, added up over the ranks by what rides on its sums: a ``ControlPart``.
+
+    Each rank tells the hashes of the samples that its loader has handed out for the step.
+
+    Args:
+        ledger: knows the step in progress.
+    """
+
+    def __init__(self, ledger: StepLedger) -> None:
+        self._ledger = ledger
+        self._heard: int | None = None
+        self._ended: LoaderStep | None = None
+
+    def begin(self) -> None:
+        """A group was entered."""
+        self._heard = None
+
+    def size(self, world_size: int) -> int:
+        """How many numbers; as many of a rank that is alone, whose buckets stay as they are when others come."""
+        return _PARTS
+
+    def end(self, step: LoaderStep) -> None:
+        """The step has ended, and its vote follows."""
+        self._ended = step
+
+    def values(self, rank: int, world_size: int) -> Sequence[float]:
+        """This rank's sum, in parts."""
+        step = self._ledger.outermost or self._ended
+        own = 0 if step is None or step.hashed is None else step.hashed()
+        return [float(own & _MASK), float(own >> _WIDTH & _MASK), float(own >> 2 * _WIDTH)]
+
+    def conclude(self, sums: Sequence[float], world_size: int) -> None:
+        """The sums over all ranks."""
+        low, middle, high = sums
+        self._heard = (round(low) + (round(middle) << _WIDTH) + (round(high) << 2 * _WIDTH)) & BITS
+
+    def take(self, step: LoaderStep) -> int | None:
+        """Return the sum of the hashes of a committed step's samples, modulo 2^32; None where it is not known."""
+        heard, self._heard, self._ended = self._heard, None, None
+        return heard if step.hashed is not None else None

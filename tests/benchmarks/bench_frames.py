@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import elastic_ray as er
 from elastic_ray.loop.api import current_session
+from elastic_ray.sync import AllReduce
 from tests.loop import counted
 from tests.loop.changing import Change, Kill, run_job
 from tests.loop.counted import BATCH, COUNTED, SKIPPED, net
@@ -70,15 +71,16 @@ class Frames:
         return sum(self.calls.values()) / self.steps
 
 
-def measure(world_size: int, layers: int, bucket_cap_mb: float | None = None) -> Frames:
+def measure(world_size: int, layers: int, *, bucket_bytes: int = 25 << 20) -> Frames:
     """Frames of rank 0 in a job of this size."""
     found: list[Frames] = []
+    strategy = AllReduce(bucket_bytes=bucket_bytes)
 
     def train() -> None:
         torch.manual_seed(0)
         module = net(layers)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        model = er.AdaptiveDataParallel(module, optimizer)
+        model = er.AdaptiveDataParallel(module, optimizer, strategy=strategy)
         data = torch.utils.data.TensorDataset(torch.randn((SKIPPED + COUNTED + 4) * BATCH, 8))
         loader = er.AdaptiveDataLoader(data, batch_size=BATCH)
         frames, steps, first = Frames(), 0, current_session().worker == "w1"
@@ -187,6 +189,12 @@ def main() -> None:
         more = sum(measure(world_size, 12).ours().values())
         row[f"per_parameter_{world_size}"] = (more - own) / 20
         print(f"             {row[f'per_parameter_{world_size}']:>8.2f} frames for each further parameter", flush=True)
+        if world_size > 1:
+            many, one = (measure(world_size, 48, bucket_bytes=size) for size in (1024, 25 << 20))
+            further = sum(many.ours().values()) - sum(one.ours().values())
+            launched = ("sync/engine/reduction.py", "Reduction.launch")
+            row["per_bucket"] = further / (many.ours()[launched] - one.ours()[launched])
+            print(f"             {row['per_bucket']:>8.2f} frames for each further bucket", flush=True)
     for layers in (2, 12):
         row[f"operations_ddp_{layers}"] = theirs = under_ddp(layers)
         for world_size in (1, 2):

@@ -30,13 +30,11 @@ def backend_of_one(device: torch.device) -> Any:
 
 def test_every_collective_of_gradients_takes_tensors_of_the_device(device: torch.device) -> None:
     backend = backend_of_one(device)
-    on_gpu = device.type == "cuda"
     group = GradientGroup(
         0,
         1,
-        lambda: None if on_gpu else backend,
-        lambda: backend if on_gpu else None,
-        lambda operation: operation(),
+        lambda tensor: backend,
+        lambda operation, *arguments: operation(*arguments),
         dict.fromkeys(OPERATIONS, 0),
     )
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):

@@ -77,7 +77,9 @@ def train(config: dict[str, Any]) -> str:
             if context.get_generation() != generation:
                 generation = context.get_generation()
                 trace.write("state", hash=state_hash(model, optimizer, scheduler))
-            trace.write("step", epoch=epoch, indices=index.tolist(), cut=current_session().shape_changes)
+            run = current_session().run
+            cut = run.shape_changes + run.registry.halving_changes + run.stragglers.changes + run.gpu_types.changes
+            trace.write("step", epoch=epoch, indices=index.tolist(), cut=cut)
             own = context.get_global_step() if context.get_world_rank() == 1 else -1
             if config.get("linger_at") == context.get_global_step() and context.get_world_rank() == 0:
                 time.sleep(2.0)  # it lingers, as asked

@@ -66,7 +66,7 @@ def measured(maker: str, batch: int, micro: int | None, monitor: Monitor, backwa
             optimizer.step()
             step = session.ledger.outermost
             if step.is_last_micro:
-                seen.append((session.ledger.steps, step.sizes, wrapped.measures))
+                seen.append((session.progress.steps, step.sizes, wrapped.measures))
     return seen
 
 

@@ -61,7 +61,7 @@ def two_threads(first: str, second: str) -> dict[str, Any]:
     failed: list[str] = []
     steps: list[list[str]] = []
     seen: list[str] = []
-    reduction, consensus = wrapped._sync._reducer.reduction, current_session().consensus  # type: ignore[attr-defined]
+    reduction, consensus = wrapped._sync._reducer.reduction, current_session().consensus
     launch, agreed = reduction.launch, consensus.agreed
 
     def noted(name: str, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -422,15 +422,6 @@ def test_a_planned_change_waits_for_local_gradients_not_forever(monkeypatch: pyt
     assert run.controller.switches == [(2, 1.5)], "in the new group the wait begins anew"
 
 
-@pytest.mark.parametrize(("depth", "voided", "regroups"), [(0, True, True), (0, False, False), (1, True, False)])
-def test_a_group_called_off_is_left_between_steps(depth: int, voided: bool, regroups: bool) -> None:
-    run = Run()
-    run.ledger.depth, run.membership.voided = depth, voided
-    run.changes.check_group()
-    assert run.controller.failures == ([(1, "the group was called off")] if regroups else [])
-    assert run.membership.generation == (2 if regroups else 1)
-
-
 def test_regrouping_continues_until_group_stands_and_tells_the_furthest() -> None:
     run = Run(failing=1)
     assert run.changes.regroup("lost") == 5

@@ -17,8 +17,7 @@ from elastic_ray.membership.messages import Returned
 from elastic_ray.monitoring.monitoring import StepMeter
 from elastic_ray.session.loader_passes import LoaderPasses
 from elastic_ray.state.progress import PassProgress, RunProgress
-from elastic_ray.steps.ledger import StepLedger, StepSums
-from elastic_ray.steps.sample_tally import SampleTally
+from elastic_ray.steps.ledger import SampleTally, StepLedger, StepSums
 from elastic_ray.steps.step import LoaderStep
 from elastic_ray.stragglers.gpu_types import TypeShares
 from tests.session.steps import step_of
@@ -31,8 +30,6 @@ class Changes:
         self.between, self.causes, self.furthest = list[bool](), list[str](), 0
         self.furthest_passes = 0
         self._clear_failure = clear_failure
-
-    def check_group(self) -> None: ...
 
     def between_steps(self, can_switch: Callable[[int], bool]) -> None:
         self.between.append(can_switch(32))
@@ -171,7 +168,7 @@ class Run:
         self.meter.ask()
         self.gpu_types = TypeShares(members=lambda: (), measured=lambda: ())
         self.ledger, self.agreed = StepLedger(self.states), AgreedChanges(SimpleNamespace())
-        self.tally = SampleTally(self.ledger)
+        self.tally, self.membership = SampleTally(self.ledger), SimpleNamespace(voided=False)
         self.consensus, self.group, self.adaptation = Votes(failing), Parts(), Policies()
         self.registry, self.changes, self.moments = self.group, Changes(self.ledger.clear_failure), list[str]()
         self.moment, self.told = self.moments.append, list[tuple[str, str, int]]()
@@ -181,7 +178,7 @@ class Run:
         self.told.append((kind, text, number))
 
     def begin(self, loader_pass: PassProgress) -> None:
-        self.passes.begin_step(step_of(loader_pass, self.passes.next_ordinal))
+        self.passes.begin_step(step_of(loader_pass, self.ledger.next_ordinal))
 
 
 def test_step_without_gradients_is_voted_on_and_adds_up() -> None:
@@ -326,6 +323,17 @@ def test_pass_left_by_another_rank_is_over_at_once() -> None:
             assert loader_pass.done
         run.passes.end_pass(loader_pass, 64)
         assert loader_pass.done and run.consensus.intents == [] and run.states.progress.ended_passes == 1
+
+
+@pytest.mark.parametrize(("nested", "voided", "regroups"), [(0, True, True), (0, False, False), (1, True, False)])
+def test_a_group_called_off_is_left_between_steps(nested: int, voided: bool, regroups: bool) -> None:
+    run = Run()
+    loader_pass = run.passes.enter()
+    for _ in range(nested):
+        run.begin(loader_pass)
+    run.membership.voided = voided
+    run.passes.check_group(loader_pass)
+    assert run.changes.causes == (["the group was called off"] if regroups else [])
 
 
 def test_a_nested_pass_does_not_end_with_another_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,15 @@ def plain(wrapped: nn.Module, module: nn.Module, optimizer: torch.optim.Optimize
     optimizer.step()
 
 
-def trained(step: Step, world_size: int) -> tuple[list[list[Tensor]], list[object], Live]:
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 1024, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (5, 32)), nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+
+
+def trained(
+    step: Step, world_size: int, build: Callable[[], nn.Module] = net
+) -> tuple[list[list[Tensor]], list[object], Live]:
     """Each rank's parameters after some steps, what the first rank's ``step`` returned, and its memory."""
     ends, told, live = [], [], Live()
 
@@ -38,7 +47,7 @@ def trained(step: Step, world_size: int) -> tuple[list[list[Tensor]], list[objec
         )
         first = current_session().worker == "w1"
         with live if first else Live():
-            module = net()
+            module = build()
             optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-3)
             wrapped = er.AdaptiveDataParallel(module, optimizer, scaling_rule="none")
             for _ in er.remaining_epochs_until(1):
@@ -57,6 +66,28 @@ def test_two_ranks_hold_gradients_once() -> None:
     size = sum(p.nbytes for p in net().parameters())
     _, _, live = trained(plain, 2)
     assert live.peak < 4.6 * size
+
+
+def peak_under_ddp(store: Path) -> int:
+    """Most bytes alive of one of two ranks with the transformer, in a group of one, which reduces all the same."""
+    live = Live()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        with live:
+            module = transformer()
+            optimizer = torch.optim.AdamW(module.parameters())
+            wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+            for _ in range(STEPS):
+                plain(wrapped, module, optimizer, torch.randn(BATCH // 2, WIDTH))
+    finally:
+        torch.distributed.destroy_process_group()
+    return live.peak
+
+
+@pytest.mark.thorough
+def test_the_peak_of_two_ranks_is_that_of_ddp(tmp_path: Path) -> None:
+    _, _, live = trained(plain, 2, transformer)
+    assert live.peak <= 1.02 * peak_under_ddp(tmp_path / "store")
 
 
 def kept(wrapped: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,13 +77,13 @@ class Drift:
     def on(self) -> bool:
         """True while ranks update with their local gradients."""
         average = self.average
-        return average is not None and (average.until is None or self._context.ledger.steps < average.until)
+        return average is not None and (average.until is None or self._context.states.progress.steps < average.until)
 
     @property
     def settled(self) -> bool:
         """True if all replicas are identical after the committed steps."""
         alone = self._context.group.world_size == 1
-        return alone or self.average is None or not self.on or self._settled_at == self._context.ledger.steps
+        return alone or self.average is None or not self.on or self._settled_at == self._context.states.progress.steps
 
     @property
     def marker(self) -> int:
@@ -118,7 +118,7 @@ class Drift:
 
     def after_step(self, *, ends: bool) -> None:
         """Average the replicas if the step that all ranks have committed ends a period."""
-        average, steps = self.average, self._context.ledger.steps
+        average, steps = self.average, self._context.states.progress.steps
         if average is None or self._averager is None or (average.until is not None and steps > average.until):
             return
         if ends or steps == average.until:
@@ -138,7 +138,7 @@ class Drift:
             amp = smallest_scale(communicator, self.scaler, counts=True)
             self._take(agree(communicator, self._trees(), holds=True, counts=True, changed=self._changed))
             take_scale(self.scaler, amp)
-        steps = self._context.ledger.steps
+        steps = self._context.states.progress.steps
         self._marker = max(self._marker, steps * _OF_A_STEP + _CONSENSUS)
         self._changed, self._settled_at = False, steps
 
@@ -173,7 +173,7 @@ class Drift:
 
     def entered(self) -> None:
         """Enter a group, whose ranks all hold the same."""
-        self._changed, self._settled_at = False, self._context.ledger.steps
+        self._changed, self._settled_at = False, self._context.states.progress.steps
 
     def capture(self) -> dict[str, Any]:
         """Return state for joiners and checkpoints; nothing where nothing was ever averaged."""

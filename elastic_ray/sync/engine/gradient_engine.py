@@ -10,6 +10,7 @@ import torch
 
 from elastic_ray.communication.communicator import Communicator
 from elastic_ray.consensus.intents import Announced
+from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.averaging.drift import Drift
 from elastic_ray.sync.builders import StrategyBuilder
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from elastic_ray.sync.sharded.model_tables import ModelTables
 
 
-class GradientEngine:
+class GradientEngine(Participant):
     """Gradient synchronisation of one replicated model by its strategy; implements ``GradientSync``.
 
     Its state are the gradients that user code adds up over several steps, the present strategy, and what operations
@@ -233,7 +234,7 @@ class GradientEngine:
         if self._in_force.tuner is not None:
             self._in_force.before_forward()
         self._reducer.follow(changed=self._in_force.pending and self._may_switch)
-        if self._divided.unsettled:
+        if not self._divided.idle and self._divided.unsettled:
             self._divided.settle_between_steps()
         if self._drift.average is not None:
             self._drift.begin_step()

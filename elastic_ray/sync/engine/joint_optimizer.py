@@ -168,6 +168,11 @@ class JointTiles:
         return any(each.divided for each in self._parts)
 
     @property
+    def idle(self) -> bool:
+        """True if no optimizer has tiles, nor is to have any."""
+        return all(each.idle for each in self._parts)
+
+    @property
     def unsettled(self) -> bool:
         """True if a state is not divided as the strategy wants it in the present group."""
         return any(each.unsettled for each in self._parts)

@@ -100,6 +100,10 @@ class GradientReducer:
         self._goes_on = False  # the pass adds to what this step has reduced already
         self._complete = True  # the pass has reached every parameter
         self._own_sum: Number = 0.0  # of what this rank has put into buckets
+        # By bucket: parameters whose gradients lie in memory of their own, and how many elements may still do so.
+        self._waiting: list[list[int]] = []
+        self._room: list[float] = []
+        self._left: list[float] = []
 
     def _build(self) -> None:
         """Lay out buckets for the parameters that are trainable now."""
@@ -113,7 +117,7 @@ class GradientReducer:
             hook
             for bucket in self._buckets
             for place, param in enumerate(bucket.params)
-            for hook in hooks_on_gradients([param], _gradient_hook(weakref.ref(self), bucket.index, place))
+            for hook in hooks_on_gradients([param], _gradient_hook(weakref.ref(self), bucket.index, place, param))
         ]
         self.enter_group()
 
@@ -169,14 +173,10 @@ class GradientReducer:
         self._carried.taken()
         self.reduction.asked()
 
-    def _begins(self) -> bool:
-        """Decide at the first gradient of a backward pass, also within ``no_sync``, whether it is to be reduced."""
-        if self._sync:
-            self._begin()
-        else:
-            self._carried.add(self._ledger.step, local=True)
-            refuse_weights(self._ledger.step)
-        return self._sync
+    def _keep_local(self) -> None:
+        """A gradient of a backward pass within ``no_sync`` is there."""
+        self._carried.add(self._ledger.step, local=True)
+        refuse_weights(self._ledger.step)
 
     def _nest(self) -> None:
         """Note that a backward pass within the pass was seen."""
@@ -214,16 +214,16 @@ class GradientReducer:
             bucket.begin_pass()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self._reduces = self._accumulates = self._measures = False
+        self._own_sum = 0.0
         if step is None:
             self._step = self.nonfinite_ranks = None
-            self.reduction.begin_step(self._ledger.steps)
+            self.reduction.begin_step(self._context.states.progress.steps)
             self._reduces = self._group.world_size > 1 and not self._ledger.replaying
             if self._reduces and not self._warned:
                 self._warned = True
                 self._context.tell("warning", OUTSIDE_OF_LOADERS)
-            self._begin_filling()
-            if self._early:
-                self._announce()
+            if self._reduces:
+                self._begin_filling()
             return
         if step is not self._step:
             self._begin_step(step)
@@ -240,25 +240,30 @@ class GradientReducer:
             self._weights.begin_pass(step)
         rank = self._group.group.rank
         self._weight = step.own_weight(rank) if self._drifts else step.weight(rank)
-        self._statistics.begin_pass()
         self._reduces = last and world_size > 1 and not self._ledger.failed
         self._accumulates = step.micro_steps > 1
-        self._measures = self._statistics.due and self._open and not self._ledger.failed
-        self._begin_filling()
-        if self._early:
-            self._announce()
+        if self._statistics.due:
+            self._statistics.begin_pass()
+            self._measures = self._open and not self._ledger.failed
+        if self._reduces or self._accumulates:
+            self._begin_filling()
 
     def _begin_filling(self) -> None:
         """Have buckets take the pass in."""
-        self._own_sum = 0.0
-        if self._reduces or self._accumulates:
-            for bucket in self._buckets:
-                bucket.begin_filling(alone=self._reduces and not self._accumulates)
+        alone = self._reduces and not self._accumulates
+        self._waiting = [[] for _ in self._buckets]
+        self._room = [bucket.begin_filling(alone=alone) for bucket in self._buckets]
+        self._left = list(self._room)
+        if self._reduces and self._early:
+            self._announce()
+
+    def _adopt(self, index: int) -> None:
+        """Gradients of many elements wait in memory of their own: have their bucket take them in."""
+        waiting, self._waiting[index], self._left[index] = self._waiting[index], [], self._room[index]
+        self._buckets[index].adopt(waiting)
 
     def _announce(self) -> None:
         """Tell the other ranks that this one reduces gradients: they answer while backward continues."""
-        if not self._reduces:
-            return
         self._told = True
         weighed = self._step is not None and self._step.weighed
         self._announced = self._announcements.weighed if weighed else self._announcements.plain
@@ -288,11 +293,9 @@ class GradientReducer:
         self.nonfinite_ranks = None
         self._open, self._carries = True, False
         self._drifts = self._group.model.average is not None and self._group.drifts
-        steps = self._ledger.steps
+        steps = self._context.states.progress.steps
         for bucket in self._buckets:
-            bucket.begin_step()
-            if step.micro_steps == 1:
-                bucket.drop_carried()
+            bucket.begin_step(carries=step.micro_steps > 1)
         exact = self.reduction.begin_step(steps)
         self._ledger.mark_training()
         self._statistics.begin_step(
@@ -306,7 +309,8 @@ class GradientReducer:
     def _carry(self) -> None:
         """Start another micro-step and keep the gradients that earlier ones have left in the buckets."""
         self._open, self._carries = True, True
-        self._statistics.carry()
+        if self._statistics.due:
+            self._statistics.carry()
         for bucket in self._buckets:
             bucket.carry()
 
@@ -359,7 +363,7 @@ class GradientReducer:
                     self._fill_tail()
                 self.reduction.launch(bucket.index)
                 if last:
-                    self._consensus.reductions_started()
+                    self._consensus.announcer.done()
                 if self._launched == 1 and self._context.faults is not None:
                     self._context.moment("allreduce")
         except CommunicationFailedError as error:
@@ -416,7 +420,8 @@ class GradientReducer:
                 self._complete = self._complete and bucket.complete
             if not self._told:
                 self._announce()
-            self._launch_ready()
+            if self._launched < len(self._buckets):
+                self._launch_ready()
             self._collect(step)
         elif step is None:
             return
@@ -431,12 +436,12 @@ class GradientReducer:
                     self._statistics.take_mean_norms(
                         self._statistics.mean_norms(self._buckets, first=True, everywhere=False)
                     )
-                self._conclude_statistics(step, lambda: read(self._statistics.local_norms()))
+                    self._conclude_statistics(step, read(self._statistics.local_norms()))
         else:
             left_out = step.weighed and self._weights.leave_out(step, self._buckets)
             if not left_out and (self._measures or self._tries(step)):
                 self._measure_alone()
-        if step is not None and step.is_last_micro and not self._ledger.failed:
+        if self.reduction.owing and step is not None and step.is_last_micro and not self._ledger.failed:
             self.reduction.settle()
 
     def _collect(self, step: LoaderStep | None) -> None:
@@ -448,7 +453,7 @@ class GradientReducer:
             if self._unanswered:
                 self._meet()
             self.reduction.finish(checks=self._check_finite)
-            add_up = self.reduction.add_up
+            add_up = self.reduction.add_up if layout.sliced else None
             norms: Sequence[Number] = (
                 self._statistics.mean_norms(self._buckets, first=first, everywhere=add_up is not None)
                 if self._measures
@@ -473,8 +478,8 @@ class GradientReducer:
         self._write_back(layout.used_anywhere)
         self._ledger.mark_reduced()
         self._carried.mark_reduced()
-        if step is not None:
-            self._conclude_statistics(step, lambda: values[layout.norms])
+        if step is not None and self._measures:
+            self._conclude_statistics(step, values[layout.norms])
 
     def _give_up(self, cause: str) -> None:
         """Abandon the reductions of this step; raises CommunicationFailedError outside of steps."""
@@ -493,11 +498,10 @@ class GradientReducer:
                 bucket.write_back(lambda: used()[first:last])  # noqa: B023
             first = last
 
-    def _conclude_statistics(self, step: LoaderStep, norms: Callable[[], Sequence[float]]) -> None:
+    def _conclude_statistics(self, step: LoaderStep, norms: Sequence[float]) -> None:
         """Take the step's statistics, where they can be told apart from what it had reduced before."""
-        if not self._measures or (self._goes_on and self._accumulates):
-            return
-        self._statistics.collect(step, norms(), grad_scale=self._grad_scale(), goes_on=self._goes_on)
+        if not (self._goes_on and self._accumulates):
+            self._statistics.collect(step, norms, grad_scale=self._grad_scale(), goes_on=self._goes_on)
 
     def _tries(self, step: LoaderStep) -> bool:
         """Return True for the first pass of one rank alone whose buckets hold nothing of other micro-batches."""
@@ -517,8 +521,11 @@ class GradientReducer:
             self._layout.release()
 
 
-def _gradient_hook(reference: weakref.ref[GradientReducer], index: int, place: int) -> Callable[[torch.Tensor], None]:
+def _gradient_hook(
+    reference: weakref.ref[GradientReducer], index: int, place: int, own: torch.Tensor
+) -> Callable[[torch.Tensor], None]:
     """Return a hook that takes one gradient of a bucket, as long as their reducer lives; see ``weak_hook``."""
+    key, elements = id(own), own.numel()
 
     def hook(param: torch.Tensor) -> None:
         """Handle a parameter's gradient and reduce full buckets. Torch calls it in a thread of each device."""
@@ -528,16 +535,22 @@ def _gradient_hook(reference: weakref.ref[GradientReducer], index: int, place: i
         with reducer._one_at_a_time:
             if reducer._carried.watched is param:
                 reducer._carried.look(param)
-            if not reducer._running and not reducer._begins():
-                return
+            if not reducer._running:
+                if not reducer._sync:
+                    reducer._keep_local()
+                    return
+                reducer._begin()
             if torch._C._current_graph_task_id() != reducer._task:
                 reducer._nest()
-            if id(param) in reducer._reached:
+            if key in reducer._reached:
                 reducer._reach_again(index, param)
                 return
-            reducer._reached.add(id(param))
+            reducer._reached.add(key)
             if reducer._reduces:
-                reducer._buckets[index].reach(place)
+                reducer._waiting[index].append(place)
+                reducer._left[index] -= elements
+                if reducer._left[index] <= 0:
+                    reducer._adopt(index)
             pending = reducer._pending
             pending[index] -= 1
             if not pending[index] and reducer._reduces and reducer._early:

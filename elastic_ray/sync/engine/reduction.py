@@ -42,6 +42,7 @@ class Reduction:
 
     Attributes:
         written: positions of buckets whose sums are in ``.grad`` already.
+        owing: operations that compress, or have something to send from a strategy before.
         totals: sums over the elements of what the last pass gave, by which :meth:`take_totals` knows whether it is
             finite; none where that is known.
     """
@@ -54,7 +55,7 @@ class Reduction:
         self._layout = layout
         self._grad_scale = grad_scale
         self._works: list[list[Any]] = [[] for _ in layout.buckets]
-        self._owing: Sequence[OwingOperation] = ()
+        self.owing: Sequence[OwingOperation] = ()
         self._compresses = any(isinstance(each, CompressedOperation) for each in layout.operations)
         self._plain = False
         self._asked = False  # the optimizer was, after the last pass
@@ -76,7 +77,7 @@ class Reduction:
         self.end_step()
         self.written = set()  # also where nothing is reduced any more: this rank may have become the only one
         # What does not compress may have been given something to send by a change of group.
-        self._owing = owing = list[OwingOperation]()
+        self.owing = owing = list[OwingOperation]()
         for each in self._layout.operations:
             if isinstance(each, OwingOperation) and (isinstance(each, CompressedOperation) or each.residual.in_use):
                 owing.append(each)
@@ -94,7 +95,7 @@ class Reduction:
         self._began_s[index] = time.perf_counter()
         if index == 0:
             self._asked, self._finite, self.written = False, None, set()
-            for owing in self._owing:
+            for owing in self.owing:
                 owing.prepare(plain=self._plain and self._compresses, scale=self._grad_scale())
         self._works[index] += layout.operations[index].launch(layout.buckets[index], gradients)
         if index == len(layout.buckets) - 1 and not layout.tail_rides:
@@ -109,19 +110,22 @@ class Reduction:
             checks: whether :meth:`is_finite` is asked in every pass. Of buckets that are summed up before they are
                 reduced the sum of all ranks' sums tells it.
         """
-        looks, self.totals = checks or bool(self._owing), []
-        told = not self._owing and any(bucket.is_summed_up for bucket in self._layout.buckets)
+        looks, self.totals = checks or bool(self.owing), []
         self._took_s = [0.0] * len(self._began_s)
-        finished, going = 0, list(self._layout.buckets)
+        told, finished, going = False, 0, self._layout.buckets
         while going:
-            finished += 1
-            going = [bucket for bucket in going if self._goes_on(bucket, finished, looks=looks)]
+            finished, left = finished + 1, list[GradientBucket]()
+            for bucket in going:
+                told = told or (bucket.is_summed_up and not self.owing)
+                if self._goes_on(bucket, finished, looks=looks):
+                    left.append(bucket)
+            going = left
         if self._layout.sliced and not self._tell_sizes() and looks:
             self._finite = False
         if looks and self._finite is None and not self.totals and not told:
             self._finite = True
-        if self._owing and not self.is_finite():
-            for owing in self._owing:
+        if self.owing and not self.is_finite():
+            for owing in self.owing:
                 owing.drop()
         self._layout.sequel.reduced(self._took_s)
 
@@ -139,7 +143,7 @@ class Reduction:
         self._took_s[index] = time.perf_counter() - self._began_s[index]
         if bucket.sliced:
             return False
-        if looks and (self._owing or not bucket.is_summed_up):
+        if looks and (self.owing or not bucket.is_summed_up):
             total = bucket.total()
             if total.is_cuda:  # to look at it is to wait for the GPU
                 self.totals.append(total)
@@ -161,12 +165,8 @@ class Reduction:
             bucket.know(numbers)
         return all(bucket.finite for bucket in self._layout.sliced)
 
-    @property
-    def add_up(self) -> Callable[[Sequence[float]], list[float]] | None:
+    def add_up(self, values: Sequence[float]) -> list[float]:
         """Function that sums numbers of all ranks, where each knows its part of some gradients; all ranks call it."""
-        return self._add_up if self._layout.sliced else None
-
-    def _add_up(self, values: Sequence[float]) -> list[float]:
         told = torch.tensor(list(values), dtype=torch.float64)
         self._consensus.wait(self._group.group.communicator.gradients.all_reduce(told))
         found: list[float] = told.tolist()
@@ -186,7 +186,7 @@ class Reduction:
 
     def nonfinite_ranks(self) -> list[int] | None:
         """Return ranks whose own gradients in the last pass are not finite; None where its sum is."""
-        if self.is_finite():
+        if self._finite or self.is_finite():
             return None
         own = [int(not all(bucket.own_is_finite() for bucket in self._layout.buckets))]
         rows = self._group.group.communicator.gather_ints(own, with_gradients=True)
@@ -198,7 +198,7 @@ class Reduction:
         Where ranks step by themselves, and their models are averaged, a rank's gradient counts for as little of the
         mean as there are ranks: what it owes does so, too.
         """
-        if self._owing and self._group.world_size == 1:
+        if self._group.world_size == 1:
             scale = self._grad_scale() * len(self._group.group.nodes)
             for bucket, operation in zip(self._layout.buckets, self._layout.operations, strict=True):
                 if isinstance(operation, OwingOperation):

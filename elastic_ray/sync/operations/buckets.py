@@ -41,6 +41,7 @@ class Bucket:
         size: elements of the parameters.
         dtype: of the gradients.
         complete: whether the pass has reached all parameters, so that all have a gradient.
+        is_summed_up: whether :meth:`sum_up` has told whether what this rank has put in is finite.
         has_gradient: which parameters had one on this rank when the buffer was filled.
         grads: gradients that are in memory of their own, and get the sum; None in place of the others.
         carried: sum of the earlier micro-steps' gradients, like ``body``; None before the first accumulation.
@@ -60,11 +61,9 @@ class Bucket:
         # A view has the strides of a contiguous tensor, which those of a parameter in another memory format are not.
         self._may_show, self._shows = shows and all(p.is_contiguous() for p in params), False
         self._memory: _Memory | None = None
-        self._waiting: list[int] = []  # parameters whose gradients are in memory of their own yet
-        self._room, self._waits = max(self.size >> 5, _LARGE), 0  # elements of these: at most, and at present
         self._there: list[bool] = []  # which parameters had a gradient when the pass began
         self._sum: torch.Tensor | None = None  # of what this rank has put in
-        self.complete = True
+        self.complete, self.is_summed_up = True, False
         self.has_gradient: Sequence[bool] = []
         self.grads: list[torch.Tensor | None] = []
         self.carried: torch.Tensor | None = None
@@ -75,64 +74,68 @@ class Bucket:
     @property
     def flat(self) -> torch.Tensor:
         """The buffer, with its tail."""
-        return self._held.flat
+        return (self._memory or self._allocated()).flat
 
     @property
     def body(self) -> torch.Tensor:
         """The buffer without its tail."""
-        return self._held.body
+        return (self._memory or self._allocated()).body
 
     @property
     def tail(self) -> torch.Tensor:
         """The extra elements."""
-        return self._held.tail
+        return (self._memory or self._allocated()).tail
 
     @property
     def tail_numbers(self) -> Any:
         """The tail as NumPy's array, which takes a tenth of the time of torch's operations; None on a GPU."""
-        return self._held.tail_numbers
+        return (self._memory or self._allocated()).tail_numbers
 
     @property
     def views(self) -> list[torch.Tensor]:
         """Views of ``body``, one for each parameter, in its shape."""
-        return self._held.views
+        return (self._memory or self._allocated()).views
 
-    @property
-    def _held(self) -> _Memory:
+    def _allocated(self) -> _Memory:
         """Return the memory, which is made at the first use."""
-        if self._memory is None:
-            flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
-            self._memory = _Memory(flat, self.size, self.params)
-        return self._memory
+        flat = torch.zeros(self.size + self._tail, dtype=self.dtype, device=self.params[0].device)
+        self._memory = memory = _Memory(flat, self.size, self.params)
+        return memory
 
     def release(self) -> None:
         """Give the memory back until it is needed."""
         self._memory = self.carried = None
         self.grads, self._there = [], []
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, carries: bool) -> None:
         """Discard what an earlier step has left."""
+        if not carries:
+            self.carried = None
         self.used = []
         self.grads = []  # of one rank alone nothing was written back
         self.written = None
 
     def begin_pass(self) -> None:
         """Begin a backward pass."""
-        self.complete, self.additions, self._shows, self._sum = True, 1, False, None
+        self.complete, self.is_summed_up, self.additions = True, False, 1
+        self._shows, self._sum = False, None
 
-    def begin_filling(self, *, alone: bool) -> None:
+    def begin_filling(self, *, alone: bool) -> float:
         """Begin to fill the buffer for a reduction; ``alone`` if it holds nothing of other micro-steps.
 
         Memory that gradients lay in belongs to who holds one of them still.
+
+        Returns:
+            Elements of the gradients that may be in memory of their own until :meth:`adopt` takes them in.
         """
         self._shows = alone and self._may_show
         if not self._shows:
             self._take_out()
-            return
+            return math.inf
         if self._memory is not None and self._memory.is_shared:
             self.replace_buffer()
         self._there = [p.grad is not None for p in self.params]
-        self._waiting, self._waits = [], 0
+        return max(self.size >> 5, _LARGE)
 
     def _take_out(self) -> None:
         """Have gradients that lie in the buffer in memory of their own."""
@@ -142,18 +145,12 @@ class Bucket:
             if param.grad is view:
                 param.grad = view.clone()
 
-    def reach(self, place: int) -> None:
-        """Take in a parameter's gradient together with others, so that few are in memory twice."""
-        if not self._shows or self._there[place]:
-            return
-        self._waiting.append(place)
-        self._waits += self.params[place].numel()
-        if self._waits < self._room:
-            return
-        taken, self._waiting, self._waits = self._waiting, [], 0
+    def adopt(self, places: Sequence[int]) -> None:
+        """The pass has given these parameters their gradients: take them in, so that few are in memory twice."""
+        taken = [place for place in places if not self._there[place]]
         params = [self.params[each] for each in taken]
         grads = [param.grad for param in params]
-        if any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
+        if not taken or any(grad is None or grad.requires_grad or grad.layout != torch.strided for grad in grads):
             return
         there: Any = grads  # all are
         views = [self.views[each] for each in taken]
@@ -179,10 +176,6 @@ class Bucket:
         if self.carried is None:
             self.carried = torch.empty_like(self.body)
         self.carried.copy_(self.body)
-
-    def drop_carried(self) -> None:
-        """Discard what :meth:`carry` has kept."""
-        self.carried = None
 
     def share(self, factor: float) -> torch.Tensor:
         """Return the buffer times ``factor``, for :meth:`add`."""
@@ -226,13 +219,9 @@ class Bucket:
         Returns:
             A scalar tensor, not finite where an element is not; None where gradients are in memory of their own.
         """
-        self._sum = self.total() if self._shows else None
+        if self._shows:
+            self._sum, self.is_summed_up = self.body.sum(dtype=torch.float32), True
         return self._sum
-
-    @property
-    def is_summed_up(self) -> bool:
-        """True if :meth:`sum_up` has determined whether this rank's gradients are finite."""
-        return self._sum is not None
 
     def own_is_finite(self) -> bool:
         """True if this rank's own gradients are finite, those of earlier micro-steps included."""
@@ -250,27 +239,28 @@ class Bucket:
             RuntimeError: a gradient is sparse, or was taken away within ``backward()``.
         """
         self.grads = [p.grad for p in self.params]
+        memory = self._memory or self._allocated()
         try:
-            self._put(weight)
+            self._put(weight, memory.body, memory.views)
         except (RuntimeError, TypeError):
             check_gradients(self.params, self.grads, complete=self.complete)
             raise
         if self._shows:
-            self._show_views()
+            self._show_views(memory.views)
 
     def check(self) -> None:
         """Raise RuntimeError where :meth:`put` would."""
         check_gradients(self.params, [p.grad for p in self.params], complete=self.complete)
 
-    def _put(self, weight: float) -> None:
+    def _put(self, weight: float, body: torch.Tensor, views: list[torch.Tensor]) -> None:
         """Fill the buffer with the weighted gradients; :meth:`put` adds explanations to errors."""
-        grads, views = self.grads, self.views
+        grads = self.grads
         if self.complete:
             self.has_gradient = [True] * len(grads)
         else:
             self.has_gradient = [grad is not None for grad in grads]
         if not weight:  # a mean over nothing is no number
-            self.body.zero_()
+            body.zero_()
             return
         if self.complete and (weight == 1.0 or self.size < _LARGE * len(self.params)):
             if True in self._there:  # some may be where they are to be
@@ -280,7 +270,7 @@ class Bucket:
                 there: Any = grads  # all are
                 torch._foreach_copy_(views, there)
             if weight != 1.0:
-                self.body.mul_(weight)
+                body.mul_(weight)
             return
         for grad, view in zip(grads, views, strict=True):
             if grad is None:
@@ -288,10 +278,10 @@ class Bucket:
             else:
                 torch.mul(grad, weight, out=view)
 
-    def _show_views(self) -> None:
+    def _show_views(self, views: Sequence[torch.Tensor]) -> None:
         """Have the buffer's views in place of gradients that nobody else holds."""
         grads, self.grads = self.grads, []
-        for index, (param, view, there) in enumerate(zip(self.params, self.views, self._there, strict=True)):
+        for index, (param, view, there) in enumerate(zip(self.params, views, self._there, strict=True)):
             grad, grads[index] = grads[index], None
             if grad is None or grad is view:
                 continue
@@ -316,9 +306,9 @@ class Bucket:
                         param.grad = self.views[index]
                     elif param.grad is None:
                         self.grads[index] = param.grad = torch.empty_like(param)
-        own = [grad is not None for grad in self.grads]
-        if any(own):
-            grads = [grad for grad in self.grads if grad is not None]
+        grads = [grad for grad in self.grads if grad is not None]
+        if grads:
+            own = [grad is not None for grad in self.grads]
             torch._foreach_copy_(grads, list(itertools.compress(self.views, own)))
         self.written = None
         for param in self.params:

@@ -51,6 +51,8 @@ class TiledOptimizer:
 
     Attributes:
         denominators: the optimizer as statistics see it.
+        idle: whether there are no tiles, nor any wanted: updates are the optimizer's own, until one of
+            :meth:`follow`, :meth:`enter_group`, :meth:`gather` and :meth:`restore` is called.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class TiledOptimizer:
         self._apply: Callable[..., Any] = optimizer.step
         self._holder = TileHolder(module, optimizer, number)
         self._wanted: Tiling | None = None
-        self._copies = 0
+        self.idle, self._copies = False, 0
         self._begun = False
         self._last = Update()
         self._pending: PendingUpdate | None = None
@@ -81,7 +83,7 @@ class TiledOptimizer:
 
     def follow(self, plan: SyncPlan, profile: ModelProfile) -> None:
         """Follow another layout of buckets; a change of tiles follows."""
-        tiles, groups = plan.tiles, self._groups
+        self.idle, tiles, groups = False, plan.tiles, self._groups
         params: Sequence[int] = tiles.params if tiles is not None else ()
         if groups is not None:
             params = [i for i in params if groups.start <= profile.params[i].group < groups.stop]
@@ -143,6 +145,7 @@ class TiledOptimizer:
         if held is not None or self._open or self._stored or self._gathered is not None:
             self._close()
         if held is None or not self._begun:
+            self.idle = self._wanted is None and self._holder.tiling is None
             return True
         run, update = self._run, update_digest(self.tiled, self._optimizer)
         try:
@@ -209,7 +212,7 @@ class TiledOptimizer:
             if self._publisher is None or self._publisher.is_outdated:
                 self._publisher = self._publisher_of(senders)
             self._publisher.run(run.group.communicator)
-            if self.denominators.due(run.ledger.steps + 1):
+            if self.denominators.due(run.states.progress.steps + 1):
                 self.denominators.gather(run.group.communicator, held, holder.params, senders)
             if holder.restores:
                 run.moment("restore")
@@ -233,7 +236,7 @@ class TiledOptimizer:
 
         Raises StateLostError: no rank holds some tiles; raised on every rank.
         """
-        self._gathered = None
+        self.idle, self._gathered = False, None
         self._settle()
         self._begun = True
         if self._open and self.divided and not self._stored:
@@ -305,7 +308,7 @@ class TiledOptimizer:
         """
         if self.divided and not self._open:
             self._gathered = self._holder.collect(self._run.group)
-        self._open = True
+        self.idle, self._open = False, True
 
     def whole_states(self) -> dict[Tensor, State] | None:
         """Return the whole states on rank 0 by parameter, empty on other ranks; None if nothing is divided.
@@ -365,7 +368,7 @@ class TiledOptimizer:
             tree: it; None where that rank had no tiles.
             whole: whether the optimizer holds the whole state of that update.
         """
-        pending, before = self._pending, self._last
+        self.idle, pending, before = False, self._pending, self._last
         number, generation, rates = tree["update"] if tree is not None else (0, 0, ())
         self._last = Update(number, generation, tuple(rates))
         self._owes_hooks = bool(tree and tree.get("owes_hooks"))  # as what the hooks change, it is that rank's

@@ -239,7 +239,7 @@ class ShardStatistics:
 
     @property
     def _refreshes(self) -> bool:
-        return self._measures and self._statistics.in_units and self._denominators.due(self._run.ledger.steps)
+        return self._measures and self._statistics.in_units and self._denominators.due(self._run.states.progress.steps)
 
     @property
     def _size(self) -> int:
@@ -273,7 +273,7 @@ class ShardStatistics:
     def _begin_step(self, step: LoaderStep) -> None:
         self._step, self._mixed = step, False
         replicas = self._run.group.world_size
-        self._statistics.begin_step(step, self._run.ledger.steps, replicas=replicas, exact=True, spacing=1)
+        self._statistics.begin_step(step, self._run.states.progress.steps, replicas=replicas, exact=True, spacing=1)
         self._begin_micro(step.micro)
 
     def _begin_micro(self, micro: int) -> None:
@@ -283,7 +283,7 @@ class ShardStatistics:
         """Compute the denominators of gradients at the start of a pass that refreshes them, on all ranks."""
         if self._refreshes:
             first = self._collectives.is_first_owner
-            self._denominators.refresh(self._run.ledger.steps, self._collectives.add_up, counts=first)
+            self._denominators.refresh(self._run.states.progress.steps, self._collectives.add_up, counts=first)
 
     @torch.no_grad()
     def _scattered(self, number: int, parts: Tensor) -> None:

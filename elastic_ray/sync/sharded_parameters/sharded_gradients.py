@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.intents import Announced, Intent
+from elastic_ray.run.participant import Participant
 from elastic_ray.state.layout import digest
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.engine.trainable import Trainable
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from elastic_ray.sync.sharded_parameters.shard_statistics import ShardStatistics
 
 
-class ShardedGradients:
+class ShardedGradients(Participant):
     """Gradient synchronisation of one sharded model around torch's own gathers and scatters; a ``GradientSync``.
 
     Args:
@@ -319,26 +320,14 @@ class ShardedGradients:
         if step is None or step.is_last_micro:
             self._waits = False
 
-    def applied(self) -> None:
-        """Do nothing when the optimizer steps."""
-
     def rebuild(self) -> None:
         """Rebuild the statistics for other trainable parameters; torch itself looks at each backward pass anew."""
         self._statistics.rebuilt()
-
-    @property
-    def gives_statistics(self) -> bool:
-        """True: the gradient noise scale is measured."""
-        return True
 
     def require_statistics(self, user: str) -> None:
         """Do nothing: statistics are always taken."""
 
     # -- steps that are lost -------------------------------------------------------------------------------------------
-
-    def remember(self) -> Any:
-        """Return None: a step starts without earlier gradients, so there is nothing to undo."""
-        return None
 
     def roll_back(self, remembered: Any) -> None:
         """Undo a lost step."""
@@ -348,13 +337,6 @@ class ShardedGradients:
         self._task = -1
         for each in self._optimizer.params:
             each.param.grad = None
-
-    def capture(self) -> Any:
-        """Return an empty state: joiners and checkpoints need nothing."""
-        return {}
-
-    def restore(self, tree: Any) -> None:
-        """Take over a captured state."""
 
     # -- the strategy --------------------------------------------------------------------------------------------------
 
@@ -384,9 +366,6 @@ class ShardedGradients:
     # -- the group -----------------------------------------------------------------------------------------------------
 
     meets_in_passes = True
-    local = drifts = tabled = False
-    marker = 0
-    scaler = None
 
     @property
     def settled(self) -> bool:
@@ -398,13 +377,6 @@ class ShardedGradients:
         """True if other ranks hold some of the rows."""
         return self._optimizer.divided
 
-    def fix_drift(self) -> int:
-        """Return 0: replicated state never diverges intentionally."""
-        return 0
-
-    def after_step(self, *, agree_on_scale: bool) -> None:
-        """Do nothing after a committed step."""
-
     def collapse(self, *, gather: bool = True) -> None:
         """Gather the whole model and optimizer state on rank 0 at the end of a pass, unless all must ask."""
         if gather:
@@ -413,9 +385,6 @@ class ShardedGradients:
     def prepare_to_save(self) -> None:
         """Rank 0 holds them until the next update."""
         self._optimizer.gather()
-
-    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
-        """Do nothing: replicated state never diverges intentionally."""
 
     def before_change(self, stays: Sequence[bool]) -> None:
         """Hand over what only leaving ranks hold."""

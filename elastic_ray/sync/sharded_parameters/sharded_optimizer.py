@@ -54,6 +54,8 @@ class ShardedOptimizer:
         number: of the model, in the order in which the loop wraps them.
     """
 
+    idle = False  # its updates are never the user's optimizer's alone
+
     def __init__(
         self, run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, number: int, collectives: ShardCollectives
     ) -> None:

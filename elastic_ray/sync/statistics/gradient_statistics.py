@@ -28,6 +28,7 @@ class GradientStatistics:
     Attributes:
         noise, meter: as given.
         norms_size: how many local norms travel with reductions.
+        due: whether anything of this step is measured.
     """
 
     def __init__(self, noise: NoiseTracker, meter: GradientMeter) -> None:
@@ -35,7 +36,7 @@ class GradientStatistics:
         self._groups = self.norms_size = 0
         self._replicas = 1
         self._initial_batch_size = 0
-        self._noise_due = self._variance_due = self._norms_due = False
+        self.due = self._noise_due = self._variance_due = self._norms_due = False
         self._carried: list[Number] = []  # of the micro-steps before
         self._local: list[Number] = []
         self._first = self._preconditioned = False
@@ -114,12 +115,8 @@ class GradientStatistics:
             self.meter.begin_step(steps)
             self._variance_due = exact and self.meter.wants_variance(gradients, spacing, halved=step.halved)
             self._norms_due = exact and self.meter.wants_norms(spacing)
+        self.due = self._noise_due or self._variance_due or self._norms_due
         self._carried = [0.0] * self.norms_size
-
-    @property
-    def due(self) -> bool:
-        """True if anything is measured in this step."""
-        return self._noise_due or self._variance_due or self._norms_due
 
     @property
     def in_units(self) -> bool:

@@ -66,6 +66,7 @@ class NoiseTracker:
         optimizers: number of the model's optimizers.
 
     Attributes:
+        shared_size: number of :meth:`shared_values`.
         progress: scale-invariant progress, in steps at the initial batch.
         held_factors: of the latest step's learning rates, by parameter group of each of the model's optimizers; empty
             where they do not follow the noise.
@@ -74,7 +75,7 @@ class NoiseTracker:
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
         self._optimizer = optimizer
         self._source: StatesSource | None = None
-        self._groups = groups
+        self._groups, self.shared_size = groups, 2 * groups + 2
         self._every: int | None = None
         self._smoothed = SmoothedNoise()
         self._preconditioners: dict[int, BucketPreconditioner] = {}
@@ -120,13 +121,8 @@ class NoiseTracker:
         """
         self._step = step
         self._pending = None
-        if gradients == 1 or (self._source is not None and self._source.outdated):
-            return False
-        if halved:
-            return True
-        if self._every is not None:
-            return step % self._every == 0
-        return step < _DENSE_STEPS or step % _EVERY == 0
+        due = halved or step % (self._every or _EVERY) == 0 or (self._every is None and step < _DENSE_STEPS)
+        return due and gradients > 1 and not (self._source is not None and self._source.outdated)
 
     def preconditioner(self, bucket: MeasuredGradient) -> Any:
         """Return the optimizer's present factors for the bucket's gradients; None if it is not Adam-like."""
@@ -200,11 +196,6 @@ class NoiseTracker:
             self._sent = self._smoothed, values
         return self._sent[1]
 
-    @property
-    def shared_size(self) -> int:
-        """Number of values that rank 0 shares."""
-        return 2 * self._groups + 2
-
     def take_shared(self, values: list[float]) -> None:
         """Rank 0's noise scale as all ranks got it."""
         if values == self._received:
@@ -235,7 +226,7 @@ class NoiseTracker:
         self._preconditioners = {}
         self._every = every
         if groups != self._groups:
-            self._groups = groups
+            self._groups, self.shared_size = groups, 2 * groups + 2
             self._smoothed, self._last_step = SmoothedNoise(), -1
             self._shared, self._whole, self._sent = (None,) * groups, None, None
         self.invalidate()

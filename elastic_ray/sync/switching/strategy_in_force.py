@@ -125,7 +125,7 @@ class StrategyTuner:
             return
         self._step = step
         if self._choice.settled:
-            if ledger.steps % _WATCH_EVERY == 0 and self._model.touched:
+            if ledger.state.progress.steps % _WATCH_EVERY == 0 and self._model.touched:
                 self._choice = watch_rows(self._choice, self._agree(0).rows)
             return
         if not self._context.may_choose(self._number):

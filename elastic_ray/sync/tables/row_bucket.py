@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,8 +54,10 @@ class RowBucket:
         self._flat: torch.Tensor | None = None
         self._preconditioner: RowPreconditioner | None = None
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, carries: bool) -> None:
         """Discard what an earlier step has left."""
+        if not carries:
+            self._carried = None
         self._used = []
         self._written = None
         self.is_sparse = None
@@ -63,11 +66,12 @@ class RowBucket:
         """Begin a backward pass."""
         self.complete, self._additions = True, 1
 
-    def begin_filling(self, *, alone: bool) -> None:
+    def begin_filling(self, *, alone: bool) -> float:
         """Do nothing: the table's gradient stays where it is."""
+        return math.inf
 
-    def reach(self, place: int) -> None:
-        """Do nothing: the table's gradient stays where it is."""
+    def adopt(self, places: Sequence[int]) -> None:
+        """Nothing waits for this."""
 
     def add_again(self, param: torch.Tensor) -> None:
         """Note that a nested backward pass adds to the gradient once more."""
@@ -80,10 +84,6 @@ class RowBucket:
     def carry(self) -> None:
         """Start another micro-step and keep what earlier ones have left in the bucket."""
         self._carried = self._kept()
-
-    def drop_carried(self) -> None:
-        """Discard what :meth:`carry` has kept."""
-        self._carried = None
 
     @property
     def sliced(self) -> bool:

@@ -1,0 +1,169 @@
+"""What takes part in a run for one model: its gradients, in the moments of a step and of a change of group (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_ray.communication.communicator import Communicator
+    from elastic_ray.consensus.intents import Announced
+
+
+class Participant:
+    """Makes the gradients of one model the same on all ranks. What is not overridden does nothing.
+
+    In a step: :meth:`before_forward`, backward passes (seen through hooks of one's own), then :meth:`before_update`,
+    and, where the optimizer steps, :meth:`applied`. When ``backward()`` returns outside ``no_sync``, ``.grad`` holds
+    the mean over the step's samples; while models ``drift``, over this rank's alone. When all ranks have committed a
+    step that trained, :meth:`after_step` is called on each.
+
+    Between two groups: ``local`` may put a planned change off; before it all ranks call :meth:`before_change` in the
+    group that they leave, which a loss of ranks leaves out; :meth:`capture` travels to ranks that are behind, into
+    their :meth:`restore`; then :meth:`enter_group` is called on all. What differs from rank to rank (residuals of a
+    compression, delayed gradients) has to be made equal, or given up, by then.
+
+    A lost step: :meth:`remember` at its beginning, :meth:`roll_back` before it is drawn again.
+
+    The registry walks the models in the order in which the loop wraps them, the same on all ranks.
+    """
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """The model is about to be called."""
+
+    def before_update(self) -> None:
+        """The optimizer was asked to step."""
+
+    def applied(self) -> None:
+        """It steps."""
+
+    def after_step(self, *, agree_on_scale: bool) -> None:
+        """All ranks have committed a step that trained: average models, where it is time.
+
+        Args:
+            agree_on_scale: the scaler is that of a model which drifts, too, so that ranks may have updated it
+                otherwise, while the gradients of this one are added up.
+        """
+
+    def join(self, what: Announced) -> None:
+        """This rank has no sample in a step: take part in what the others have announced of the model."""
+
+    def remember(self) -> Any:
+        """A step begins: what it takes to undo it."""
+        return None
+
+    def roll_back(self, remembered: Any) -> None:
+        """The step was lost."""
+
+    # -- what it is asked ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for an update."""
+        return False
+
+    @property
+    def local(self) -> bool:
+        """Whether they differ from rank to rank, so that a planned change had better wait."""
+        return False
+
+    @property
+    def drifts(self) -> bool:
+        """Whether models differ from rank to rank by design, until they are averaged."""
+        return False
+
+    @property
+    def settled(self) -> bool:
+        """Whether they do not after the steps that are committed, and this rank holds all that is to be saved."""
+        return True
+
+    @property
+    def divided(self) -> bool:
+        """Whether optimizer state lies with several ranks; the same on all."""
+        return False
+
+    @property
+    def tabled(self) -> bool:
+        """Whether rows of tables do, which only rank 0 saves."""
+        return False
+
+    @property
+    def meets_in_passes(self) -> bool:
+        """Whether forward and backward passes wait for other ranks, besides reductions of gradients."""
+        return False
+
+    @property
+    def gives_statistics(self) -> bool:
+        """True if the gradient noise scale is measured."""
+        return True
+
+    @property
+    def marker(self) -> int:
+        """Which average was the last to end on this rank; larger is later, 0 before the first."""
+        return 0
+
+    @property
+    def scaler(self) -> object | None:
+        """AMP's ``GradScaler``; None without AMP, and where ranks never update it otherwise."""
+        return None
+
+    @property
+    def strategy_name(self) -> str:
+        """Of the strategy in force."""
+        return ""
+
+    @property
+    def strategy_key(self) -> str | None:
+        """Tells strategies apart of which step times are not to be mixed; None while one is being chosen."""
+        return ""
+
+    def set_strategy(self, strategy: object) -> None:
+        """Go on with another one from the next step on; raises ValueError or TypeError where it cannot be."""
+
+    def fix_drift(self) -> int:
+        """What comes after the step that ranks agree on is settled here; a digest of it, equal on all ranks."""
+        return 0
+
+    # -- the group -----------------------------------------------------------------------------------------------------
+
+    def collapse(self, *, gather: bool = True) -> None:
+        """Make models one that differ from rank to rank.
+
+        Args:
+            gather: have rank 0 hold the whole state of optimizers.
+        """
+
+    def prepare_to_save(self) -> None:
+        """Rank 0 is about to save: have it hold what only other ranks hold; all ranks call it."""
+
+    def before_change(self, stays: Sequence[bool]) -> None:
+        """All ranks are here, and the group is about to change: make what differs from rank to rank equal.
+
+        Args:
+            stays: whether each rank is in the next group as well; what only others hold is handed over.
+
+        Raises:
+            CommunicationFailedError: the present group broke meanwhile.
+        """
+
+    def reconcile(self, communicator: Communicator, marker: int, *, holds: bool, counts: bool) -> None:
+        """Make models one in a new group, before its ranks exchange state, among those that hold a trained one.
+
+        Args:
+            communicator: the group.
+            marker: the latest of their markers.
+            holds: whether this rank holds such a state.
+            counts: whether it has that marker, and adds to the one model.
+        """
+
+    def enter_group(self) -> None:
+        """A group was entered, and all ranks hold the same state."""
+
+    def capture(self) -> Any:
+        """State for joiners and checkpoints, as nested dicts, lists and tuples of tensors and plain values."""
+        return {}
+
+    def restore(self, tree: Any) -> None:
+        """Take over a captured state."""
