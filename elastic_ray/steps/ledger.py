@@ -326,6 +326,8 @@ class StepLedger:
         trained = self.trains
         if trained:
             self._state.progress.commit_training(gain(step.scale))
+            if step.weighed and (weight := step.counted) is not None:
+                self._state.progress.count_weights(weight, step.count)
         self._state.progress.count_optimizers(0)
         self._samples_left = step.samples_left
         return trained

@@ -63,6 +63,8 @@ def job_row(
         held_at=view.held_at if view is not None else None,
         batch=status.batch_size if status is not None else 0,
         samples_per_s=rate,
+        tokens_per_s=status.tokens_per_s if status is not None else None,
+        tokens_left=status.tokens_left if status is not None else None,
         goodput=goodput,
         efficiency=min(1.0, goodput / rate) if goodput is not None and rate > 0 else None,
         epoch=status.epoch if status is not None else 0,
