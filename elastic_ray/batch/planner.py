@@ -237,7 +237,7 @@ class BatchPlanner:
         tokens, limits = loader.tokens.limits(loader.limits, per_sample, loader.dataset_size)
         self.loader = dataclasses.replace(loader, tokens=tokens, limits=limits)
         for tuner in self._tuners.values():
-            tuner.limits = limits
+            tuner.set_limits(limits)
 
     def _learn(self, report: StepReport) -> None:
         """Give the report to the tuner of the GPU type that it was measured on."""

@@ -142,6 +142,7 @@ def read_token_batch(
 
 
 def _ramp(given: Any) -> tuple[tuple[int, int], ...]:
+    """Return a declared batch as a ramp, of one entry where it stays."""
     if not isinstance(given, list | tuple):
         return ((0, token_count("batch_tokens", given)),)
     for entry in given:

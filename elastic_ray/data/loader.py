@@ -16,13 +16,12 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.batch.tokens import WEIGH, TokenBatch, length_of, read_token_batch
-from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
+from elastic_ray.batch.tokens import WEIGH, TokenBatch, read_token_batch
+from elastic_ray.data.arguments import LoaderArguments, describe_sample, first_length, taken_over
 from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
 from elastic_ray.data.order import EpochOrder, SamplerOrder, drops_last, order_for
-from elastic_ray.data.private_random import PrivateRandom
 from elastic_ray.data.resumable import ResumableLoader
 from elastic_ray.data.sharding import batches_of
 from elastic_ray.data.shares import Shares
@@ -34,10 +33,6 @@ from elastic_ray.steps.step import LoaderStep
 
 if TYPE_CHECKING:
     from elastic_ray.session.session import Session
-
-
-_LOOKED_AT = 16
-"""Samples that are looked at for how long they are, until the loop has counted."""
 
 
 def make_source(given: LoaderArguments, *, seed: int, drop_last: bool) -> BatchSource:
@@ -85,18 +80,6 @@ def order_of(given: LoaderArguments) -> EpochOrder:
     if given.batch_sampler is not None:
         return BatchSamplerOrder(given.batch_sampler, samples=len(given.dataset))
     return order_for(given.dataset, shuffle=given.shuffles, sampler=given.sampler)
-
-
-def _first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
-    """Return how long samples seem to be, where the loop is to count them; None where that cannot be told."""
-    if tokens_per_sample != WEIGH or isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        return None
-    count = len(dataset)
-    with PrivateRandom(seed=0, epoch=0, owner=dataset):  # all ranks look at the same samples
-        places = sorted({at * count // _LOOKED_AT for at in range(_LOOKED_AT)})
-        found = [length_of(dataset[place]) for place in places]  # type: ignore[index]
-    known = [each for each in found if each]
-    return sum(known) / len(known) if known and None not in found else None
 
 
 class PlanFacts:
@@ -196,10 +179,7 @@ class AdaptiveDataLoader(ResumableLoader):
     ) -> None:
         first, ramp = read_ramp(batch_size)
         tokens = read_token_batch(
-            batch_tokens,
-            max_batch_tokens,
-            tokens_per_sample,
-            counted_first=_first_length(dataset, tokens_per_sample),
+            batch_tokens, max_batch_tokens, tokens_per_sample, counted_first=first_length(dataset, tokens_per_sample)
         )
         if tokens is not None:
             if batch_size != 1 or batch_sampler is not None or isinstance(dataset, DataLoader):
@@ -341,6 +321,7 @@ class AdaptiveDataLoader(ResumableLoader):
             self._lead()
 
     def _lead(self) -> None:
+        """Speak for the job from now on."""
         sample, tokens = describe_sample(self.dataset), self._tokens
         info = LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample, tokens=tokens)
         self._session.registry.loaders.lead(self, info)
