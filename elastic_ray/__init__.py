@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic_ray.consensus.intents import RanksDisagreeError
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
+    from elastic_ray.data.packing import PackedDataset
     from elastic_ray.driver.handle import JobHandle
     from elastic_ray.driver.run_config import RunConfig
     from elastic_ray.driver.sharded_memory import sharded_memory
@@ -84,6 +85,7 @@ _HOMES = {
     "MemoryNeed": "placement.cluster.memory_need",
     "NonFiniteGradientsError": "elastic_ray.parallel.nonfinite",
     "NonFiniteParametersError": "elastic_ray.parallel.nonfinite",
+    "PackedDataset": "elastic_ray.data.packing",
     "RanksDisagreeError": "elastic_ray.consensus.intents",
     "ReplicasDifferError": "elastic_ray.state.layout",
     "Report": "elastic_ray.events",
@@ -136,6 +138,7 @@ __all__ = [
     "MemoryNeed",
     "NonFiniteGradientsError",
     "NonFiniteParametersError",
+    "PackedDataset",
     "RanksDisagreeError",
     "ReplicasDifferError",
     "Report",

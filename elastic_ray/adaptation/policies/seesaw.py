@@ -44,12 +44,23 @@ class Seesaw(ReadyPolicy):
         self.asked = 0
 
     def before_train(self, view: PolicyView) -> Answer:
-        """The initial batch, which the job is not to choose from here on."""
+        """The initial batch, which the job is not to choose from here on.
+
+        Raises:
+            ValueError: the loader's batch may not grow.
+        """
+        if view.max_batch_size is None:
+            raise ValueError(
+                f"schedule='seesaw' grows the batch, but the loader's is fixed at {view.initial_batch_size}: call "
+                "loader.autoscale_batch_size(max_batch_size=...) before the first epoch, or give it max_batch_tokens"
+            )
         self.asked = view.initial_batch_size
         return SetBatch(self.asked)
 
     def after_step(self, view: PolicyView) -> Answer:
         """The batch of the step after the next one, where it is worth a change."""
+        if not self.asked:
+            return self.before_train(view)
         target = self.target(view)
         largest = target == view.max_batch_size
         grows = target >= self.asked * self.growth or (largest and target > self.asked)
