@@ -309,7 +309,8 @@ def is_adam_group(group: dict[str, Any]) -> bool:
 
 def _scaled_options(group: dict[str, Any], scale: float, factor: float, steps: Sequence[float]) -> dict[str, Any]:
     """Return a group's options for this scale, the learning rate among them."""
-    correction = bias_correction(float(group["betas"][1]), *steps, scale)
+    made, initial = steps
+    correction = bias_correction(float(group["betas"][1]), made, initial, scale)
     if abs(correction - 1.0) < _SETTLED:
         correction = 1.0
     return {"lr": group["lr"] * factor * correction, **adam_options(group, scale, factor, correction)}
