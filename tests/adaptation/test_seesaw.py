@@ -78,7 +78,7 @@ def test_rate_and_batch_keep_the_product_of_the_schedule(decays: list[float], mo
             assert rate * factor <= 0.3 * (1 + 1e-9), "never above the highest rate of the schedule"
 
 
-def test_measured_noise_is_a_cap_and_no_signal_is_none() -> None:
+def test_measured_noise_is_a_cap() -> None:
     def noise(at: int) -> NoiseScale:
         return NoiseScale(sqr=-1.0 if at < 2 else 1.0, var=3.0 if at < 6 else 1.0)  # 24 samples, then 8
 

@@ -26,7 +26,7 @@ def test_weight_decay_in_the_loss_stays() -> None:
     assert "weight_decay" not in adam_options({**GROUP, "decoupled_weight_decay": False}, 4.0, 2.0, 1.0)
 
 
-def test_rate_is_that_of_the_gain_or_of_the_scale() -> None:
+def test_rate_goes_by_gain_or_scale() -> None:
     noise = [NoiseScale(sqr=1.0, var=1.0)]
     assert Adam().factors(4.0, noise, 0.0) == (pytest.approx(math.sqrt(1.6)),)
     assert Adam(by_noise=False).factors(4.0, noise, 0.0) == (2.0,)

@@ -37,7 +37,7 @@ def test_fused_optimizers_has_the_loss_scale_of_its_step() -> None:
     assert torch.equal(trained(late=True), trained(late=False))
 
 
-def test_options_that_follow_the_batch_are_those_of_its_step() -> None:
+def test_scaled_options_are_those_of_the_step() -> None:
     """Others have made the update with scaled options, which the optimizer has no more when this rank makes it."""
     scaled = {"lr": 0.2, "betas": (0.9, 0.8145), "eps": 0.5, "weight_decay": 0.3}
 
