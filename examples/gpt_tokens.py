@@ -200,7 +200,7 @@ def show(runs: list[dict[str, Any]]) -> bool:
     fixed, seesaw = runs[::2], runs[1::2]
     loss = sum(each["loss"] for each in seesaw) / sum(each["loss"] for each in fixed)
     steps = sum(each["steps"] for each in seesaw) / sum(each["steps"] for each in fixed)
-    good = loss < 1 + CLOSE and steps < 1 - FEWER
+    good = bool(loss < 1 + CLOSE and steps < 1 - FEWER)
     print(f"loss {loss:.4f} x with {steps:.2f} x the serial steps; good enough: {'yes' if good else 'no'}")
     print(json.dumps({"loss_ratio": round(loss, 5), "steps_ratio": round(steps, 4), "runs": runs}))
     return good
