@@ -239,11 +239,13 @@ def describe_sample(dataset: Any) -> str:
 
 def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
     """Return how long samples seem to be, where the loop is to count them; None where that cannot be told."""
-    if tokens_per_sample != WEIGH or isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+    if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
+        return None
+    if not isinstance(dataset, Sized):
         return None
     count = len(dataset)
     with PrivateRandom(seed=0, epoch=0, owner=dataset):  # all ranks look at the same samples
-        places = sorted({at * count // _LOOKED_AT for at in range(_LOOKED_AT)})
+        places = sorted({at * count // _LOOKED_AT for at in range(_LOOKED_AT)}) if count else []
         found = [length_of(dataset[place]) for place in places]  # type: ignore[index]
     known = [each for each in found if each]
     return sum(known) / len(known) if known and None not in found else None
