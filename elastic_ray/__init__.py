@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from elastic_ray.consensus.intents import RanksDisagreeError
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
+    from elastic_ray.data.packing import PackedDataset
     from elastic_ray.driver.handle import JobHandle
     from elastic_ray.driver.run_config import RunConfig
     from elastic_ray.driver.sharded_memory import sharded_memory
@@ -62,6 +63,7 @@ _HOMES = {
     "elastic_ray.consensus.intents": "RanksDisagreeError",
     "elastic_ray.data.arrow": "ArrowDataset",
     "elastic_ray.data.loader": "AdaptiveDataLoader",
+    "elastic_ray.data.packing": "PackedDataset",
     "elastic_ray.driver.handle": "JobHandle",
     "elastic_ray.driver.run_config": "RunConfig",
     "elastic_ray.driver.sharded_memory": "sharded_memory",
@@ -109,6 +111,7 @@ __all__ = [
     "MemoryNeed",
     "NonFiniteGradientsError",
     "NonFiniteParametersError",
+    "PackedDataset",
     "RanksDisagreeError",
     "ReplicasDifferError",
     "Report",

@@ -238,6 +238,8 @@ class JobStatus:
         progress: 0 to 1; None without a declared length (epochs; of a trial also the most that its sweep gives one).
         samples_left: samples until its end; None where the length, or how many samples it takes, is unknown.
         steps_left: the same in steps of the present batch.
+        tokens_per_s: throughput in tokens, where the loader's batch is declared in tokens; else None.
+        tokens_left: ``samples_left`` in tokens, likewise.
         eta_s: time to its end at the present goodput [s]; None where that, or the length, is unknown.
         eta_low_s: the least that it is likely to be, at most ``eta_s`` [s] (``elastic_ray.record.outlook.eta_range``).
         eta_high_s: the most that it is likely to be, at least ``eta_s`` [s].
@@ -280,6 +282,8 @@ class JobStatus:
     progress: float | None = None
     samples_left: int | None = None
     steps_left: int | None = None
+    tokens_per_s: float | None = None
+    tokens_left: int | None = None
     eta_s: float | None = None
     eta_low_s: float | None = None
     eta_high_s: float | None = None

@@ -42,6 +42,7 @@ class PolicyView:
         worker_s: the same, summed over the workers [worker-seconds].
         strategies: names of the models' strategies.
         metrics: the watched metrics (``Policy.watches``) that rank 0 reported last, as far as it did.
+        tokens_per_sample: tokens of a sample, where the loader's batch is declared in tokens; else None.
         reports: how many reports these stand for.
         sums: what the accumulators of this epoch hold, in the order in which the loop made them.
     """
@@ -69,6 +70,7 @@ class PolicyView:
     worker_s: float = 0.0
     strategies: tuple[str, ...] = ()
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    tokens_per_sample: float | None = None
     reports: int = 0
     sums: Sequence[Mapping[str, float]] = ()
 
@@ -78,6 +80,11 @@ class PolicyView:
         if not self.epochs:
             return None
         return min(1.0, (self.epoch + self.epoch_progress) / self.epochs)
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens trained on since the run began; None where the loader's batch is not declared in tokens."""
+        return None if self.tokens_per_sample is None else self.samples * self.tokens_per_sample
 
     @property
     def samples_left(self) -> float | None:

@@ -217,6 +217,8 @@ class BatchPlanner:
         if self.latest is not None and _moment(report) < _moment(self.latest):
             return None  # Ray may deliver calls to an async actor out of order
         self.latest, self._held = report, report.held_batch
+        if report.tokens_per_sample is not None:
+            self._follow_tokens(report.tokens_per_sample)
         if self.tuner is not None and self.tuner.limit_local(report.memory_bound):
             self._choice = report.shape or self._choice  # what they have cut by themselves
         if report.shape is None or report.steps == 0:
@@ -228,6 +230,16 @@ class BatchPlanner:
         self.rates.append(self.throughput)
         same = before is not None and before.replicas == report.replicas and before.shape != report.shape
         return before.batch_size if before is not None and same and before.batch_size != report.batch_size else None
+
+    def _follow_tokens(self, per_sample: float) -> None:
+        """The loop has counted so many tokens a sample: the declared batch has another number of samples."""
+        loader = self.loader
+        if loader is None or loader.tokens is None or loader.tokens.per_sample == per_sample:
+            return
+        tokens, limits = loader.tokens.limits(loader.limits, per_sample, loader.dataset_size)
+        self.loader = dataclasses.replace(loader, tokens=tokens, limits=limits)
+        for tuner in self._tuners.values():
+            tuner.set_limits(limits)
 
     def _learn(self, report: StepReport) -> None:
         """Give the report to the tuner of the GPU type that it was measured on."""

@@ -6,6 +6,7 @@ import dataclasses
 
 from elastic_ray.batch.limits import BatchChoice, BatchLimits
 from elastic_ray.batch.noise_scale import NoiseSignal
+from elastic_ray.batch.tokens import TokenBatch
 from elastic_ray.stragglers.slow_workers import SlowWorker
 from placement.cluster.progress import Progress
 from placement.goodput.mixed import MeasuredPart
@@ -51,12 +52,14 @@ class LoaderInfo:
         dataset_size: samples in an epoch, None where unknown.
         sample: what a sample looks like, as text.
         models: the wrapped models, in the loop's order.
+        tokens: the batch as it was declared in tokens; None where it was in samples.
     """
 
     limits: BatchLimits
     dataset_size: int | None = None
     sample: str = ""
     models: tuple[ModelInfo, ...] = ()
+    tokens: TokenBatch | None = None
 
     @property
     def max_workers(self) -> int:
@@ -104,6 +107,7 @@ class StepReport:
     the loop has reported last, after the report's number; None where it has none. ``memory_bound`` is the most samples
     that a worker may take at once, since one ran out of memory with more. ``backend`` carries
     gradients between ranks; empty for one rank. ``mfu`` is model FLOPs utilisation; None where that is not known.
+    ``tokens_per_sample`` is what the loader's samples have; None where its batch is not declared in tokens.
     """
 
     generation: int
@@ -133,3 +137,4 @@ class StepReport:
     memory_bound: int | None = None
     backend: str = ""
     mfu: float | None = None
+    tokens_per_sample: float | None = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from placement.goodput.model import NoiseScale
 
@@ -65,6 +65,66 @@ class AdamScale:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Adam:
+    """For Adam and its kin: the rate as :class:`AdamScale`, and second moments, eps and weight decay that follow.
+
+    ``adam_options`` has what follows, with sources.
+
+    Attributes:
+        by_noise: the rate's factor is the square root of the gain; else that of the scale, as :class:`Sqrt`.
+    """
+
+    by_noise: bool = True
+
+    def factors(self, scale: float, noise: Sequence[NoiseScale | None], progress: float) -> tuple[float, ...]:
+        rule = AdamScale() if self.by_noise else Sqrt()
+        return rule.factors(scale, noise, progress)
+
+
+def adam_options(group: Mapping[str, Any], scale: float, factor: float, correction: float) -> dict[str, Any]:
+    """Return the options of a parameter group of Adam's for a batch of ``scale`` x the initial one, but the rate.
+
+        beta2'        = beta2^scale                  the second moment's half-life is the same in samples
+        eps'          = eps / sqrt(scale) x c        as the noise in the gradient, which it stands beside
+        weight_decay' = weight_decay x scale / (factor x c)      its half-life lr x weight_decay likewise
+
+    The last holds where weight decay is decoupled (AdamW); as a part of the loss it stays. beta1 stays. Sources: Marek
+    et al. 2025 (arXiv 2507.07101) for beta2 and beta1; Malladi et al. 2022 (arXiv 2205.10287), definition 5.2, for
+    eps; Wang and Aitchison 2024 (arXiv 2405.13698) for weight decay.
+
+    Args:
+        group: the user's options, those at the initial batch.
+        scale: global / initial batch size.
+        factor: of the learning rate.
+        correction: c, by which the learning rate is multiplied as well, see :func:`bias_correction`.
+    """
+    beta1, beta2 = group["betas"]
+    found: dict[str, Any] = {"betas": (beta1, beta2**scale)}
+    if isinstance(group.get("eps"), int | float):
+        found["eps"] = group["eps"] / math.sqrt(scale) * correction
+    if group.get("decoupled_weight_decay") and factor > 0:
+        found["weight_decay"] = group["weight_decay"] * scale / (factor * correction)
+    return found
+
+
+def bias_correction(beta2: float, steps: float, initial_steps: float, scale: float) -> float:
+    """Return c, with which Adam's correction of the second moment's bias holds for batches that have changed.
+
+        c = sqrt((1 - beta2^s) / (1 - beta2^(scale x t)))
+
+    Adam divides the second moment by 1 - beta2'^t with the present beta2' = beta2^scale, as if all t steps had had it.
+    They have decayed by beta2^s. A rate and an eps of c times their value make the exact update.
+
+    Args:
+        beta2: at the initial batch.
+        steps: t >= 1, the present one included.
+        initial_steps: s > 0, the sum of their scales.
+        scale: of the present one.
+    """
+    return math.sqrt(-math.expm1(initial_steps * math.log(beta2)) / -math.expm1(scale * steps * math.log(beta2)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
     """factor = scale. Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"."""
 
@@ -116,6 +176,7 @@ class Unscaled:
 RULES: dict[str, Callable[[], ScalingRule]] = {
     "adascale": AdaScale,
     "adamscale": AdamScale,
+    "adam": Adam,
     "linear": Linear,
     "sqrt": Sqrt,
     "legw": Legw,

@@ -218,6 +218,10 @@ class BatchTuner:
         news, self._prior = self._throughput is None and prior != self._prior, prior
         return news
 
+    def set_limits(self, limits: BatchLimits) -> None:
+        """Use these from now on: samples have turned out to be of another length."""
+        self.limits = limits
+
     def set_noise(self, noise: NoiseScale | None) -> None:
         """Use this smoothed noise scale from now on; None (not known) keeps the one there is."""
         self._noise = noise or self._noise

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, default_collate
 
+from elastic_ray.batch.tokens import WEIGH, length_of
 from elastic_ray.data.epochs import EpochHook
+from elastic_ray.data.private_random import PrivateRandom
 
 _TAKEN_OVER = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 _OF_WORKERS = ("prefetch_factor",)
+_LOOKED_AT = 16  # samples that are looked at for how long they are
 _SHOWN: dict[str, Any] = {
     "collate_fn": default_collate,
     "pin_memory": False,
@@ -229,3 +232,17 @@ def describe_sample(dataset: Any) -> str:
     tensors = getattr(dataset, "tensors", ())
     shapes = [f"{tuple(t.shape[1:])} {t.dtype}" for t in tensors if isinstance(t, torch.Tensor)]
     return " ".join([type(dataset).__qualname__, *shapes])
+
+
+def first_length(dataset: Any, tokens_per_sample: Any) -> float | None:
+    """Return how long samples seem to be, where the loop is to count them; None where that cannot be told."""
+    if tokens_per_sample != WEIGH or isinstance(dataset, (IterableDataset, DataLoader)):
+        return None
+    if not isinstance(dataset, Sized):
+        return None
+    count = len(dataset)
+    with PrivateRandom(seed=0, epoch=0, owner=dataset):  # all ranks look at the same samples
+        places = sorted({at * count // _LOOKED_AT for at in range(_LOOKED_AT)}) if count else []
+        found = [length_of(dataset[place]) for place in places]  # type: ignore[index]
+    known = [each for each in found if each]
+    return sum(known) / len(known) if known and None not in found else None

@@ -16,7 +16,8 @@ from elastic_ray.batch.halving import Halving
 from elastic_ray.batch.limits import BatchChoice, BatchLimits, bounded, cut_within
 from elastic_ray.batch.ramp import read_ramp
 from elastic_ray.batch.reports import LoaderInfo
-from elastic_ray.data.arguments import LoaderArguments, describe_sample, taken_over
+from elastic_ray.batch.tokens import WEIGH, TokenBatch, read_token_batch
+from elastic_ray.data.arguments import LoaderArguments, describe_sample, first_length, taken_over
 from elastic_ray.data.batches import BatchSource, BringsBatches, Fetching, MapBatches, StepSplit, StreamBatches
 from elastic_ray.data.compared_items import item_facts, still_facts
 from elastic_ray.data.epochs import EpochHook
@@ -134,6 +135,10 @@ class AdaptiveDataLoader(ResumableLoader):
         dataset: map-style or iterable, not empty; or a ``torch.utils.data.DataLoader``, whose arguments are taken over.
         batch_size: global batch size M0, at least 1; a batch has at most all samples of the dataset. Or how it grows by
             progress (0 to 1), as ``[(0, 64), (0.1, 256)]``: M0 is the first; 256 are 255 on 3 workers.
+        batch_tokens: the global batch in tokens, in place of ``batch_size``, rounded down to whole samples; or how it
+            grows by tokens trained on, as ``[(0, 65_536), ("0.25B", 262_144)]``.
+        tokens_per_sample: tokens of each sample; ``"weigh"`` where the loop counts them by :meth:`weigh`.
+        max_batch_tokens: largest batch that the job may choose, as by :meth:`autoscale_batch_size`; None keeps it.
         shuffle: another order in each epoch. Unless said otherwise True, except beside a ``sampler``, which decides
             alone, and for whole batches.
         sampler: order of the indices, see above.
@@ -159,6 +164,9 @@ class AdaptiveDataLoader(ResumableLoader):
         batch_size: int | Sequence[tuple[float, int]] = 1,
         shuffle: bool | None = None,
         *,
+        batch_tokens: int | str | Sequence[tuple[int | str, int | str]] | None = None,
+        tokens_per_sample: int | str | None = None,
+        max_batch_tokens: int | str | None = None,
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Any] | None = None,
         drop_last: bool = False,
@@ -170,6 +178,16 @@ class AdaptiveDataLoader(ResumableLoader):
         **options: Any,
     ) -> None:
         first, ramp = read_ramp(batch_size)
+        tokens = read_token_batch(
+            batch_tokens, max_batch_tokens, tokens_per_sample, counted_first=first_length(dataset, tokens_per_sample)
+        )
+        if tokens is not None:
+            if batch_size != 1 or batch_sampler is not None or isinstance(dataset, DataLoader):
+                raise ValueError(
+                    f"batch_tokens={batch_tokens!r} decides the batch, so neither batch_size={batch_size!r} nor a "
+                    "batch_sampler nor a DataLoader, which has one of them, can be given beside it: leave one out"
+                )
+            first = tokens.batch_size
         given = LoaderArguments(
             dataset=dataset,
             batch_size=first,
@@ -185,6 +203,8 @@ class AdaptiveDataLoader(ResumableLoader):
         )
         self._given = given = taken_over(given) if isinstance(dataset, DataLoader) else given
         self._limits = BatchLimits(init_batch_size=given.batch_size)
+        self._tokens = tokens
+        self._counted_from: int | None = None  # steps of the run when the loop began to count tokens
         self._drop_last = drops_last(given.sampler, drop_last=given.drop_last)
         self._session: Session = current_session()
         self._is_late = False
@@ -199,6 +219,10 @@ class AdaptiveDataLoader(ResumableLoader):
         if ramp:
             self.autoscale_batch_size(max(size for _, size in ramp))
             self._session.add_policies([BatchSchedule(dict(ramp), by="progress")])
+        if tokens is not None and (most := tokens.max_batch_size) is not None:
+            self.autoscale_batch_size(most)
+            if len(tokens.ramp) > 1:
+                self._session.add_policies([BatchSchedule(dict(tokens.ramp), by="tokens")])
 
     @property
     def dataset_size(self) -> int | None:
@@ -240,7 +264,10 @@ class AdaptiveDataLoader(ResumableLoader):
         if known is not None and not known.limits.fixed:
             raise RuntimeError("only one AdaptiveDataLoader of a train loop may adapt its batch size")
         if (samples := self.dataset_size) is not None and max_batch_size > samples:
-            raise ValueError(f"max_batch_size must be at most an epoch's {samples} samples, but got {max_batch_size}")
+            each = f" of {self._tokens.per_sample:g} tokens" if self._tokens is not None else ""
+            raise ValueError(
+                f"max_batch_size must be at most an epoch's {samples} samples{each}, but got {max_batch_size}"
+            )
         self._limits = BatchLimits(
             init_batch_size=self._limits.init_batch_size,
             max_batch_size=max_batch_size,
@@ -291,8 +318,35 @@ class AdaptiveDataLoader(ResumableLoader):
         elif not self._limits.fixed or (
             (loaders.info is None or (loaders.is_left and not session.elastic)) and not self._given.whole_batches
         ):
-            sample = describe_sample(self.dataset)
-            loaders.lead(self, LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample))
+            self._lead()
+
+    def _lead(self) -> None:
+        """Speak for the job from now on."""
+        sample, tokens = describe_sample(self.dataset), self._tokens
+        info = LoaderInfo(limits=self._limits, dataset_size=self.dataset_size, sample=sample, tokens=tokens)
+        self._session.registry.loaders.lead(self, info)
+
+    def _recount(self, tokens: TokenBatch) -> None:
+        """Have batches of as many samples as have the declared tokens, by what the loop has counted.
+
+        Raises:
+            RuntimeError: the loop has trained and counted nothing.
+        """
+        progress = self._session.progress
+        if not progress.weighed_samples:
+            if self._counted_from is None:
+                self._counted_from = progress.steps
+            if progress.steps > self._counted_from:
+                raise RuntimeError(
+                    f"tokens_per_sample={WEIGH!r} means that the loop counts tokens, but a step has trained without "
+                    "loader.weigh(n): call it with the tokens of each micro-batch before backward(), or give "
+                    "tokens_per_sample as a number (strategies that average models exchange no counts)"
+                )
+        elif progress.tokens_per_sample != tokens.per_sample:
+            self._tokens, self._limits = tokens.limits(self._limits, progress.tokens_per_sample, self.dataset_size)
+            self._lead()
+            self._setting = None
+            self._reading = self._reading and (self._reading[0], (-1, -1, -1, -1))  # divide it again from here
 
     @property
     def _leads(self) -> bool:
@@ -439,9 +493,11 @@ class AdaptiveDataLoader(ResumableLoader):
 
     def _next_step(self, epoch: int, loader_pass: PassProgress) -> Sequence[Callable[[], Any]] | None:
         """Cut the step at the pass's position and begin it; None at the end of the pass."""
-        session, facts = self._session, functools.partial(self._plan.of, epoch, self._limits)
+        session = self._session
         run, adaptation = session.run, session.adaptation
         while True:
+            if self._tokens is not None and self._tokens.counted and self._leads:
+                self._recount(self._tokens)
             session.passes.check_group(loader_pass)
             present = run.shape_changes, run.registry.halving_changes, run.stragglers.changes, run.gpu_types.changes
             shape, cut, leads = self._present_cut(present)
@@ -454,7 +510,7 @@ class AdaptiveDataLoader(ResumableLoader):
             step = self._source.step(epoch, loader_pass.position, cut)
             if not step.sizes or loader_pass.done or (adaptation.active and adaptation.ends(loader_pass)):
                 return None
-            if session.passes.compare_plan(loader_pass, facts):
+            if session.passes.compare_plan(loader_pass, functools.partial(self._plan.of, epoch, self._limits)):
                 break
         session.passes.begin_step(
             LoaderStep(

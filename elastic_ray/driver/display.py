@@ -65,7 +65,9 @@ def status_fields(status: JobStatus) -> dict[str, str]:
     fields = {"workers": _workers(status)}
     if status.batch_size > 0:
         fields["batch"] = f"{status.batch_size}"
-    if status.throughput > 0:
+    if status.tokens_per_s:
+        fields["tokens/s"] = _number(status.tokens_per_s)
+    elif status.throughput > 0:
         fields["samples/s"] = _number(status.throughput)
     if status.goodput is not None:
         fields["goodput"] = _number(status.goodput)

@@ -25,7 +25,8 @@ class DividedOptimizer(Protocol):
         """Accept the whole states that were loaded into the optimizer."""
 
 
-SCHEDULES = ("progress", "steps")
+SEESAW = "seesaw"
+SCHEDULES = ("progress", "steps", SEESAW)
 
 
 def patch_step(optimizer: torch.optim.Optimizer, step: Any) -> None:
@@ -99,6 +100,11 @@ def count_optimizer_steps(scheduler: Any, ledger: StepLedger, schedule: str) -> 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if ledger.accumulating:
             return None
+        if schedule == SEESAW and (args or kwargs):
+            raise ValueError(
+                f"schedule={SEESAW!r} cannot read a scheduler that is stepped with arguments (a metric, an epoch), but "
+                f"{type(self).__name__}.step() got {args or kwargs}: call step(), or use schedule='progress'"
+            )
         if schedule == "steps" or args or kwargs:
             return original(self, *args, **kwargs)
         for _ in range(ledger.initial_steps):

@@ -7,11 +7,25 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from elastic_ray.batch.scaling_rules import AdamScale, AdaScale, Linear, ScalingRule, Sqrt, Unscaled, held_back, resolve
+from elastic_ray.adaptation.policies.seesaw import Seesaw
+from elastic_ray.adaptation.policy import Policy
+from elastic_ray.batch.scaling_rules import (
+    Adam,
+    AdamScale,
+    AdaScale,
+    Linear,
+    ScalingRule,
+    Sqrt,
+    Unscaled,
+    adam_options,
+    bias_correction,
+    held_back,
+    resolve,
+)
 from elastic_ray.batch.statistics import is_adam_like
-from elastic_ray.parallel.patches import count_optimizer_steps
+from elastic_ray.parallel.patches import SEESAW, count_optimizer_steps
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.tree import DictState
 from placement.goodput.model import NoiseScale
@@ -41,7 +55,14 @@ class Schedulers:
     ) -> None:
         self._run, self._optimizer = run, optimizer
         self._known = list(given)
+        if schedule == SEESAW and not self._known:
+            raise ValueError(
+                f"schedule={SEESAW!r} turns decays of a learning-rate scheduler into batches, but lr_scheduler is "
+                f"None: {_PASS_IT}"
+            )
         for number, scheduler in enumerate(self._known):
+            if schedule == SEESAW:
+                check_readable(scheduler)
             count_optimizer_steps(scheduler, run.ledger, schedule)
             key = f"lr_scheduler/{name}/{number}"
             run.states.register(key, DictState(scheduler))
@@ -110,7 +131,8 @@ def _with_inner(scheduler: Any) -> list[Any]:
 
 
 # Rules whose factors are 1 at scale 1 and do not move with the progress.
-_BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Linear, Sqrt, Unscaled)
+_BY_SCALE_AND_NOISE = (AdaScale, AdamScale, Adam, Linear, Sqrt, Unscaled)
+_SETTLED = 1e-6  # of a bias correction: what is left of the first steps
 
 
 class LearningRates:
@@ -123,6 +145,7 @@ class LearningRates:
         epochs_done: epochs of data trained on.
         policies: what they multiply all rates by.
         held: factors of the step before where they follow the noise, which all ranks share; changed in place.
+        adam_steps: as of ``NoiseTracker``, likewise.
 
     Attributes:
         factor: what the latest step has multiplied them by; the mean over the parameter groups.
@@ -139,6 +162,7 @@ class LearningRates:
         epochs_done: Callable[[], float],
         policies: PolicyRunner,
         held: list[float],
+        adam_steps: list[float],
     ) -> None:
         self._optimizer = optimizer
         self._rule = resolve(rule, adam_like=is_adam_like(optimizer))
@@ -148,16 +172,18 @@ class LearningRates:
         self._epochs_done = epochs_done
         self._policies = policies
         self._held = held
+        self._by_noise = isinstance(self._rule, (AdaScale, AdamScale)) or self._rule == Adam()
+        self._adam = adam_steps if isinstance(self._rule, Adam) and has_second_moments(optimizer) else None
         self._factors: tuple[tuple[Any, ...], tuple[float, ...]] | None = None
         self.factor = 1.0
 
     @property
     def wants_statistics(self) -> str:
         """Name of the setting that requires gradient statistics, or ""."""
-        asked = not self._by_default and isinstance(self._rule, (AdaScale, AdamScale))
+        asked = not self._by_default and self._by_noise
         return f"scaling_rule {type(self._rule).__name__}" if asked else ""
 
-    def scale(self, scale: float, *, has_statistics: bool) -> list[float] | None:
+    def scale(self, scale: float, *, has_statistics: bool) -> list[dict[str, Any]] | None:
         """Set rates for a batch of ``scale`` x the initial one.
 
         Args:
@@ -168,29 +194,43 @@ class LearningRates:
         """
         as_it_is = (scale == 1.0 and not self._warms) or (self._by_default and not has_statistics)
         by_policy = self._policies.values.rate_factor
-        if as_it_is and by_policy == 1.0:
+        if self._adam is not None:
+            self._count(self._adam, scale)
+        if as_it_is and by_policy == 1.0 and (self._adam is None or self._adam[0] == self._adam[1]):
             self._held[:] = ()
             self.factor = 1.0
             return None
         groups = self._optimizer.param_groups
-        rates = [group["lr"] for group in groups]
         factors: Sequence[float] = [1.0] * len(groups) if as_it_is else self._rule_factors(scale)
-        if isinstance(self._rule, (AdaScale, AdamScale)):
+        if self._by_noise:
             factors = held_back(factors, self._held)
             self._held[:] = factors
         self.factor = by_policy * sum(factors) / max(1, len(factors))
+        before: list[dict[str, Any]] = []
         try:
-            for group, rate, factor in zip(groups, rates, factors, strict=True):
-                group["lr"] = rate * factor * by_policy
+            for group, factor in zip(groups, factors, strict=True):
+                options = {"lr": group["lr"] * factor * by_policy}
+                if self._adam is not None and is_adam_group(group):
+                    options |= _scaled_options(group, scale, factor, self._adam)
+                    options["lr"] *= by_policy
+                before.append({name: group[name] for name in options})
+                group.update(options)
         except ValueError:  # a rule of the user's has given too few or too many
-            self.restore(rates)
+            self.restore(before)
             raise
-        return rates
+        return before
 
-    def restore(self, rates: Sequence[float]) -> None:
+    def restore(self, before: Sequence[dict[str, Any]]) -> None:
         """Restore the rates set by user code and schedulers, after the optimizer's step."""
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, options in zip(self._optimizer.param_groups, before, strict=False):
+            group.update(options)
+
+    def _count(self, steps: list[float], scale: float) -> None:
+        """The optimizer is about to step at this scale; steps that it came with were at the initial batch."""
+        if not steps[0]:
+            made = next((float(s["step"]) for s in self._optimizer.state.values() if "step" in s), 0.0)
+            steps[:] = made, made
+        steps[:] = steps[0] + 1.0, steps[1] + scale
 
     def _rule_factors(self, scale: float) -> Sequence[float]:
         noise, progress = self._noise(), self._epochs_done()
@@ -199,3 +239,74 @@ class LearningRates:
         if self._factors is None or self._factors[0] != asked:
             self._factors = asked, self._rule.factors(scale, noise, progress)
         return self._factors[1]
+
+
+def policies_of(schedule: str) -> list[Policy]:
+    """Return the policies that a schedule takes."""
+    return [Seesaw()] if schedule == SEESAW else []
+
+
+def rules_of(
+    rule: ScalingRule | str | None, schedule: str, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[ScalingRule | str | None]:
+    """Return the rule of each optimizer.
+
+    Raises:
+        ValueError: the schedule sets the rates and so does the rule, or no optimizer has what it is about.
+    """
+    if schedule == SEESAW:
+        if rule is not None:
+            raise ValueError(
+                f"schedule={SEESAW!r} decides how rates follow the batch, so scaling_rule must be left out, but got "
+                f"{rule!r}"
+            )
+        return [Adam(by_noise=False) if is_adam_like(each) else Linear() for each in optimizers]
+    named = isinstance(rule, Adam) or rule == "adam"
+    if named and not any(map(has_second_moments, optimizers)):
+        names = ", ".join(type(each).__name__ for each in optimizers)
+        raise ValueError(
+            "scaling_rule='adam' needs an optimizer of Adam's kind, whose groups have betas=(beta1, beta2) and eps, "
+            f"but got {names}: use 'adascale' or 'linear' for it"
+        )
+    return [rule] * len(optimizers)
+
+
+def check_readable(scheduler: Any) -> None:
+    """Refuse a scheduler whose factor is no pure function of progress.
+
+    Raises:
+        ValueError: it goes by a metric, or gives another factor each time it is asked.
+    """
+    for each in _with_inner(scheduler):
+        why = ""
+        if isinstance(each, ReduceLROnPlateau):
+            why = "its rate goes by a metric"
+        elif not isinstance(each, LRScheduler) and each is scheduler and not _with_inner([*vars(each).values()]):
+            why = "it is no torch.optim.lr_scheduler.LRScheduler, so what its rate goes by is unknown"
+        elif any(f(at) != f(at) for f in getattr(each, "lr_lambdas", ()) if f is not None for at in range(4)):
+            why = "its function gives another factor each time it is asked"
+        if why:
+            raise ValueError(
+                f"schedule={SEESAW!r} cannot read {type(each).__name__}: {why}. The factor must be a function of "
+                "progress alone, as of CosineAnnealingLR, LinearLR or a LambdaLR; or use schedule='progress'"
+            )
+
+
+def has_second_moments(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer keeps a running mean of squared gradients by a beta2."""
+    return not isinstance(optimizer, torch.optim.Adamax) and any(map(is_adam_group, optimizer.param_groups))
+
+
+def is_adam_group(group: dict[str, Any]) -> bool:
+    """Return True if a parameter group has a beta2 in (0, 1) and an eps, which Lion, for example, has not."""
+    betas = group.get("betas")
+    return "eps" in group and isinstance(betas, tuple | list) and len(betas) == 2 and 0.0 < float(betas[1]) < 1.0
+
+
+def _scaled_options(group: dict[str, Any], scale: float, factor: float, steps: Sequence[float]) -> dict[str, Any]:
+    """Return a group's options for this scale, the learning rate among them."""
+    made, initial = steps
+    correction = bias_correction(float(group["betas"][1]), made, initial, scale)
+    if abs(correction - 1.0) < _SETTLED:
+        correction = 1.0
+    return {"lr": group["lr"] * factor * correction, **adam_options(group, scale, factor, correction)}

@@ -51,7 +51,7 @@ from elastic_ray.parallel.refusals import (
     refuse_wrapped,
     warn_of_no_effect,
 )
-from elastic_ray.parallel.schedulers import LearningRates, Schedulers
+from elastic_ray.parallel.schedulers import LearningRates, Schedulers, policies_of, rules_of
 from elastic_ray.parallel.several_optimizers import joined, joint_noise, schedulers_of
 from elastic_ray.parallel.torch_state_dicts import follow_in_torch
 from elastic_ray.run.registry import HookPoint
@@ -121,9 +121,10 @@ class AdaptiveDataParallel(torch.nn.Module):
             in the same order on every worker. Several models: one wrapper each.
         lr_scheduler: scheduler (or several) of these optimizers; needed where there is one.
         schedule: what such a scheduler counts where it steps with every batch: ``"progress"`` in steps of the initial
-            batch, so that a decay ends where it should however the batch grows, or optimizer ``"steps"``.
+            batch, so that a decay ends where it should however the batch grows, or optimizer ``"steps"``. ``"seesaw"``
+            counts as ``"progress"`` and turns decays into growth of the batch (``adaptation.policies.seesaw``).
         grad_scaler: AMP's ``GradScaler``, where there is one; the statistics need its scale.
-        scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``,
+        scaling_rule: how the learning rate follows the batch size: a name (``"adascale"``, ``"adamscale"``, ``"adam"``,
             ``"linear"``, ``"sqrt"``, ``"legw"``, ``"none"``) or an object with ``factors(scale, noise, progress)``.
             The default is AdaScale, for optimizers of Adam's kind its square root; ``"none"`` where the strategy
             averages models. The rates that user code and schedulers set are those at the initial batch size. Of several
@@ -177,7 +178,8 @@ class AdaptiveDataParallel(torch.nn.Module):
             refuse_several_evaluations(each)
             refuse_divided_by_torch(each)
         check_choice(nonfinite)
-        watched, policies = check_stragglers(stragglers), check_policies(policy)
+        watched, policies = check_stragglers(stragglers), [*check_policies(policy), *policies_of(schedule)]
+        rules = rules_of(scaling_rule, schedule, optimizers)
         self.module = module
         session = session_of_new_model()
         if session.elastic:
@@ -200,7 +202,7 @@ class AdaptiveDataParallel(torch.nn.Module):
             session.registry.keep_random()
         try:
             kept = self._join_run(whole, nonfinite, strategy)
-            self._steps = self._steps_of(kept, scaling_rule, nonfinite, session.adaptation.runner)
+            self._steps = self._steps_of(kept, rules, nonfinite, session.adaptation.runner)
             self._register(kept, schedulers_of(lr_scheduler, optimizers), schedule)
             session.add_policies(policies)
         except BaseException:
@@ -245,17 +247,18 @@ class AdaptiveDataParallel(torch.nn.Module):
         self._sync = kept.sync
         return kept
 
-    def _steps_of(self, kept: KeptModel, rule: Any, nonfinite: str, policies: PolicyRunner) -> list[OptimizerSteps]:
+    def _steps_of(self, kept: KeptModel, rules: Any, nonfinite: str, policies: PolicyRunner) -> list[OptimizerSteps]:
         """Build the helpers for the steps of each optimizer."""
         found, run = list[OptimizerSteps](), self._run
         for number, (each, groups) in enumerate(zip(self._optimizers, group_ranges(self._optimizers), strict=True)):
             rates = LearningRates(
                 each,
-                rule,
+                rules[number],
                 noise=functools.partial(self._noise_of, groups),
                 epochs_done=lambda: run.ledger.epochs_done,
                 policies=policies,
                 held=self._tracker.held_factors[number],
+                adam_steps=self._tracker.adam_steps[number],
             )
             if rates.wants_statistics:
                 self._sync.require_statistics(rates.wants_statistics)

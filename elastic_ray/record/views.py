@@ -191,6 +191,7 @@ def job_status(
         step=report.total_steps if report else 0,
         batch_size=report.batch_size if report else 0,
         throughput=planner.throughput,
+        tokens_per_s=_in_tokens(planner, planner.throughput),
         goodput=planner.goodput(),
         metrics=record.metrics,
         message=record.message,
@@ -251,8 +252,21 @@ def _with_outlook(status: JobStatus, spec: JobSpec, planner: BatchPlanner, recor
     samples = samples_to_end(progress, size, first, planner.efficiency)
     steps = math.ceil(samples / status.batch_size) if samples is not None and status.batch_size else None
     return dataclasses.replace(
-        status, progress=ratio, samples_left=samples, steps_left=steps, eta_s=eta_s, eta_low_s=low_s, eta_high_s=high_s
+        status,
+        progress=ratio,
+        samples_left=samples,
+        steps_left=steps,
+        tokens_left=None if (tokens := _in_tokens(planner, samples)) is None else round(tokens),
+        eta_s=eta_s,
+        eta_low_s=low_s,
+        eta_high_s=high_s,
     )
+
+
+def _in_tokens(planner: BatchPlanner, samples: float | None) -> float | None:
+    """Return a number of samples in tokens; None where the loader's batch is not declared in tokens."""
+    tokens = planner.loader.tokens if planner.loader is not None else None
+    return None if tokens is None or samples is None else samples * tokens.per_sample
 
 
 def _note(record: JobRecord, planner: BatchPlanner, report: StepReport | None) -> str:

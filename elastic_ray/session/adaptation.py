@@ -181,6 +181,7 @@ class Adaptation:
             worker_s=values.worker_s,
             strategies=run.registry.strategies,
             metrics=dict(values.metrics),
+            tokens_per_sample=info.tokens.per_sample if info is not None and info.tokens is not None else None,
             reports=values.reports,
             sums=sums,
         )

@@ -44,6 +44,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
     if run.clock.generation != spec.generation:  # a leaver's last steps, and those before a switch under way
         shape, steps, step_time, grad_time = None, 0, 0.0, 0.0
     progress, peak_s = run.states.progress, run.registry.peak_s
+    tokens = run.registry.loaders.info.tokens if run.registry.loaders.info is not None else None
     return StepReport(
         generation=spec.generation,
         nodes=spec.nodes,
@@ -72,6 +73,7 @@ def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
         memory_bound=progress.memory_bound,
         backend=run.group.communicator.backend if run.group.members else "",
         mfu=peak_s * run.clock.batch_size / spec.world_size / step_time if peak_s and step_time > 0 else None,
+        tokens_per_sample=tokens.per_sample if tokens is not None else None,
     )
 
 

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from elastic_ray.batch.tokens import MOVED
 from elastic_ray.state.proof import BITS, Link
 from elastic_ray.state.resume_point import ResumePoint
 from placement.cluster.progress import Progress
@@ -75,6 +76,9 @@ class RunProgress:
         last_pass: facts of the training pass that ended last, with its link; empty before the first.
         memory_bound: most samples that a worker may take at once, since one ran out of memory with more; None for none.
         fits: most that one has taken at once in a committed step of training.
+        weighed: what the loop has weighed samples by (``loader.weigh``), their tokens, in steps that trained.
+        weighed_samples: how many samples these were.
+        tokens_per_sample: their mean as batches go by it, which follows once it has moved by a part.
     """
 
     epoch: int = 0
@@ -98,6 +102,9 @@ class RunProgress:
     last_pass: dict[str, int | None] = dataclasses.field(default_factory=dict)
     memory_bound: int | None = None
     fits: int = 0
+    weighed: float = 0.0
+    weighed_samples: int = 0
+    tokens_per_sample: float = 0.0
 
     def declare_epochs(self, epochs: int | None) -> None:
         """Declare the number of epochs that the loop wants; None if it does not say."""
@@ -138,6 +145,14 @@ class RunProgress:
         """Count a committed training step, with its statistical gain."""
         self.steps += 1
         self.done += gain
+
+    def count_weights(self, weight: float, samples: int) -> None:
+        """That step's samples were weighed by so much in all."""
+        self.weighed += weight
+        self.weighed_samples += samples
+        mean = self.weighed / self.weighed_samples
+        if mean > 0 and abs(mean - self.tokens_per_sample) > MOVED * self.tokens_per_sample:
+            self.tokens_per_sample = mean
 
     def count_optimizers(self, stepped: int) -> None:
         """Set the number of optimizers that have stepped in the step in progress."""

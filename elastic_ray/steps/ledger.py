@@ -316,6 +316,8 @@ class StepLedger:
         trained = self._updates_asked > 0 or self._trains
         if trained:
             self.state.progress.commit_training(gain(step.scale))
+            if step.weighed and (weight := step.counted) is not None:
+                self.state.progress.count_weights(weight, step.count)
         self.state.progress.count_optimizers(0)
         self._samples_left = step.samples_left
         return trained

@@ -104,6 +104,14 @@ class LoaderStep:
         return self.counts if self.counts is not None and len(self.counts) == len(self.sizes) else self.sizes
 
     @property
+    def counted(self) -> float | None:
+        """What the loop has given on all ranks together; None where they have not exchanged it."""
+        if len(self.sizes) == 1:
+            return sum(self.own_counts)
+        known = self.counts is not None and len(self.counts) == len(self.sizes)
+        return sum(map(sum, self.counts)) if known and self.counts is not None else None
+
+    @property
     def sample_scale(self) -> float:
         """Samples of this very step / initial batch size."""
         return self.count / self.init_batch_size

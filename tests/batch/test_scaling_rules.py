@@ -108,8 +108,8 @@ def test_names_and_objects_resolve() -> None:
     assert resolve(None, adam_like=False) == AdaScale()
     assert resolve("legw", adam_like=True) == Legw()
     assert resolve(Legw(warmup_epochs=3), adam_like=True) == Legw(warmup_epochs=3)
-    with pytest.raises(ValueError, match="one of adamscale, adascale, legw, linear, none, sqrt, but got 'adam'"):
-        by_name("adam")
+    with pytest.raises(ValueError, match="one of adam, adamscale, adascale, legw, linear, none, sqrt, but got 'lars'"):
+        by_name("lars")
     for wrong in (7, AdaScale):
         with pytest.raises(TypeError, match="must be a name or an object with factors"):
             resolve(wrong, adam_like=False)

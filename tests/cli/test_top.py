@@ -113,6 +113,7 @@ def test_status_says_what_is_left_and_where_time_went() -> None:
         eta_low_s=130.0,
         eta_high_s=240.0,
         samples_left=12345,
+        tokens_left=790080,
         steps_left=500,
         training_s=80.0,
         starting_s=5.0,
@@ -120,7 +121,7 @@ def test_status_says_what_is_left_and_where_time_went() -> None:
         last_pause=Pause(vote_s=0.01, group_s=0.05, state_s=0.12, first_step_s=0.3),
     )
     assert outlook_lines(row) == (
-        "42% done; left: 3m05s (2m10s to 4m00s), 12345 samples, 500 steps",
+        "42% done; left: 3m05s (2m10s to 4m00s), 12345 samples, 790080 tokens, 500 steps",
         "1m40s since its submission: training 80%, starting 5%, waiting 15%",
         "last pause 0.18 s: vote 0.01, group 0.05, state 0.12; first step after it 0.30 s",
     )

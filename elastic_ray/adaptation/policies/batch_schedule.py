@@ -19,7 +19,8 @@ class BatchSchedule(ReadyPolicy):
     Args:
         schedule: batches [samples] by when they begin, as ``{0: 32, 100: 64}``; or KungFu's text
             ``"batch:length,batch:length"``, where the last batch stays.
-        by: ``"step"`` (committed steps), ``"epoch"`` (from 0), or ``"progress"`` (0..1 of the declared epochs).
+        by: ``"step"`` (committed steps), ``"epoch"`` (from 0), ``"progress"`` (0..1 of the declared epochs), or
+            ``"tokens"`` (trained on; the batches are in tokens as well, and the loader must know what a sample has).
         strict: see ``Policy``.
         deadline_s: see ``Policy`` [s].
 
@@ -36,7 +37,7 @@ class BatchSchedule(ReadyPolicy):
         deadline_s: float = 2.0,
     ) -> None:
         super().__init__(strict=strict, deadline_s=deadline_s)
-        self.by = self._one_of("by", by, ("step", "epoch", "progress"))
+        self.by = self._one_of("by", by, ("step", "epoch", "progress", "tokens"))
         if not isinstance(schedule, (str, Mapping)) or not schedule:
             raise TypeError(f"BatchSchedule(schedule) must be a mapping or a text with an entry, but got {schedule!r}")
         begins = _begins(schedule) if isinstance(schedule, str) else dict(schedule)
@@ -57,12 +58,19 @@ class BatchSchedule(ReadyPolicy):
 
     def _at(self, view: PolicyView, *, ahead: int) -> Answer:
         """Return the request for the batch that is due, unless it was made."""
-        now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress}[self.by]
+        now = {"step": view.step + ahead, "epoch": view.epoch, "progress": view.progress, "tokens": view.tokens}[
+            self.by
+        ]
         due = [size for begin, size in self.schedule if now is not None and begin <= now]
-        if not due or due[-1] == self.asked:
+        if not due:
             return None
-        self.asked = due[-1]
-        return SetBatch(self.asked)
+        size = due[-1]
+        if self.by == "tokens" and view.tokens_per_sample is not None:
+            size = min(max(1, int(size / view.tokens_per_sample + 1e-9)), view.max_batch_size or size)
+        if size == self.asked:
+            return None
+        self.asked = size
+        return SetBatch(size)
 
 
 def _begins(text: str) -> dict[float, int]:

@@ -34,6 +34,7 @@ def _left(row: JobRow) -> str:
     """Return text such as ``42% done; 3m05s left (2m10s to 4m00s), 12345 samples, 500 steps``."""
     left = [until_end(row)] if until_end(row) else []
     left += [f"{row.samples_left} samples"] if row.samples_left is not None else []
+    left += [f"{row.tokens_left} tokens"] if row.tokens_left is not None else []
     left += [f"{row.steps_left} steps"] if row.steps_left is not None else []
     done = f"{percent(row.progress)} done" if percent(row.progress) else ""
     return "; ".join(part for part in (done, "left: " + ", ".join(left) if left else "") if part)

@@ -42,6 +42,8 @@ WORKERS = _gauge("workers", "Workers that train now; 0 once the job has ended.")
 TARGET_WORKERS = _gauge("target_workers", "Workers that the job is heading for; 0 once it has ended.")
 GLOBAL_BATCH = _gauge("global_batch", "Samples of one optimizer step over all workers.")
 SAMPLES_PER_SECOND = _gauge("samples_per_second", "Measured throughput [samples/s].")
+TOKENS_PER_SECOND = _gauge("tokens_per_second", "The same in tokens, where the batch is declared in tokens.")
+TOKENS_LEFT = _gauge("tokens_left", "Tokens until the end, where the batch is declared in tokens.")
 GOODPUT = _gauge("goodput", "Throughput x statistical efficiency by the fitted model [samples/s].")
 EFFICIENCY = _gauge("statistical_efficiency", "Progress per sample relative to the initial batch.")
 NOISE_SCALE = _gauge("noise_scale", "Gradient noise scale [samples].")
@@ -69,6 +71,8 @@ INSTRUMENTS = (
     TARGET_WORKERS,
     GLOBAL_BATCH,
     SAMPLES_PER_SECOND,
+    TOKENS_PER_SECOND,
+    TOKENS_LEFT,
     GOODPUT,
     EFFICIENCY,
     NOISE_SCALE,
@@ -197,6 +201,8 @@ def _speed_samples(
     return (
         *GLOBAL_BATCH.sample(report.batch_size or None, *whose),
         *SAMPLES_PER_SECOND.sample(status.throughput or None, *whose),
+        *TOKENS_PER_SECOND.sample(status.tokens_per_s or None, *whose),
+        *TOKENS_LEFT.sample(status.tokens_left, *whose),
         *GOODPUT.sample(status.goodput, *whose),
         *EFFICIENCY.sample(speed.efficiency, *whose),
         *NOISE_SCALE.sample(speed.noise_scale, *whose),

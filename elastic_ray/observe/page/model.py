@@ -87,6 +87,7 @@ class PageJob:
         target: workers that it is to have.
         held_at: size that it is held at by hand; None leaves it to the allocator.
         samples_per_s: throughput; ``goodput``: times the statistical efficiency; ``efficiency``: their ratio.
+        tokens_per_s, tokens_left: throughput and rest in tokens; None where the batch is not declared in tokens.
         progress: 0 to 1; None without a declared length.
         eta_s: seconds to its end at its present size; None where unknown.
         productive: part of the time since its submission in which it trained, 0 to 1.
@@ -110,6 +111,8 @@ class PageJob:
     held_at: int | None = None
     batch: int = 0
     samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
+    tokens_left: int | None = None
     goodput: float | None = None
     efficiency: float | None = None
     epoch: int = 0

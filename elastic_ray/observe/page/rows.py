@@ -63,6 +63,8 @@ def job_row(
         held_at=view.held_at if view is not None else None,
         batch=status.batch_size if status is not None else 0,
         samples_per_s=rate,
+        tokens_per_s=told(status, "tokens_per_s"),
+        tokens_left=told(status, "tokens_left"),
         goodput=goodput,
         efficiency=min(1.0, goodput / rate) if goodput is not None and rate > 0 else None,
         epoch=status.epoch if status is not None else 0,

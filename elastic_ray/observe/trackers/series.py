@@ -80,6 +80,7 @@ def job_numbers(
         "epoch": report.epoch,
         "step_time_s": report.step_time or None,
         "throughput": throughput or None,
+        "tokens_per_s": throughput * report.tokens_per_sample if throughput and report.tokens_per_sample else None,
         "goodput": goodput,
         "noise_scale": noise_scale,
         "learning_rate_factor": report.learning_rate_factor,

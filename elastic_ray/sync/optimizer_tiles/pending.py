@@ -138,8 +138,7 @@ def as_then(
     try:
         for group, then in zip(groups, options, strict=True):
             group.update(then)
-        for group, rate in zip((group for group in groups if "lr" in group), rates, strict=True):
-            group["lr"] = torch.full_like(group["lr"], rate) if isinstance(group["lr"], Tensor) else rate
+        _set_rates(groups, rates)
         yield
     finally:
         for group, present in zip(groups, before, strict=True):
@@ -163,9 +162,31 @@ def tiles_shown(
     return swapped(optimizer, hidden, [(part, groups[id(params[name])]) for name, part in shown], states)
 
 
+_SCALED = ("lr", "betas", "eps", "weight_decay")
+"""Options that follow the batch."""
+
+
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     """Return the learning rates of its groups."""
-    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+    return tuple(float(number) for group in optimizer.param_groups for name in _SCALED for number in _in(group, name))
+
+
+def _in(group: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+    value = group.get(name)
+    several = tuple(value) if isinstance(value, tuple | list) else (value,)
+    return several if all(isinstance(each, int | float | Tensor) for each in several) else ()
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """The inverse of :func:`rates_of`."""
+    given = iter(rates)
+    for group in groups:
+        for name in _SCALED:
+            present = _in(group, name)
+            numbers = zip(present, [next(given) for _ in present], strict=True)
+            new = tuple(torch.full_like(old, value) if isinstance(old, Tensor) else value for old, value in numbers)
+            if new:
+                group[name] = new if isinstance(group[name], tuple | list) else new[0]
 
 
 def update_digest(params: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> int:

@@ -70,6 +70,8 @@ class NoiseTracker:
         progress: scale-invariant progress, in steps at the initial batch.
         held_factors: of the latest step's learning rates, by parameter group of each of the model's optimizers; empty
             where they do not follow the noise.
+        adam_steps: steps that each optimizer has made, and as many at the initial batch, where its second moments
+            follow the batch.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, groups: int, optimizers: int = 1) -> None:
@@ -91,6 +93,7 @@ class NoiseTracker:
         self._step = 0
         self.progress = 0.0
         self.held_factors: list[list[float]] = [[] for _ in range(optimizers)]
+        self.adam_steps: list[list[float]] = [[0.0, 0.0] for _ in range(optimizers)]
 
     def read_from(self, source: StatesSource) -> None:
         """Take groups and states of the optimizer from there: it may not hold all of them itself."""
@@ -240,6 +243,7 @@ class NoiseTracker:
             "shared": shared,
             "scale": self._scale,
             "held_factors": [list(each) for each in self.held_factors],
+            "adam_steps": [list(each) for each in self.adam_steps],
             "progress": self.progress,
         }
 
@@ -251,6 +255,8 @@ class NoiseTracker:
         self._preconditioned = tree["preconditioned"]
         self.progress = tree["progress"]
         for mine, theirs in zip(self.held_factors, tree["held_factors"], strict=True):
+            mine[:] = theirs
+        for mine, theirs in zip(self.adam_steps, tree.get("adam_steps", ()), strict=False):
             mine[:] = theirs
         self.invalidate()
 

@@ -35,3 +35,31 @@ def trained(*, late: bool) -> torch.Tensor:
 
 def test_fused_optimizers_has_the_loss_scale_of_its_step() -> None:
     assert torch.equal(trained(late=True), trained(late=False))
+
+
+def test_scaled_options_are_those_of_the_step() -> None:
+    """Others have made the update with scaled options, which the optimizer has no more when this rank makes it."""
+    scaled = {"lr": 0.2, "betas": (0.9, 0.8145), "eps": 0.5, "weight_decay": 0.3}
+
+    def made(*, late: bool) -> torch.Tensor:
+        model = nn.Linear(3, 2, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), 0.1, betas=(0.9, 0.95), eps=1.0, weight_decay=0.1)
+        model(torch.ones(4, 3)).square().mean().backward()
+        group = optimizer.param_groups[0]
+        params = dict(model.named_parameters())
+        held = HeldTiles(Tiling(((Span("weight", 0, 6, False),),)), params)
+        held.take(0, [{}])
+        pending = PendingUpdate(optimizer, held, params, 1, 1) if late else None
+        usual = {name: group[name] for name in scaled}
+        group.update(scaled)
+        rates = rates_of(optimizer)
+        if pending is None:
+            optimizer.step()
+            return model.weight.detach()
+        group.update(usual)
+        pending.make(optimizer.step, rates)
+        assert {name: group[name] for name in scaled} == usual
+        return model.weight.detach()
+
+    assert torch.equal(made(late=True), made(late=False))

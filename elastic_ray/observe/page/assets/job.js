@@ -72,6 +72,7 @@ export class JobView {
   head(row, detail) {
     const facts = [["phase", row.phase], ["workers", row.workers === row.target ? row.workers : `${row.workers} → ${row.target}`],
       ["batch", row.batch || "–"], ["samples/s", row.samples_per_s ? number(row.samples_per_s) : "–"], ["goodput", number(row.goodput)],
+      ...(row.tokens_per_s ? [["tokens/s", number(row.tokens_per_s)], ["tokens left", row.tokens_left === null ? "–" : number(row.tokens_left)]] : []),
       ["efficiency", percent(row.efficiency)], ["progress", percent(row.progress)], ["ETA", span(row.eta_s)],
       ["loss", number(row.loss)], ["resizes", row.resizes], ["productive", percent(row.productive ?? productive(detail))],
       ["noise scale", detail?.noise_scale === null ? "–" : number(detail?.noise_scale)],

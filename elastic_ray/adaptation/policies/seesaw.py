@@ -1,0 +1,99 @@
+"""A schedule's decay as growth of the batch (pure)."""
+
+from __future__ import annotations
+
+from elastic_ray.adaptation.policies.ready import ReadyPolicy
+from elastic_ray.adaptation.policy import Answer
+from elastic_ray.adaptation.requests import SetBatch
+from elastic_ray.adaptation.view import PolicyView
+
+GROWTH = 1.25
+"""Factor by which a batch changes at least: each change cuts the loader's batches anew."""
+
+_SAME = 1e-6
+
+
+class Seesaw(ReadyPolicy):
+    """Grows the batch where the user's scheduler decays the learning rate.
+
+    With r the scheduled rate, r0 its highest so far, and M0 the initial batch, the batch is::
+
+        M = min(M0 r0 / r, cap)
+
+    At it the rate is r sqrt(M / M0) for optimizers of Adam's kind, and r M / M0 for others (``scaling_rules``). Below
+    the cap a decay by a is thus one by sqrt(a) and a batch of 1 / a (for SGD, no decay and 1 / a), at equal loss for
+    equal samples; above it the decay is what the user has written. A rate that rises again takes the batch back.
+    Source: Seesaw, arXiv 2510.14717.
+
+    The cap is the least of the loader's ``max_batch_size`` and the measured noise scale, up to which growth costs few
+    samples. A batch that has grown stays where the noise scale falls. What does not fit into memory is cut, and the
+    rate follows the batch that is there.
+
+    Args:
+        growth: see ``GROWTH``; above 1.
+        deadline_s: see ``Policy`` [s].
+
+    Raises:
+        TypeError, ValueError: an argument is of another type or outside its range.
+    """
+
+    def __init__(self, *, growth: float = GROWTH, deadline_s: float = 2.0) -> None:
+        super().__init__(strict=True, deadline_s=deadline_s)
+        self.growth = self._number("growth", growth, least=1.0)
+        self.peaks: list[float] = []
+        self.asked = 0
+
+    def before_train(self, view: PolicyView) -> Answer:
+        """The initial batch, which the job is not to choose from here on.
+
+        Raises:
+            ValueError: the loader's batch may not grow.
+        """
+        if view.max_batch_size is None:
+            raise ValueError(
+                f"schedule='seesaw' grows the batch, but the loader's is fixed at {view.initial_batch_size}: call "
+                "loader.autoscale_batch_size(max_batch_size=...) before the first epoch, or give it max_batch_tokens"
+            )
+        self.asked = view.initial_batch_size
+        return SetBatch(self.asked)
+
+    def after_step(self, view: PolicyView) -> Answer:
+        """The batch of the step after the next one, where it is worth a change."""
+        if not self.asked:
+            return self.before_train(view)
+        target = self.target(view)
+        largest = target == view.max_batch_size
+        grows = target >= self.asked * self.growth or (largest and target > self.asked)
+        if not grows and target * self.growth > self.asked:
+            return None
+        self.asked = target
+        return SetBatch(target)
+
+    def target(self, view: PolicyView) -> int:
+        """Return the batch that the scheduled rates ask for, up to the cap [samples]."""
+        first, most = view.initial_batch_size, view.max_batch_size or view.initial_batch_size
+        part = self._decay(view.learning_rates)
+        wanted = most if part * most <= first else int(first / part)
+        if wanted <= self.asked or view.noise is None:
+            return max(first, min(wanted, most))
+        measured = view.noise_scale  # None for no signal, which is no endless noise
+        cap = self.asked if measured is None else max(self.asked, int(measured))
+        return max(first, min(wanted, most, cap))
+
+    def _decay(self, rates: tuple[float, ...]) -> float:
+        """Return what part of the highest rates the present ones are.
+
+        Raises:
+            ValueError: parameter groups do not decay alike.
+        """
+        if len(self.peaks) != len(rates):
+            self.peaks = [0.0] * len(rates)
+        self.peaks = [max(peak, rate) for peak, rate in zip(self.peaks, rates, strict=True)]
+        parts = [rate / peak for rate, peak in zip(rates, self.peaks, strict=True) if peak > 0]
+        if parts and max(parts) - min(parts) > _SAME * max(parts):
+            raise ValueError(
+                "schedule='seesaw' needs one scheduler factor for all parameter groups, for there is one batch, but "
+                f"they are at {min(parts):.4g} to {max(parts):.4g} of their highest rates: give all groups (of all "
+                "optimizers) the same schedule, or use schedule='progress'"
+            )
+        return parts[0] if parts else 1.0

@@ -1,0 +1,102 @@
+"""Documents packed into rows of equal length (torch); which row has what is a function of lengths, seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from elastic_ray.data.permutation import Permutation
+
+Piece = tuple[int, int, int]
+"""A document, and the first of its tokens and the one after the last, in a row."""
+
+
+def plan_rows(lengths: Sequence[int], row: int, *, seed: int, epoch: int) -> list[list[Piece]]:
+    """Return which pieces of which documents each row holds: every token of every document once.
+
+    Documents come in the order of a permutation. Each is cut into pieces of ``row`` tokens and a rest; each piece goes
+    into the first of the latest rows that has room.
+
+    Args:
+        lengths: tokens of each document.
+        row: tokens of a row.
+        seed: of the order.
+        epoch: another one packs in another order.
+
+    >>> plan_rows([3, 5, 2], 4, seed=0, epoch=0)
+    [[(1, 0, 4)], [(1, 4, 5), (2, 0, 2)], [(0, 0, 3)]]
+    """
+    rows: list[list[Piece]] = []
+    room: list[int] = []
+    for document in Permutation(samples=len(lengths), key=f"packing {seed} {epoch}")[:].tolist():
+        for start in range(0, lengths[document], row):
+            piece = document, start, min(start + row, lengths[document])
+            size = piece[2] - start
+            first = max(0, len(rows) - _OPEN)
+            place = next((at for at in range(first, len(rows)) if room[at] >= size), None)
+            if place is None:
+                place = len(rows)
+                rows.append([])
+                room.append(row)
+            rows[place].append(piece)
+            room[place] -= size
+    return rows
+
+
+_OPEN = 64  # latest rows that may still be filled
+
+
+class PackedDataset(Dataset[tuple[Tensor, Tensor]]):
+    """Rows of ``length`` tokens that hold several documents each; an epoch's rows hold every token once.
+
+    A sample is ``(tokens, documents)``, both of ``length``. The second is 1, 2, ... by the document's place in the row,
+    and 0 where the row is padded, for a mask of the attention and for ``loader.weigh``. The loader deals rows as it
+    deals samples, so each document is used once an epoch, whatever the group does.
+
+    Args:
+        documents: the tokens of each, as tensors, arrays or lists of whole numbers.
+        length: tokens of a row.
+        seed: of the packing.
+        padding: token of what no document fills.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be right.
+
+    >>> packed = PackedDataset([[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]], length=4)
+    >>> [row.tolist() for row in packed[1]]
+    [[8, 9, 10, 0], [1, 2, 2, 0]]
+    """
+
+    def __init__(self, documents: Sequence[Any], length: int, *, seed: int = 0, padding: int = 0) -> None:
+        for name, value in (("length", length), ("seed", seed), ("padding", padding)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"PackedDataset({name}) must be a whole number, but got {value!r}")
+        if length < 1:
+            raise ValueError(f"PackedDataset(length) must be 1 token or more, but got {length}")
+        self._documents, self._length, self._padding, self._seed = documents, length, padding, seed
+        self._lengths = [len(each) for each in documents]
+        if not any(self._lengths):
+            raise ValueError(f"PackedDataset(documents) must hold a token, but got {len(documents)} empty documents")
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pack anew, in the order of this epoch; every worker must call it with the same."""
+        self.rows = plan_rows(self._lengths, self._length, seed=self._seed, epoch=epoch)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.full((self._length,), self._padding, dtype=torch.long)
+        documents = torch.zeros(self._length, dtype=torch.long)
+        at = 0
+        for place, (document, start, stop) in enumerate(self.rows[row], 1):
+            until = at + stop - start
+            tokens[at:until] = torch.as_tensor(self._documents[document][start:stop])
+            documents[at:until] = place
+            at = until
+        return tokens, documents

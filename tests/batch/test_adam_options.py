@@ -1,0 +1,56 @@
+"""Options of Adam's for a batch that has changed: half-lives in samples, and the exact correction of the bias."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ray.batch.scaling_rules import Adam, adam_options, bias_correction
+from placement.goodput.model import NoiseScale
+
+GROUP = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "decoupled_weight_decay": True}
+
+
+def test_known_options_at_four_times_the_batch() -> None:
+    assert adam_options(GROUP, 4.0, 2.0, 1.0) == {
+        "betas": (0.9, 0.95**4),  # Marek et al. 2025
+        "eps": pytest.approx(0.5e-8),  # Malladi et al. 2022
+        "weight_decay": pytest.approx(0.2),  # Wang and Aitchison 2024
+    }
+
+
+def test_weight_decay_in_the_loss_stays() -> None:
+    assert "weight_decay" not in adam_options({**GROUP, "decoupled_weight_decay": False}, 4.0, 2.0, 1.0)
+
+
+def test_rate_goes_by_gain_or_scale() -> None:
+    noise = [NoiseScale(sqr=1.0, var=1.0)]
+    assert Adam().factors(4.0, noise, 0.0) == (pytest.approx(math.sqrt(1.6)),)
+    assert Adam(by_noise=False).factors(4.0, noise, 0.0) == (2.0,)
+
+
+@given(st.floats(0.125, 64.0), st.floats(0.1, 0.9999), st.floats(0.1, 8.0))
+def test_half_lives_are_the_same_in_samples(scale: float, beta2: float, factor: float) -> None:
+    found = adam_options({**GROUP, "betas": (0.9, beta2)}, scale, factor, 1.0)
+    assert math.log(0.5) / math.log(found["betas"][1]) * scale == pytest.approx(math.log(0.5) / math.log(beta2))
+    assert factor * found["weight_decay"] / scale == pytest.approx(0.1)
+
+
+@given(st.lists(st.floats(0.25, 16.0), min_size=1, max_size=30), st.floats(0.5, 0.999))
+def test_second_moment_of_equal_gradients_is_their_square(scales: list[float], beta2: float) -> None:
+    """With every gradient 1, v_hat must be 1 at each step, whatever the batches were."""
+    moment = samples = 0.0
+    for step, scale in enumerate(scales, 1):
+        present, samples = beta2**scale, samples + scale
+        moment = present * moment + (1 - present)
+        by_adam = moment / (1 - present**step)  # what the optimizer divides by
+        c = bias_correction(beta2, step, samples, scale)
+        assert by_adam / c**2 == pytest.approx(1.0, rel=1e-9)
+
+
+@given(st.integers(1, 1000), st.floats(0.25, 16.0), st.floats(0.5, 0.999))
+def test_one_batch_needs_no_correction(steps: int, scale: float, beta2: float) -> None:
+    assert bias_correction(beta2, steps, steps * scale, scale) == pytest.approx(1.0)

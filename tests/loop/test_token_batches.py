@@ -1,0 +1,100 @@
+"""Batches that are declared in tokens, on every worker and through changes of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ray as er
+from elastic_ray.run.current import set_session
+from tests.loop.changing import Change, Kill, run_job
+
+LENGTH, SAMPLES, EPOCHS = 8, 96, 2
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Any:
+    set_session(None)
+    yield
+    set_session(None)
+
+
+def texts() -> torch.utils.data.TensorDataset:
+    """Padded sequences of which half of the tokens count."""
+    counts = (torch.arange(LENGTH) < LENGTH // 2).float().expand(SAMPLES, LENGTH).clone()
+    x = torch.randn(SAMPLES, LENGTH, generator=torch.Generator().manual_seed(5))
+    return torch.utils.data.TensorDataset(x, counts)
+
+
+def train(weigh: bool = True, seen: Callable[[Any], None] = lambda loader: None, **batch: Any) -> list[list[int]]:
+    """Samples of each step, by epoch."""
+    model = torch.nn.Linear(LENGTH, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = er.AdaptiveDataParallel(model, optimizer, scaling_rule="none")
+    loader = er.AdaptiveDataLoader(texts(), seed=1, **batch)
+    epochs, at = list[list[int]](), er.get_context().get_global_step
+    for _ in er.remaining_epochs_until(EPOCHS):
+        steps = dict[int, int]()
+        totals = er.Accumulator()
+        for x, counts in loader:
+            if weigh:
+                loader.weigh(counts.sum().item())
+            optimizer.zero_grad()
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            steps[at()] = loader.current_batch_size
+            totals["samples"] += len(x)
+        assert totals["samples"] == SAMPLES
+        epochs.append([steps[step] for step in sorted(steps)])
+        seen(loader)
+    return epochs
+
+
+def test_batch_in_tokens_is_so_many_samples() -> None:
+    loader = er.AdaptiveDataLoader(texts(), batch_tokens=128, tokens_per_sample=16)
+    assert (loader.batch_size, len(loader), loader.max_batch_size) == (8, 12, None)
+    capped = er.AdaptiveDataLoader(texts(), batch_tokens=128, tokens_per_sample=16, max_batch_tokens="0.5K")
+    assert capped.max_batch_size == 31
+
+
+def test_counted_tokens_make_the_batch() -> None:
+    first, second = train(batch_tokens=64, tokens_per_sample="weigh")
+    assert first[0] == 8 and set(first[1:]) == {16} and set(second) == {16}
+
+
+@pytest.mark.parametrize("script", [[Change(3, (1, 2, 3))], [Kill(3, 2, "backward")]])
+def test_so_it_is_through_changes_of_the_group(script: list[Any]) -> None:
+    outcome = run_job(lambda: train(batch_tokens=64, tokens_per_sample="weigh"), script, first=(1, 2))
+    assert all(size == 16 for epochs in outcome.results.values() for size in epochs[-1])
+
+
+def test_ramp_counts_tokens() -> None:
+    ramp = [(0, 8 * LENGTH), (48 * LENGTH, 16 * LENGTH), ("1.1K", 32 * LENGTH)]
+    first, second = train(weigh=False, batch_tokens=ramp, tokens_per_sample=LENGTH)
+    # 48 samples after six steps; 1100 tokens are 138 samples; a batch counts one step after it was asked for.
+    assert first == [8] * 7 + [16] * 3 and second == [16] * 4 + [32]
+
+
+def test_tokens_that_are_not_counted_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"a step has trained without loader.weigh\(n\)"):
+        train(weigh=False, batch_tokens=64, tokens_per_sample="weigh")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"batch_size": 3}, "neither batch_size=3"),
+        ({"batch_sampler": [[0, 1]], "whole_batches": True}, "nor a batch_sampler"),
+    ],
+)
+def test_batch_is_declared_once(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        er.AdaptiveDataLoader(texts(), batch_tokens=64, tokens_per_sample=LENGTH, **given)
+
+
+def test_cap_beyond_the_epoch_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most an epoch's 96 samples of 8 tokens, but got 125"):
+        er.AdaptiveDataLoader(texts(), batch_tokens=64, tokens_per_sample=LENGTH, max_batch_tokens="1K")
