@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         get_tracker_dir,
         register_state,
         report,
+        unit_mesh,
     )
     from elastic_ray.loop.collectives import all_gather, all_reduce, barrier, broadcast
     from elastic_ray.loop.epochs import Epochs, remaining_epochs_until
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from elastic_ray.state.tree import UnsafeStateError
     from elastic_ray.sync.row_changes import change_parameters
     from elastic_ray.sync.sharded_parameters.fully_shard import fully_shard
+    from elastic_ray.unit import Unit
     from placement.cluster.memory_need import MemoryNeed
     from placement.storage.private_files import ForeignDirectoryError
     from placement.storage.storage_calls import StorageTimeoutError
@@ -91,6 +93,7 @@ _HOMES = {
     "SchedulingConfig": "elastic_ray.config",
     "StorageTimeoutError": "placement.storage.storage_calls",
     "TrainFunctionError": "elastic_ray.errors",
+    "Unit": "elastic_ray.unit",
     "UnsafeStateError": "elastic_ray.state.tree",
     "WorkerInfo": "elastic_ray.events",
     "WorkersLostError": "elastic_ray.errors",
@@ -110,6 +113,7 @@ _HOMES = {
     "remaining_epochs_until": "elastic_ray.loop.epochs",
     "report": "elastic_ray.loop.api",
     "sharded_memory": "elastic_ray.driver.sharded_memory",
+    "unit_mesh": "elastic_ray.loop.api",
 }
 
 __all__ = [
@@ -143,6 +147,7 @@ __all__ = [
     "SchedulingConfig",
     "StorageTimeoutError",
     "TrainFunctionError",
+    "Unit",
     "UnsafeStateError",
     "WorkerInfo",
     "WorkersLostError",
@@ -162,6 +167,7 @@ __all__ = [
     "remaining_epochs_until",
     "report",
     "sharded_memory",
+    "unit_mesh",
 ]
 
 __version__ = RELEASE

@@ -85,7 +85,7 @@ class WorkerMessages:
 
     async def hear(self, message: WorkerMessage) -> None:
         """A worker's message; a trial's report is answered when training may go on."""
-        if not self._group.heard(message.worker):
+        if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:
             case WorkerHeartbeat():

@@ -58,8 +58,9 @@ class FiniteWatch:
         """
         if not self.looks:
             return True
+        unit = self._context.wishes
         several = self._context.group.world_size > 1
-        if several and suspects is None:
+        if unit is None and several and suspects is None:
             self._streak = False
             return True
         own: list[torch.Tensor] = [getattr(p.grad, "_local_tensor", p.grad) for p in params if p.grad is not None]
@@ -68,7 +69,11 @@ class FiniteWatch:
         sliced = all(grad.finite for grad in held if isinstance(grad, SlicedGradient))
         # Of a sharded model a rank has some rows only: those that are not finite may be another's.
         elsewhere = several and any(hasattr(p, "to_local") for p in params)
-        if not elsewhere and sliced and self._grads_are_finite(grads):
+        if unit is not None:  # gradients are averaged, so that all units see the same
+            finite = unit.agree(self._grads_are_finite(grads))
+        else:
+            finite = not elsewhere and sliced and self._grads_are_finite(grads)
+        if finite:
             self._streak = False
             return True
         if scaled:

@@ -205,6 +205,8 @@ class LoaderPasses:
         if ledger.abandoned:
             self.settle()
         failure = ledger.failure  # of this step, not of one around it
+        if run.wishes is not None:
+            failure = run.agree_in_unit(failure)
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass

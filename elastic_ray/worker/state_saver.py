@@ -87,6 +87,7 @@ class StateSaver:
         )
         if saving is not None:
             saving.serve(self._parts)
+        session.registry.save_when(self._is_due)
         self._refused = False
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
@@ -102,7 +103,8 @@ class StateSaver:
             self._begin(order)
             return
         self._tell_of_refusals()
-        due = self._asked or time.monotonic() - self._since_s >= self._interval_s
+        wishes = self._session.run.wishes
+        due = self._is_due() if wishes is None else wishes.due
         if self._off or not due or self._session.rank != 0:
             return
         if self._busy() or not self._session.may_save() or self._parts.makes_memory:
@@ -111,6 +113,9 @@ class StateSaver:
             self._give_up(self._parts.no_memory)
             return
         self._begin(None)
+
+    def _is_due(self) -> bool:
+        return self._asked or time.monotonic() - self._since_s >= self._interval_s
 
     def _begin(self, order: SaveOrder | None) -> None:
         """Write this rank's part, as all ranks have agreed; or, without an order, all of the state."""

@@ -33,11 +33,12 @@ class FailureDetector:
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
 
-    def forget(self, worker: str) -> None:
-        """Expect nothing from it any more."""
-        self._heard_s.pop(worker, None)
-        self._questioned.discard(worker)
-        self._excused.discard(worker)
+    def forget(self, *workers: str) -> None:
+        """Expect nothing from these any more."""
+        for worker in workers:
+            self._heard_s.pop(worker, None)
+        self._questioned.difference_update(workers)
+        self._excused.difference_update(workers)
 
     def excuse(self, worker: str) -> None:
         """Its process was seen to be alive: it may be busy, or starved, and is worth a longer wait."""
