@@ -91,7 +91,8 @@ class JobSpec(RunSettings):
             empty.
         min_workers: fewest workers the job may run with.
         max_workers: most workers it may use.
-        bundle: Ray resources of one worker (of a unit of several, of all of it), e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
+        bundle: Ray resources of one worker, or of all workers of a unit, e.g. ``{"CPU": 1, "GPU": 1}``; every amount
+            is above 0.
         use_gpu: train on CUDA where a node has it.
         label_selector: conditions on the Ray labels of a worker's node (``placement.cluster.labels``).
         elastic: how the job changes size.
@@ -147,7 +148,7 @@ class JobSpec(RunSettings):
 
         Trials go on from what the sweep says, and from nothing else.
         """
-        if self.trial is not None or not self.elastic.automatic_checkpoints or self.scheduling.unit_size > 1:
+        if self.trial is not None or not self.elastic.automatic_checkpoints:
             return 0
         return max(2, self.num_to_keep or 2)
 

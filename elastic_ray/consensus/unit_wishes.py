@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING
 
 from elastic_ray.batch.limits import BatchChoice
@@ -9,6 +10,9 @@ from elastic_ray.batch.limits import BatchChoice
 if TYPE_CHECKING:
     from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.membership.worker_side import WorkerMembership
+
+
+_TOKEN_BITS = 32
 
 
 class UnitWishes:
@@ -21,7 +25,7 @@ class UnitWishes:
     Attributes:
         prepared_ahead, wanted_batch, stop_requested, preempting: as of ``WorkerMembership``.
         voided: the present group was called off.
-        due: the worker that speaks for the unit has something to save.
+        save: token of the checkpoint that is due, in the eyes of the worker that speaks for the unit; 0 for none.
     """
 
     def __init__(self, membership: WorkerMembership, unit: UnitGroup) -> None:
@@ -37,7 +41,7 @@ class UnitWishes:
     def begin(self) -> None:
         """A group was entered: what was known in another one does not count."""
         self.prepared_ahead = 0
-        self.voided = self.due = False
+        self.voided, self.save = False, 0
         self.wanted_batch: BatchChoice | None = None
 
     def settle(self, *, well: bool, due: bool) -> bool:
@@ -59,7 +63,7 @@ class UnitWishes:
                 float(mine.stop_requested),
                 float(mine.preempting),
                 float(mine.voided),
-                float(due),
+                float(due and self._unit.leads and 1 + secrets.randbits(_TOKEN_BITS)),
                 float(batch.atomic_bsz) if batch is not None else 0.0,
                 float(batch.accum_steps) if batch is not None else 0.0,
             ]
@@ -68,7 +72,7 @@ class UnitWishes:
         alike = all(row[1] == first[1] for row in rows)
         self.prepared_ahead = max(0, round(first[1]) - mine.generation) if alike and first[1] else 0
         self.stop_requested, self.preempting, self.voided = (any(row[each] for row in rows) for each in (2, 3, 4))
-        self.due = bool(first[5])
+        self.save = round(first[5])
         self.wanted_batch = BatchChoice(atomic_bsz=round(first[6]), accum_steps=round(first[7])) if first[6] else None
         return all(bool(row[0]) for row in rows)
 

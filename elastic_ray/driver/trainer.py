@@ -67,7 +67,7 @@ def impossible(
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
         return _no_such_label(label_selector, nodes)
-    one = f"a unit of {unit} workers" if unit > 1 else "a worker"
+    one, many = (f"a unit of {unit} workers", "units") if unit > 1 else ("a worker", "workers")
     where = f" with the labels {dict(label_selector)}" if label_selector else ""
     for resource, amount in bundle.items():
         most = max(node.total.get(resource, 0.0) for node in fitting)
@@ -91,7 +91,7 @@ def impossible(
             else f"SchedulingConfig({sizes}) allows none so small: change it, if it asks for too much"
         )
         return (
-            f"at least {min_workers} {'units' if unit > 1 else 'workers'} of {_text(bundle)} are asked for, but all {len(fitting)} node(s)"
+            f"at least {min_workers} {many} of {_text(bundle)} are asked for, but all {len(fitting)} node(s)"
             f"{where} together have room for {capacity}; {way_out}, or add nodes"
         )
     return None

@@ -14,8 +14,8 @@ from elastic_ray.run.registry import HookPoint
 from elastic_ray.state.plain_metrics import plain_metrics
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from ray.train import Checkpoint
+    from torch.distributed.device_mesh import DeviceMesh
 
     from elastic_ray.session.session import Session
 

@@ -30,9 +30,9 @@ from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.stragglers.watch import StragglerWatch
 
 if TYPE_CHECKING:
-    from elastic_ray.communication.unit_group import UnitGroup
     import torch
 
+    from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.steps.step import LoaderStep
 
 
@@ -94,7 +94,7 @@ class Run:
         self.membership, self.controller, self.faults = membership, controller, faults
         self.synced, self.shape_changes, self.models = False, 0, 0
         self.group = group = Group(worker, membership, expected, most_workers)
-        self.states = SharedState(progress)
+        self.states = SharedState(progress, position=unit.place.position if unit is not None else None)
         self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
         self.unit, self.wishes = unit, UnitWishes(membership, unit) if unit is not None else None
@@ -137,13 +137,14 @@ class Run:
         """Whether the present group was called off, as all workers of a unit know."""
         return self.membership.voided if self.wishes is None else self.wishes.voided
 
-    def agree_in_unit(self, failure: str | None) -> str | None:
+    def agree_in_unit(self, failure: str | None, *, saves: bool = False) -> str | None:
         """At one place of the program on all workers of a unit: why what they did fails, on one of them or more.
 
         Args:
             failure: why it fails on this one; None if it does not.
+            saves: the state is to be saved, whether or not it is time.
         """
-        if self.wishes is None or self.wishes.settle(well=failure is None, due=self.registry.saving_is_due):
+        if self.wishes is None or self.wishes.settle(well=failure is None, due=saves or self.registry.saving_is_due):
             return failure
         return failure or "another worker of the unit could not complete its step"
 

@@ -6,12 +6,14 @@ code between them never sees membership, batch size or learning rate move.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.agreed_changes import UNRECORDED
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
@@ -380,10 +382,8 @@ class Session:
         """This rank needs no other any more; their fingerprints, where they have come here within ``wait_s``."""
         if self.run.wishes is None:
             return self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
-        try:
+        with contextlib.suppress(CommunicationFailedError):  # a rank that is gone needs no answer
             self.consensus.agree_on(Announced(Intent.FINISH))  # a unit's workers do not part by the clock
-        except CommunicationFailedError as error:
-            logger.info("worker %s: others have left at the end: %s", self.worker, error)
         return []
 
     def finish(self, *, saves: bool = False) -> bool:

@@ -387,7 +387,7 @@ def _as_divided(values: Any, parameter: Any) -> Any:
             return value
         if not value.dim():  # a count of steps
             return value
-        return DTensor(value.to(part.device), parameter._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(value.to(part.device), parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     return {key: divided(value) for key, value in values.items()}
 

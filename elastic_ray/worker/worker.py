@@ -430,7 +430,7 @@ def _end(kind: type[_End], **values: Any) -> _End:
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
     """The job goes on another time: rank 0 saves what all ranks hold, or each its part."""
-    if session.rank != 0:
+    if session.rank != 0 or not session.run.speaks:
         problem = saver.save() if saver is not None else ""
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)

@@ -156,8 +156,7 @@ class WorkerActors:
                 assignment = await self._with_gpus(assignment)
             assignment = dataclasses.replace(assignment, group=group.id.hex())
             running = [
-                actor.run.remote(each)
-                for (actor, _), each in zip(taken, self._in_unit(assignment), strict=True)
+                actor.run.remote(each) for (actor, _), each in zip(taken, self._in_unit(assignment), strict=True)
             ]
         except (RayError, asyncio.TimeoutError) as error:
             if isinstance(error, RuntimeEnvSetupError):

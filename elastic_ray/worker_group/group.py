@@ -244,7 +244,9 @@ class WorkerGroup:
         """Some ten times a second [s, monotonic]."""
         members = self._processes_of(self.machine.watched())
         for process, silence_s in self._detector.silent(now_s, members):
-            self.take(Lost(worker=worker_of(process), cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
+            self.take(
+                Lost(worker=worker_of(process), cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)")
+            )
         for worker in set(self._detector.questionable()) & members:
             self._background.start(self._look_at(worker))
         self.take(TimePassed())

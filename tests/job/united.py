@@ -24,7 +24,7 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def data() -> torch.utils.data.TensorDataset:

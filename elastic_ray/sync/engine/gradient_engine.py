@@ -456,9 +456,7 @@ class GradientEngine:
         self._control_size = self._context.consensus.control_size
         self._statistics.rebuilt(len(trainable.groups))
         groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
-        layout = BucketLayout(
-            groups, plan, self._control_size, self._in_force, self._statistics, self._divided
-        )
+        layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)
         self._drift.follow(plan.strategy.average)
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)

@@ -68,7 +68,7 @@ class LocalParameter:
     def grad(self, part: torch.Tensor | None) -> None:
         from torch.distributed.tensor import DTensor
 
-        held = None if part is None else DTensor(part, self._param._spec, requires_grad=False)  # type: ignore[call-arg]
+        held = None if part is None else DTensor(part, self._param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         self._param.grad = held
 
 
