@@ -48,6 +48,19 @@ def sharded(net: Net) -> nn.Module:
     return fully_shard(net, mesh=er.unit_mesh())  # type: ignore[return-value]
 
 
+class Pipelined(nn.Module):
+    """Blocks one after the other, of which a unit's workers hold one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({str(number): Net() for number in range(2)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
 KINDS = {"tp": tensor_parallel, "plain": lambda net: net, "shard": sharded}
 
 
@@ -57,18 +70,48 @@ def whole(model: nn.Module) -> dict[str, Any]:
     return {name: p.detach().flatten().tolist() for name, p in full.items()}
 
 
+def loss_of(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(found, targets)
+
+
+def pipeline_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    """Forward and backward passes of two micro-batches through both stages, by torch's schedule."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of)
+    if dist.get_rank() == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=targets)
+
+
 def train(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    net = KINDS[config["kind"]](Net())
+    pipelines = config["kind"] == "pp"
+    if pipelines or config["kind"] == "blocks":
+        net: Any = Pipelined()
+        if pipelines:
+            del net.blocks[str(1 - dist.get_rank())]
+    else:
+        net = KINDS[config["kind"]](Net())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
     model = er.AdaptiveDataParallel(net, optimizer)
     loader = er.AdaptiveDataLoader(data(), batch_size=BATCH, shuffle=True)
     for epoch in er.remaining_epochs_until(config["epochs"]):
         for inputs, targets in loader:
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            if pipelines:
+                pipeline_step(model, inputs, targets)
+            else:
+                loss_of(model(inputs), targets).backward()
             optimizer.step()
             until = config.get("until")
             if until and not Path(until).exists():
                 time.sleep(0.1)
-        er.report({"epoch": epoch, "parameters": whole(net), "unit": dist.get_world_size()})
+        found = whole(net)
+        if pipelines:
+            parts: list[Any] = [None, None]
+            dist.all_gather_object(parts, found)
+            found = parts[0] | parts[1]
+        er.report({"epoch": epoch, "parameters": found, "unit": dist.get_world_size()})
