@@ -163,7 +163,7 @@ class Demo:
         return er.ElasticTrainer(
             train,
             train_loop_config={**self._config, "until": until, "parallel": unit != 1},
-            scaling_config=ray.train.ScalingConfig(num_workers=workers),  # type: ignore[arg-type]
+            scaling_config=ray.train.ScalingConfig(num_workers=workers),
             run_config=ray.train.RunConfig(name=name, storage_path=self._directory),
             elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0),  # on two cores, workers may be slow to answer
             scheduling_config=er.SchedulingConfig(unit=unit),

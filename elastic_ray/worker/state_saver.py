@@ -87,7 +87,7 @@ class StateSaver:
         )
         if saving is not None:
             saving.serve(self._parts)
-        session.registry.save_when(self._is_due)
+        session.registry.save_when(lambda: self._is_due() and not self._busy())
         self._refused = False
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
