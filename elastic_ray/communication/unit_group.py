@@ -60,7 +60,7 @@ class UnitGroup:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nobody else is to connect
         store = dist.FileStore(place.store, place.size)  # type: ignore[attr-defined]
         self._store = store
-        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         agreeing = dist.PrefixStore("elastic_ray", store)  # type: ignore[attr-defined]

@@ -25,7 +25,6 @@ class UnitWishes:
     Attributes:
         prepared_ahead, wanted_batch, stop_requested, preempting: as of ``WorkerMembership``.
         voided: the present group was called off.
-        save: token of the checkpoint that is due, in the eyes of the worker that speaks for the unit; 0 for none.
     """
 
     def __init__(self, membership: WorkerMembership, unit: UnitGroup) -> None:
@@ -41,7 +40,7 @@ class UnitWishes:
     def begin(self) -> None:
         """A group was entered: what was known in another one does not count."""
         self.prepared_ahead = 0
-        self.voided, self.save = False, 0
+        self.voided, self._save = False, 0
         self.wanted_batch: BatchChoice | None = None
 
     def settle(self, *, well: bool, due: bool) -> bool:
@@ -72,9 +71,14 @@ class UnitWishes:
         alike = all(row[1] == first[1] for row in rows)
         self.prepared_ahead = max(0, round(first[1]) - mine.generation) if alike and first[1] else 0
         self.stop_requested, self.preempting, self.voided = (any(row[each] for row in rows) for each in (2, 3, 4))
-        self.save = round(first[5])
+        self._save = round(first[5])
         self.wanted_batch = BatchChoice(atomic_bsz=round(first[6]), accum_steps=round(first[7])) if first[6] else None
         return all(bool(row[0]) for row in rows)
+
+    def take_save(self) -> int:
+        """Token of the checkpoint that is due, as the worker sees it that speaks for the unit, once; 0 for none."""
+        token, self._save = self._save, 0
+        return token
 
     def agree(self, well: bool) -> bool:
         """Whether all is well on all workers of the unit."""

@@ -124,7 +124,7 @@ class StateSaver:
             return None
         if ends:
             run.agree_in_unit(None, saves=True)
-        token, run.wishes.save = run.wishes.save, 0
+        token = run.wishes.take_save()
         place = run.unit.place
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 

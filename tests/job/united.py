@@ -78,7 +78,7 @@ def pipeline_step(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> No
     """Forward and backward passes of two micro-batches through both stages, by torch's schedule."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
+    stage = PipelineStage(model.module, dist.get_rank(), 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_of)
     if dist.get_rank() == 0:
         schedule.step(inputs)
@@ -108,7 +108,7 @@ def train(config: dict[str, Any]) -> None:
             optimizer.step()
             until = config.get("until")
             if until and not Path(until).exists():
-                time.sleep(0.1)
+                time.sleep(0.1)  # units take seconds to start
         found = whole(net)
         if pipelines:
             parts: list[Any] = [None, None]
