@@ -103,3 +103,13 @@ def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
         shards=unit.shards,
         store=store,
     )
+
+
+def process_names(worker: str, unit: int) -> tuple[str, ...]:
+    """What the processes of a worker are called by the one who watches them: of a unit, several."""
+    return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
+
+
+def worker_of(process: str) -> str:
+    """Whose process it is."""
+    return process.partition(".")[0]

@@ -165,7 +165,7 @@ class Demo:
             train_loop_config={**self._config, "until": until, "parallel": unit != 1},
             scaling_config=ray.train.ScalingConfig(num_workers=workers),
             run_config=ray.train.RunConfig(name=name, storage_path=self._directory),
-            elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0),  # on two cores, workers may be slow to answer
+            elastic_config=er.ElasticConfig(heartbeat_timeout_s=10.0, join_timeout_s=300.0),  # two cores may be slow
             scheduling_config=er.SchedulingConfig(unit=unit),
         ).submit()
 

@@ -19,7 +19,7 @@ from elastic_ray.background import Background
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
-from elastic_ray.unit import place_in
+from elastic_ray.unit import place_in, process_names, worker_of
 from elastic_ray.warm_pool.processes import Processes
 from elastic_ray.worker.messages import GroupLost, RunFailed, RunResult, WorkerReregistration
 from elastic_ray.worker.setup import Assignment, ProcessInfo
@@ -355,16 +355,6 @@ class WorkerActors:
     def _may_come_out(self, worker: str) -> bool:
         process_info = self.process_infos.get(worker)
         return worker not in self._results and process_info is not None and not process_info.cuda
-
-
-def process_names(worker: str, unit: int) -> tuple[str, ...]:
-    """What the processes of a worker are called by the one who watches them: of a unit, several."""
-    return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
-
-
-def worker_of(process: str) -> str:
-    """Whose process it is."""
-    return process.partition(".")[0]
 
 
 def _gpu_ids() -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from elastic_ray.membership.messages import GenerationSpec, RankInfo
+from elastic_ray.unit import worker_of
 
 # The controller's own hiccups are no silence of the workers: a gap between two looks counts at most this much.
 _LONGEST_GAP_S = 0.3
@@ -67,7 +68,7 @@ class FailureDetector:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
         watched = list(members)
-        patient = set(watched) if len(watched) == 1 else self._excused
+        patient = set(watched) if len(set(map(worker_of, watched))) == 1 else self._excused  # no other waits for it
         quiet = [(w, self._clock_s - self._heard_s[w]) for w in watched if w in self._heard_s]
         limit_s = {w: self._alone_s if w in patient else self._timeout_s for w in watched}
         return [(worker, silence_s) for worker, silence_s in quiet if silence_s > limit_s[worker]]

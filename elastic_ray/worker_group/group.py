@@ -32,9 +32,10 @@ from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.record import JobRecord
+from elastic_ray.unit import process_names, worker_of
 from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregistration
 from elastic_ray.worker.setup import Assignment
-from elastic_ray.worker_group.actors import WorkerActors, process_names, worker_of
+from elastic_ray.worker_group.actors import WorkerActors
 from elastic_ray.worker_group.failure_detector import ExpectedRanks, FailureDetector
 
 logger = logging.getLogger("elastic_ray.job")
