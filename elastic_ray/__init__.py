@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from elastic_ray.faults import Faults
     from elastic_ray.integrations.ray_data import get_dataset_shard
     from elastic_ray.loop.accumulator import Accumulator
-    from elastic_ray.loop.api import current_epoch, get_checkpoint, get_context, get_tracker_dir, register_state, report
+    from elastic_ray.loop.api import (
+        current_epoch,
+        get_checkpoint,
+        get_context,
+        get_tracker_dir,
+        register_state,
+        report,
+        unit_mesh,
+    )
     from elastic_ray.loop.collectives import all_gather, all_reduce, barrier, broadcast
     from elastic_ray.loop.epochs import Epochs, remaining_epochs_until
     from elastic_ray.parallel.nonfinite import NonFiniteGradientsError, NonFiniteParametersError
@@ -49,6 +57,7 @@ if TYPE_CHECKING:
     from elastic_ray.state.tree import UnsafeStateError
     from elastic_ray.sync.row_changes import change_parameters
     from elastic_ray.sync.sharded_parameters.fully_shard import fully_shard
+    from elastic_ray.unit import Unit
     from placement.cluster.memory_need import MemoryNeed
     from placement.storage.private_files import ForeignDirectoryError
     from placement.storage.storage_calls import StorageTimeoutError
@@ -73,7 +82,7 @@ _HOMES = {
     "elastic_ray.faults": "Faults",
     "elastic_ray.integrations.ray_data": "get_dataset_shard",
     "elastic_ray.loop.accumulator": "Accumulator",
-    "elastic_ray.loop.api": "current_epoch get_checkpoint get_context get_tracker_dir register_state report",
+    "elastic_ray.loop.api": "current_epoch get_checkpoint get_context get_tracker_dir register_state report unit_mesh",
     "elastic_ray.loop.collectives": "all_gather all_reduce barrier broadcast",
     "elastic_ray.loop.epochs": "Epochs remaining_epochs_until",
     "elastic_ray.parallel.nonfinite": "NonFiniteGradientsError NonFiniteParametersError",
@@ -82,6 +91,7 @@ _HOMES = {
     "elastic_ray.state.tree": "UnsafeStateError",
     "elastic_ray.sync.row_changes": "change_parameters",
     "elastic_ray.sync.sharded_parameters.fully_shard": "fully_shard",
+    "elastic_ray.unit": "Unit",
     "placement.cluster.memory_need": "MemoryNeed",
     "placement.storage.private_files": "ForeignDirectoryError",
     "placement.storage.storage_calls": "StorageTimeoutError",
@@ -119,6 +129,7 @@ __all__ = [
     "SchedulingConfig",
     "StorageTimeoutError",
     "TrainFunctionError",
+    "Unit",
     "UnsafeStateError",
     "WorkerInfo",
     "WorkersLostError",
@@ -138,6 +149,7 @@ __all__ = [
     "remaining_epochs_until",
     "report",
     "sharded_memory",
+    "unit_mesh",
 ]
 
 __version__ = RELEASE

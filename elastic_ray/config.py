@@ -7,6 +7,7 @@ import math
 
 from elastic_ray.faults import Faults
 from elastic_ray.stragglers.slow_workers import RESPONSES, Response, StragglerConfig
+from elastic_ray.unit import Unit, check_size
 from placement.cluster.jobs import SPOT_USES, SpotUse
 from placement.cluster.memory_need import MemoryNeed
 from placement.cluster.sizes import AllowedSizes
@@ -186,6 +187,10 @@ class SchedulingConfig:
             most of ``num_workers``. After a lost worker the job continues with those that are left until the allocator
             has decided again, which takes a second or two.
         multiple_of: only multiples of this number of workers, as ``sizes``; None for any.
+        unit: workers that live and die together, on one node: a number, or their mesh by names (``Unit(tp=2)``). The
+            workers of a unit are a fixed group of ``torch.distributed``, in which a model is parallelised as under
+            ``torchrun``; the job's sizes are units from there on (``JobHandle.resize``, events, ``sizes``), and
+            ``ScalingConfig(num_workers)`` is a multiple of it. See docs/units.md.
         memory: bytes that a worker needs by the number of workers, and has, of a model that is divided among them: the
             job has no smaller group than one in which each has enough, but where workers were lost, which an event
             says. ``elastic_ray.sharded_memory(model, ...)`` counts a model. None where any size fits.
@@ -203,7 +208,13 @@ class SchedulingConfig:
     mixed_gpu_types: bool = False
     sizes: tuple[int, ...] | None = None
     multiple_of: int | None = None
+    unit: int | Unit = 1
     memory: MemoryNeed | None = None
+
+    @property
+    def unit_size(self) -> int:
+        """Workers of a unit."""
+        return self.unit.size if isinstance(self.unit, Unit) else self.unit
 
     @property
     def allowed_sizes(self) -> AllowedSizes:
@@ -218,6 +229,11 @@ class SchedulingConfig:
         if self.sizes == ():
             raise ValueError("sizes must hold the numbers of workers that are allowed, or be None for any, but got ()")
         _ = self.allowed_sizes  # raises
+        if not isinstance(self.unit, Unit):
+            check_size("unit", self.unit)
+        if self.unit_size > 1 and (self.mixed_gpu_types or self.memory is not None):
+            asked = "mixed_gpu_types" if self.mixed_gpu_types else "memory"
+            raise ValueError(f"{asked} is not served with unit={self.unit}: all units are alike; leave it out")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise TypeError(f"priority must be a whole number, but got {self.priority!r}")
         if not isinstance(self.tenant, str):

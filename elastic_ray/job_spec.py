@@ -91,7 +91,8 @@ class JobSpec(RunSettings):
             empty.
         min_workers: fewest workers the job may run with.
         max_workers: most workers it may use.
-        bundle: Ray resources of one worker, e.g. ``{"CPU": 1, "GPU": 1}``; every amount is above 0.
+        bundle: Ray resources of one worker, or of all workers of a unit, e.g. ``{"CPU": 1, "GPU": 1}``; every amount
+            is above 0.
         use_gpu: train on CUDA where a node has it.
         label_selector: conditions on the Ray labels of a worker's node (``placement.cluster.labels``).
         elastic: how the job changes size.

@@ -14,6 +14,7 @@ from elastic_ray.consensus.announcer import PAYLOAD_SIZE
 from elastic_ray.consensus.intents import agreed_generations_ahead, names_agree, names_ballot
 
 if TYPE_CHECKING:
+    from elastic_ray.consensus.unit_wishes import UnitWishes
     from elastic_ray.membership.worker_side import WorkerMembership
 
 
@@ -52,7 +53,7 @@ class AgreedChanges:
         wishes: what the controller wants of this rank.
     """
 
-    def __init__(self, wishes: WorkerMembership) -> None:
+    def __init__(self, wishes: WorkerMembership | UnitWishes) -> None:
         self._wishes = wishes
         self.generation = 0
         self.stop = False

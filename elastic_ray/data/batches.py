@@ -36,6 +36,8 @@ class StepSplit:
         shares: of ranks that do not take equally many.
         halving: which steps a rank that is alone takes in two halves, to measure the gradient's noise; None for none.
         least: fewest samples of a rank's micro-batch, where the step has as many for each rank.
+        shard, shards: which part of the rank's samples this worker reads, and of how many equal ones, in a unit whose
+            workers share them out.
     """
 
     __slots__ = (
@@ -48,6 +50,8 @@ class StepSplit:
         "least",
         "micro_steps",
         "rank",
+        "shard",
+        "shards",
         "shares",
         "world_size",
     )
@@ -63,7 +67,10 @@ class StepSplit:
         shares: Shares | None = None,
         halving: Halving | None = None,
         least: int = 1,
+        shard: int = 0,
+        shards: int = 1,
     ) -> None:
+        self.shard, self.shards = shard, shards
         self.batch_size = batch_size
         self.micro_steps = micro_steps
         self.world_size = world_size
@@ -94,12 +101,14 @@ class StepSplit:
 
     def count(self, position: int, total: int) -> int:
         """Return the samples of the step at ``position``; 0 at the end. Of fewer than the ranks some have none."""
-        if self.batch_size >= self.world_size and position <= total - self.batch_size - 2 * self.world_size:
+        each = self.shards
+        least = self.world_size * each
+        if self.batch_size >= least and position <= total - self.batch_size - 2 * least:
             return self.batch_size  # no step near the end, as nearly all
-        return step_size(
-            position=position,
-            total=total,
-            batch_size=max(self.batch_size, self.world_size),
+        return each * step_size(
+            position=position // each,
+            total=total // each,
+            batch_size=max(self.batch_size // each, self.world_size),
             world_size=self.world_size,
             drop_last=self.drop_last,
             least=self.least,
@@ -109,24 +118,35 @@ class StepSplit:
         """Return the samples of each rank and micro-step in the step at ``position``; not to be changed."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._sizes:
-            self._sizes[key] = split(
-                count, world_size=self.world_size, micro_steps=key[1], shares=self.shares, least=self.least
-            ).tolist()
+            parts = split(
+                count // self.shards,
+                world_size=self.world_size,
+                micro_steps=key[1],
+                shares=self.shares,
+                least=self.least,
+            )
+            self._sizes[key] = (parts * self.shards).tolist()
         return self._sizes[key]
 
     def slices(self, count: int, position: int) -> list[slice]:
         """Return this rank's part of that step in each micro-step; empty where it has no sample."""
         key = count, self.micro_steps if self.halving is None else self.micro_steps_at(position, count)
         if key not in self._slices:
-            self._slices[key] = rank_slices(
-                count,
+            found = rank_slices(
+                count // self.shards,
                 rank=self.rank,
                 world_size=self.world_size,
                 micro_steps=key[1],
                 shares=self.shares,
                 least=self.least,
             )
+            self._slices[key] = [slice(each.start * self.shards, each.stop * self.shards) for each in found]
         return self._slices[key]
+
+    def own(self, indices: list[int]) -> list[int]:
+        """Return what this worker reads of its rank's samples."""
+        size = len(indices) // self.shards
+        return indices if self.shards == 1 else indices[self.shard * size : (self.shard + 1) * size]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,7 +391,7 @@ def _shares(
             begin, end = end, end + len(piece)
             hashes[piece.start] = (sums[end] - sums[begin]) & BITS
         for piece in pieces:
-            yield piece.start, list(itertools.islice(values, len(piece)))
+            yield piece.start, cut.own(list(itertools.islice(values, len(piece))))
 
 
 def _steps(position: int, total: int, cut: StepSplit) -> Iterator[range]:

@@ -521,7 +521,9 @@ class AdaptiveDataLoader(ResumableLoader):
                 init_batch_size=self._limits.init_batch_size,
                 shape=shape,
                 ordinal=run.ledger.next_ordinal,
-                can_switch=lambda world_size: self._source.can_switch(loader_pass.position, step.total, world_size),
+                can_switch=lambda world_size: self._source.can_switch(
+                    loader_pass.position // cut.shards, step.total // cut.shards, world_size
+                ),
                 leads=leads,
                 whole=self._given.whole_batches,
                 sample_tag=step.sample_tag,
@@ -551,9 +553,36 @@ class AdaptiveDataLoader(ResumableLoader):
                 shares=self._shares,
                 halving=self._halving(shape),
                 least=self._least_share(),
+                shard=self._shard_of_unit[0],
+                shards=self._shard_of_unit[1],
             )
             self._setting = changes, shape, cut, self._leads
         return self._setting[1:]
+
+    @property
+    def _shard_of_unit(self) -> tuple[int, int]:
+        """Which part of its unit's samples this worker reads, and of how many.
+
+        Raises:
+            ValueError: the unit's workers cannot share them out equally.
+        """
+        unit = self._session.run.unit
+        if unit is None or unit.place.shards == 1:
+            return 0, 1
+        shards, batch, total = unit.place.shards, self.current_batch_size, self.dataset_size
+        if total is None or self._given.whole_batches:
+            what = "an iterable dataset" if total is None else "whole_batches=True"
+            raise ValueError(
+                f"{what} is not served in units whose workers read parts of their samples (Unit(shard={shards})): use "
+                "a dataset with a length and equal parts, or a unit whose workers read the same (tp, pp, cp, ep)"
+            )
+        uneven = "the dataset" if total % shards and not self._drop_last else "batch_size" if batch % shards else ""
+        if uneven:
+            raise ValueError(
+                f"{uneven} must be a multiple of the {shards} workers of Unit(shard={shards}), which take equal parts "
+                f"of each step, but got {batch if uneven == 'batch_size' else total}; choose another, or drop_last=True"
+            )
+        return unit.place.shard, shards
 
     def _least_share(self) -> int:
         """Return the fewest samples that the run's models are to be trained with at once, where this loader leads."""

@@ -44,6 +44,7 @@ def impossible(
     label_selector: Mapping[str, str],
     nodes: Sequence[Node],
     sizes: AllowedSizes = ANY_SIZE,
+    unit: int = 1,
 ) -> str | None:
     """Return why these nodes, if no other job used them, could not run even the smallest size of a job.
 
@@ -53,25 +54,27 @@ def impossible(
         label_selector: labels that a worker's node must have.
         nodes: all living nodes; only ``total`` and ``labels`` count.
         sizes: numbers of workers that the job may have.
+        unit: workers that count as one of them, with what they need together on one node.
 
     Returns A sentence that names the resource (or label) and what to change; None if the job could run.
     """
     fitting = [node for node in nodes if node.matches(label_selector)]
     if not fitting:
         return _no_such_label(label_selector, nodes)
+    one, many = (f"a unit of {unit} workers", "units") if unit > 1 else ("a worker", "workers")
     where = f" with the labels {dict(label_selector)}" if label_selector else ""
     for resource, amount in bundle.items():
         most = max(node.total.get(resource, 0.0) for node in fitting)
         if most + TOLERANCE < amount:
             return (
-                f"a worker needs {amount:g} {resource}, but no node{where} has more than {most:g}; change "
+                f"{one} needs {amount:g} {resource}, but no node{where} has more than {most:g}; change "
                 "ScalingConfig(use_gpu, resources_per_worker, accelerator_type) or add a node with "
                 f"{resource}"
             )
     capacity = sum(workers_on(node, bundle) for node in fitting)
     if capacity == 0:
         return (
-            f"a worker needs {_text(bundle)} on one node, but no single node{where} has all of it; "
+            f"{one} needs {_text(bundle)} on one node, but no single node{where} has all of it; "
             "change ScalingConfig(resources_per_worker) or add such a node"
         )
     if capacity < min_workers:
@@ -82,7 +85,7 @@ def impossible(
             else f"SchedulingConfig({sizes}) allows none so small: change it, if it asks for too much"
         )
         return (
-            f"at least {min_workers} workers of {_text(bundle)} are asked for, but all {len(fitting)} node(s)"
+            f"at least {min_workers} {many} of {_text(bundle)} are asked for, but all {len(fitting)} node(s)"
             f"{where} together have room for {capacity}; {way_out}, or add nodes"
         )
     return None
@@ -191,7 +194,8 @@ class ElasticTrainer:
         self._submission, self._user = told.submission, told.user or login_name()
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())
-        self._scaling = _of_allowed_sizes(self._scaling, self._scheduling)
+        self._scaling = _of_allowed_sizes(_in_units(self._scaling, self._scheduling), self._scheduling)
+        _check_unit(self._scheduling, self._elastic)
         self._fingerprint = _check_fingerprint(model_fingerprint)
         filesystem, self._storage_path = resolve(self._run.storage_path, self._run.storage_filesystem)
         self._filesystem = _picklable(filesystem)
@@ -296,6 +300,36 @@ class ElasticTrainer:
         )
 
 
+def _in_units(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
+    """Sizes, and what one of them takes, by units.
+
+    Raises:
+        ValueError: the numbers of workers are no multiples of a unit's.
+    """
+    size, limits = scheduling.unit_size, (scaling.min_workers, scaling.max_workers)
+    if any(workers % size for workers in limits):
+        fitting = tuple(max(1, workers // size) * size for workers in limits)
+        raise ValueError(
+            f"ScalingConfig(num_workers) must be multiples of the {size} workers of a unit "
+            f"(SchedulingConfig(unit={scheduling.unit})), but got {limits}; for example {fitting}"
+        )
+    return dataclasses.replace(
+        scaling,
+        min_workers=limits[0] // size,
+        max_workers=limits[1] // size,
+        bundle={name: amount * size for name, amount in scaling.bundle.items()},
+    )
+
+
+def _check_unit(scheduling: SchedulingConfig, elastic: ElasticConfig) -> None:
+    """Raise ValueError for what is not served with units."""
+    if scheduling.unit_size > 1 and elastic.stragglers in ("share", "replace"):
+        raise ValueError(
+            f"ElasticConfig(stragglers={elastic.stragglers!r}) is not served with SchedulingConfig(unit="
+            f"{scheduling.unit}): all units take equal shares; use 'tell' or 'ignore'"
+        )
+
+
 def _of_allowed_sizes(scaling: Scaling, scheduling: SchedulingConfig) -> Scaling:
     """Restrict the sizes to those from the smallest to the largest that is allowed.
 
@@ -316,7 +350,12 @@ def check_resources(spec: JobSpec) -> None:
     Raises ImpossibleResourcesError: and no autoscaler may bring what is missing.
     """
     reason = impossible(
-        spec.bundle, spec.min_workers, spec.label_selector, living_nodes(), spec.scheduling.allowed_sizes
+        spec.bundle,
+        spec.min_workers,
+        spec.label_selector,
+        living_nodes(),
+        spec.scheduling.allowed_sizes,
+        spec.scheduling.unit_size,
     )
     if reason is None:
         return

@@ -70,7 +70,7 @@ class WorkerMessages:
 
     async def hear(self, message: WorkerMessage) -> None:
         """Handle a worker's message; a trial's report is answered when training may continue."""
-        if not self._group.heard(message.worker):
+        if not self._group.heard(message.worker, getattr(message, "position", 0)):
             return
         match message:
             case WorkerHeartbeat():

@@ -15,6 +15,7 @@ from elastic_ray.state.plain_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
+    from torch.distributed.device_mesh import DeviceMesh
 
     from elastic_ray.session.session import Session
 
@@ -167,7 +168,7 @@ def report(metrics: Mapping[str, Any], checkpoint: Checkpoint | None = None) -> 
     if session.elastic and not session.synced:
         session.tell_of_early_report()
     number = session.count_report(saves=checkpoint is not None)
-    if session.group.rank_info.rank == 0:
+    if session.group.rank_info.rank == 0 and session.run.speaks:
         plain = plain_metrics(metrics)
         session.adaptation.runner.watched.reported(plain, number)
         session.registry.monitoring.take_report(plain, number)
@@ -242,6 +243,25 @@ def register_state(name: str, target: Any) -> None:
     if registered.extras is not None:
         session.states.register(f"{name}/parts", registered.extras)
     session.states.register_rollback(registered.remember, registered.roll_back, name)
+
+
+def unit_mesh() -> DeviceMesh:
+    """Torch's ``DeviceMesh`` over the workers of this one's unit, to parallelise the model by; see docs/units.md.
+
+    Its dimensions are those of ``SchedulingConfig(unit=Unit(tp=2, shard=2))``, by name and in that order, or one for
+    ``unit=2``. It stays the same as long as the worker lives: units come and go as a whole.
+
+    Raises:
+        RuntimeError: the job has no units, or this is no job.
+    """
+    unit = current_session().run.unit
+    if unit is None:
+        raise RuntimeError(
+            "unit_mesh() is for jobs of units: ask for workers that come and go together, with "
+            "ElasticTrainer(..., scheduling_config=SchedulingConfig(unit=2)) or unit=Unit(tp=2)"
+        )
+    mesh: DeviceMesh = unit.mesh
+    return mesh
 
 
 def current_epoch() -> int:

@@ -53,8 +53,9 @@ class FiniteWatch:
         """
         if not self.looks:
             return True
+        unit = self._context.wishes
         several = self._context.group.world_size > 1
-        if several and suspects is None:
+        if unit is None and several and suspects is None:
             self._streak = False
             return True
         grads, sliced = list[torch.Tensor](), True
@@ -66,7 +67,11 @@ class FiniteWatch:
                 grads.append(grad._values() if grad.is_sparse else grad)
         # Of a sharded model a rank has some rows only: those that are not finite may be another's.
         elsewhere = several and any(hasattr(p, "to_local") for p in params)
-        if not elsewhere and sliced and self._grads_are_finite(grads):
+        if unit is not None:  # gradients are averaged, so that all units see the same
+            finite = unit.agree(self._grads_are_finite(grads))
+        else:
+            finite = not elsewhere and sliced and self._grads_are_finite(grads)
+        if finite:
             self._streak = False
             return True
         if scaled:

@@ -53,6 +53,17 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def refuse_in_unit(**given: Any) -> None:
+    """Raise ValueError for arguments of ``AdaptiveDataParallel`` that are not served in a job of units."""
+    for name, value in given.items():
+        if value is not None and value != [] and not (name == "grad_scaler" and not value.is_enabled()):
+            way_out = "; train in bfloat16, which needs none" if name == "grad_scaler" else ""
+            raise ValueError(
+                f"AdaptiveDataParallel({name}=) is not served in a job of units (SchedulingConfig(unit=)): leave it "
+                f"out{way_out}"
+            )
+
+
 def check_stragglers(response: Any) -> StragglerConfig:
     """Check the response to slow workers that a run without a trainer asks for.
 

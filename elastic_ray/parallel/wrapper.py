@@ -44,6 +44,7 @@ from elastic_ray.parallel.refusals import (
     refuse_bounded_tables,
     refuse_divided_by_torch,
     refuse_graphed,
+    refuse_in_unit,
     refuse_lazy,
     refuse_left_out,
     refuse_options,
@@ -182,6 +183,8 @@ class AdaptiveDataParallel(torch.nn.Module):
         rules = rules_of(scaling_rule, schedule, optimizers)
         self.module = module
         session = session_of_new_model()
+        if session.run.unit is not None:
+            refuse_in_unit(policy=policy, grad_scaler=grad_scaler, monitor=monitor)
         if session.elastic:
             refuse_graphed(module)
         self._bounded_tables = bounded_tables(module)
@@ -218,7 +221,7 @@ class AdaptiveDataParallel(torch.nn.Module):
     def _join_run(self, optimizer: torch.optim.Optimizer, nonfinite: str, strategy: Any) -> KeptModel:
         """Make the model's parts, each with what it needs of the run."""
         run, module, first = self._run, self.module, self._optimizers[0]
-        self._sharded = is_sharded_model(module)
+        self._sharded = run.unit is None and is_sharded_model(module)
         if self._sharded:
             check_model(module, optimizer, strategy=strategy, scaler=self._scaler)
         self._trainable = Trainable(module, optimizer)

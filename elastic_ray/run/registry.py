@@ -201,6 +201,7 @@ class Registry:
         self._least_share = 1
         self.halving_changes = 0
         self._adds_up = False  # gradients over several steps
+        self._saves: Callable[[], bool] = lambda: False
         self.folds_random = True
 
     def keep_random(self) -> None:
@@ -219,6 +220,15 @@ class Registry:
     def add_hook(self, point: HookPoint, hook: Callable[[], None]) -> None:
         """Have ``hook`` called at every such point."""
         self._hooks[point].append(hook)
+
+    def save_when(self, due: Callable[[], bool]) -> None:
+        """Whether this worker has something to save, as it sees it by itself."""
+        self._saves = due
+
+    @property
+    def saving_is_due(self) -> bool:
+        """As :meth:`save_when` was told."""
+        return self._saves()
 
     def has_hook(self, point: HookPoint) -> bool:
         """True if any hook is registered for the point."""

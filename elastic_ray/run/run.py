@@ -9,6 +9,7 @@ from elastic_ray.batch.limits import BatchChoice, bounded
 from elastic_ray.batch.reports import ModelInfo
 from elastic_ray.consensus.agreed_changes import AgreedChanges
 from elastic_ray.consensus.consensus import RAN_OUT, RankConsensus
+from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.events import EventKind
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import RankInfo
@@ -30,6 +31,7 @@ from elastic_ray.stragglers.watch import StragglerWatch
 if TYPE_CHECKING:
     import torch
 
+    from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.steps.step import LoaderStep
 
 
@@ -47,6 +49,7 @@ class Run:
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
         most_workers: that there may ever be; None in a group of fixed size.
+        unit: of which this worker is one; None where each is a rank by itself.
         stragglers: what is done about slow workers.
 
     Attributes:
@@ -56,6 +59,7 @@ class Run:
         ledger: which step this rank is in.
         sums: what accumulators were given in steps that are not committed yet.
         tally: which samples a step has used.
+        unit, wishes: the unit, and what its workers know alike; None where each is a rank by itself.
         agreed: what the ranks have agreed on and not yet carried out.
         replicas: compares the wrapped models of the ranks.
         consensus: this rank's announcements and votes.
@@ -82,16 +86,18 @@ class Run:
         job: str,
         expected: RankInfo,
         most_workers: int | None,
+        unit: UnitGroup | None,
         stragglers: StragglerConfig,
     ) -> None:
         self.worker, self.job, self.elastic = worker, job, elastic
         self.membership, self.controller, self.faults = membership, controller, faults
         self.synced, self.shape_changes, self.models = False, 0, 0
         self.group = group = Group(worker, membership, expected, most_workers)
-        self.states = SharedState(progress)
+        self.states = SharedState(progress, position=unit.place.position if unit is not None else None)
         self.ledger = StepLedger(self.states, moment=self.moment if faults is not None else None)
         self.clock, self.sums, self.tally = StepClock(), StepSums(), SampleTally(self.ledger)
-        self.agreed = AgreedChanges(membership)
+        self.unit, self.wishes = unit, UnitWishes(membership, unit) if unit is not None else None
+        self.agreed = AgreedChanges(membership if self.wishes is None else self.wishes)
         monitoring = Monitoring(lambda: group.traffic, lambda: group.sending_s)
         self.meter = meter = monitoring.meter
         self.gpu_types = TypeShares(
@@ -119,6 +125,27 @@ class Run:
             warn=lambda text: self.tell("warning", text),
             is_last_epoch=lambda: self.states.progress.in_last_epoch,
         )
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker speaks for its unit, or is one by itself."""
+        return self.unit is None or self.unit.leads
+
+    @property
+    def voided(self) -> bool:
+        """Whether the present group was called off, as all workers of a unit know."""
+        return self.membership.voided if self.wishes is None else self.wishes.voided
+
+    def agree_in_unit(self, failure: str | None, *, saves: bool = False) -> str | None:
+        """At one place of the program on all workers of a unit: why what they did fails, on one of them or more.
+
+        Args:
+            failure: why it fails on this one; None if it does not.
+            saves: the state is to be saved, whether or not it is time.
+        """
+        if self.wishes is None or self.wishes.settle(well=failure is None, due=saves or self.registry.saving_is_due):
+            return failure
+        return failure or "another worker of the unit could not complete its step"
 
     @property
     def progress(self) -> RunProgress:
@@ -149,6 +176,8 @@ class Run:
         Where it has taken more than an equal share, or its gradients are averaged already, the group has to change.
         """
         step, info = self.ledger.outermost, self.registry.loaders.info
+        if self.unit is not None:
+            return False  # the others of the unit wait for this worker in collectives of the user's code
         if step is None or info is None or not step.leads or self.ledger.step is not step:
             return False
         if self.ledger.failed or self.agreed.ran_out:

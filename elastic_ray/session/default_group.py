@@ -25,6 +25,7 @@ from elastic_ray.run.current import check_thread, session_of_thread
 from elastic_ray.state.tree import from_bytes, to_bytes
 
 if TYPE_CHECKING:
+    from elastic_ray.communication.unit_group import UnitGroup
     from elastic_ray.session.session import Session
 
 _TAG = 1 << 16  # of the user's sends; lower ones are the protocol's
@@ -508,7 +509,7 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> DefaultGroup:
 
 def is_ours() -> bool:
     """True if the default group of this process is the job's."""
-    return isinstance(dist.GroupMember.WORLD, DefaultGroup)
+    return bool(_UNITS) or isinstance(dist.GroupMember.WORLD, DefaultGroup)
 
 
 def install() -> None:
@@ -517,12 +518,33 @@ def install() -> None:
         return
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+    if not _ORIGINALS:
         _accept(dist)
     hook = sys.excepthook
     os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "0")
     _ORIGINALS["init_process_group"](BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     sys.excepthook = hook  # torch's would name this process rank 0
     _follow_ranks()
+
+
+def install_unit(unit: UnitGroup) -> None:
+    """Have ``torch.distributed`` be initialised with the fixed group of a unit, in which nothing of ours has a part."""
+    if not _ORIGINALS:
+        _accept(dist)
+    if dist.is_initialized():
+        _ORIGINALS["destroy_process_group"]()
+    hook = sys.excepthook
+    unit.open(_ORIGINALS["init_process_group"])
+    sys.excepthook = hook
+    _UNITS.append(unit)
+
+
+def uninstall_unit(unit: UnitGroup) -> None:
+    """The run in a unit is over."""
+    if unit in _UNITS:
+        _UNITS.remove(unit)
+        _ORIGINALS["destroy_process_group"]()
+    unit.close()
 
 
 def _follow_ranks() -> None:
@@ -534,6 +556,7 @@ def _follow_ranks() -> None:
 
 
 _ORIGINALS: dict[str, Callable[..., Any]] = {}
+_UNITS: list[UnitGroup] = []  # the one whose group the default group is
 
 
 def _accept(module: Any) -> None:
@@ -552,7 +575,8 @@ def _accept(module: Any) -> None:
 
     def destroy_process_group(group: Any = None) -> None:
         """Destroy only groups that are not ours."""
-        if not is_ours() or not (group is None or isinstance(group, DefaultGroup)):
+        ours = group is None or group is dist.GroupMember.WORLD or isinstance(group, DefaultGroup)
+        if not is_ours() or not ours:
             _ORIGINALS["destroy_process_group"](group)
 
     def new_group(*args: Any, **options: Any) -> Any:

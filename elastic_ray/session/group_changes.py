@@ -11,6 +11,7 @@ from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.consensus.saving import Saving
+from elastic_ray.consensus.unit_wishes import UnitWishes
 from elastic_ray.membership.messages import GenerationSpec
 from elastic_ray.membership.worker_side import LostGroupError
 from elastic_ray.run.dismissal import WorkerDismissed
@@ -112,6 +113,8 @@ class GroupChanges:
         run = self._run
         run.clock.change_begins()
         prepared = self._membership.prepared_spec(generation)
+        if run.wishes is not None and not run.wishes.agree(prepared is not None):
+            prepared = None
         if prepared is not None and not can_switch(prepared.world_size):
             return  # too few samples left in this pass for so many ranks: agreed on again at its end
         left = run.group.generation
@@ -121,6 +124,8 @@ class GroupChanges:
             left = generation
             taken = self._membership.take(generation)
             self._follow()
+            if run.wishes is not None and not run.wishes.agree(taken is not None):
+                taken = None
             if taken is None:
                 raise CommunicationFailedError(f"generation {generation} was called off after it was agreed on")
             self._go_to(*taken)
@@ -168,14 +173,38 @@ class GroupChanges:
 
     def _take_next(self, timeout_s: float) -> int:
         """Wait for a group and enter it; returns the loader passes that its furthest rank has ended."""
+        if self._run.wishes is None:
+            spec, communicator = self._taken(timeout_s)
+        else:
+            spec, communicator = self._taken_by_unit(self._run.wishes, timeout_s)
+        self._follow()
+        return self._go_to(spec, communicator)
+
+    def _taken(self, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
+        """The group to go on with."""
         try:
-            spec, communicator = self._membership.take_next(timeout_s=timeout_s)
+            return self._membership.take_next(timeout_s=timeout_s)
         except LostGroupError:
             if self._membership.stop_requested:
                 raise WorkerDismissed(stopped=True) from None
             raise
-        self._follow()
-        return self._go_to(spec, communicator)
+
+    def _taken_by_unit(self, wishes: UnitWishes, timeout_s: float) -> tuple[GenerationSpec, Communicator | None]:
+        """The same on all workers of a unit: one may have missed a group that was called off meanwhile."""
+        taken, ended = None, None
+        newest = 1
+        while True:
+            try:
+                if ended is None and (taken is None or taken[0].generation < newest):
+                    taken = self._taken(timeout_s)
+            except (LostGroupError, WorkerDismissed) as error:
+                ended = error
+            told = wishes.alike(0.0 if ended is not None or taken is None else float(taken[0].generation))
+            if min(told) == 0.0:
+                raise ended or LostGroupError("another worker of the unit has no group to go on with")
+            newest = round(max(told))
+            if taken is not None and min(told) == newest:
+                return taken
 
     def _follow(self) -> None:
         """Follow the membership into another group."""
@@ -216,6 +245,8 @@ class GroupChanges:
         proof = self._prove(spec, communicator)
         self._results.enter_group(communicator, run.progress)
         self._steps_waited = 0
+        if run.wishes is not None:
+            run.wishes.begin()
         pause = run.clock.resume(run.group.generation)
         run.ledger.clear_failure()
         self._set_shape(spec.batch or run.states.shape)

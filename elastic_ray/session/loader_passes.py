@@ -55,7 +55,9 @@ class LoaderPasses:
 
     def check_group(self, loader_pass: PassProgress) -> None:
         """Continue with the next group before a step is divided, if the present one was called off."""
-        if self._run.membership.voided and self._run.ledger.depth == 0:
+        run = self._run
+        known = run.membership if run.wishes is None else run.wishes  # what all workers of a unit know
+        if known.voided and run.ledger.depth == 0:
             self._changes.regroup("the group was called off")
         if self._changes.furthest_passes > self._run.states.progress.ended_passes:
             self._follow(loader_pass)
@@ -199,6 +201,8 @@ class LoaderPasses:
         if ledger.abandoned:
             self.settle()
         failure = ledger.failure  # of this step, not of one around it
+        if run.wishes is not None:
+            failure = run.agree_in_unit(failure)
         step = ledger.end(loader_pass)
         asked, self._asked_to_end = self._asked_to_end, None
         ends_early = asked is step.loader_pass

@@ -6,12 +6,14 @@ code between them never sees membership, batch size or learning rate move.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastic_ray.adaptation.policy import Policy
 from elastic_ray.batch.limits import BatchChoice
 from elastic_ray.batch.reports import StepReport
+from elastic_ray.communication.communicator import CommunicationFailedError
 from elastic_ray.consensus.agreed_changes import UNRECORDED
 from elastic_ray.consensus.intents import Announced, Intent
 from elastic_ray.faults import FaultInjector
@@ -32,7 +34,7 @@ from elastic_ray.steps.random_numbers import fold_generators
 from elastic_ray.stragglers.slow_workers import StragglerConfig
 
 if TYPE_CHECKING:
-    pass
+    from elastic_ray.communication.unit_group import UnitGroup
 
 
 def step_report(run: Run, adaptation: Adaptation) -> StepReport | None:
@@ -98,6 +100,7 @@ class Session:
         faults: scripted faults, None outside tests.
         job: its name.
         expected: where this worker will stand in the group that it is to join, as far as that is known.
+        unit: of which this worker is one; None where each is a rank by itself.
         explain: why a collective of a group that cannot change has failed, from what that says itself.
         start: what it finds when it begins.
         sizes: fewest and most workers of the job; None where the group cannot change.
@@ -123,6 +126,7 @@ class Session:
         faults: FaultInjector | None = None,
         job: str = "local",
         expected: RankInfo | None = None,
+        unit: UnitGroup | None = None,
         explain: Callable[[str], str] = str,
         start: StartingPoint | None = None,
         sizes: tuple[int, int] | None = None,
@@ -142,6 +146,7 @@ class Session:
             faults=faults,
             job=job,
             expected=expected or RankInfo(),
+            unit=unit,
             most_workers=sizes[1] if sizes is not None else None,
             stragglers=stragglers,
         )
@@ -261,6 +266,7 @@ class Session:
             self.states.check_plain()  # here it is the user's to mend; in the middle of a change it would be too late
         self._install_saved()
         loaded = self.progress.steps if self.states.loaded else 0
+        self.run.agree_in_unit(None)  # all of it is ready
         self.controller.ready(self.registry.loader_info, has_state=self.states.unique, loaded=loaded)
         self.moment("joining")
         self._changes.join(timeout_s=self._join_timeout_s)
@@ -368,6 +374,14 @@ class Session:
         """Rank 0's measurements since the last call; None before the first generation."""
         return step_report(self.run, self.adaptation)
 
+    def _announce_finished(self, wait_s: float, left: int) -> list[int]:
+        """This rank needs no other any more; their fingerprints, where they have come here within ``wait_s``."""
+        if self.run.wishes is None:
+            return self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
+        with contextlib.suppress(CommunicationFailedError):  # a rank that is gone needs no answer
+            self.consensus.agree_on(Announced(Intent.FINISH))  # a unit's workers do not part by the clock
+        return []
+
     def finish(self, *, saves: bool = False) -> bool:
         """Finish the run, once the train function has returned.
 
@@ -393,9 +407,9 @@ class Session:
             return False
         alone = self.world_size == 1 or not self.registry.saves_together
         ends, wait_s = list[int](), _FINISHED_WAIT_S if alone or not saves else _SAVED_TOGETHER_WAIT_S
-        if self.world_size > 1 and not self.membership.voided:
+        if self.world_size > 1 and not self.run.voided:
             left = self.run.replicas.left_at(self.progress.loader_steps)
-            ends = self.consensus.announce_finished(Announced(Intent.FINISH), wait_s, left)
+            ends = self._announce_finished(wait_s, left)
             check_ends(ends)
         if alone or not saves:
             return saves

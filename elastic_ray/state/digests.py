@@ -19,7 +19,7 @@ _DIGEST_BYTES = 5
 def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a captured state with their paths."""
     if isinstance(tree, torch.Tensor):
-        yield name, tree
+        yield name, getattr(tree, "_local_tensor", tree)  # of what a unit has divided, this worker's part
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from named_tensors(value, f"{name}/{key}")

@@ -25,8 +25,10 @@ from elastic_ray.state.tree import (
     Stateful,
     UnsafeStateError,
     check_plain,
+    pack,
     receive_state,
     send_state,
+    unpack,
 )
 from elastic_ray.state.unread import read_all
 
@@ -68,6 +70,10 @@ def _named(name: str, what: str) -> Iterator[None]:
         raise _named_error(name, what, error) from error
 
 
+def _of_position(key: str, position: int) -> str:
+    return f"{key}@{position}"
+
+
 def _named_error(name: str, what: str, error: Exception) -> RuntimeError:
     return RuntimeError(f"state {name!r} cannot {what}: {type(error).__name__}: {error}")
 
@@ -97,7 +103,8 @@ class _Rollback:
 class SharedState:
     """States by name, the run's progress, and small per-step state that a lost step must undo."""
 
-    def __init__(self, progress: RunProgress) -> None:
+    def __init__(self, progress: RunProgress, *, position: int | None = None) -> None:
+        self._position_in_unit = position  # None where a rank is one worker
         self.progress = progress
         self.shape: BatchChoice | None = None
         self.complete = False
@@ -189,6 +196,8 @@ class SharedState:
         What only one rank holds, or all hold alike besides models, is the first one's, and so are buffers: they differ
         from rank to rank within a pass, and a checkpoint that the first rank writes alone has its own as well.
         """
+        if self._position_in_unit is not None:
+            return self._capture_position(self._position_in_unit)
         trees: dict[str, Any] = {}
         for key, state in self._states.items():
             if isinstance(state, WrittenInParts):
@@ -199,6 +208,11 @@ class SharedState:
             elif rank == 0:
                 trees[key] = state.capture_to_save() if isinstance(state, SharedOut) else state.capture()
         return {**trees, **self._position()} if rank == 0 else trees
+
+    def _capture_position(self, position: int) -> dict[str, Any]:
+        """What the worker at this position of a unit writes: under names of its own, for each has another part."""
+        trees = {_of_position(key, position): unpack(*pack(each.capture())) for key, each in self._states.items()}
+        return {**trees, **self._position()} if position == 0 else trees
 
     def capture_to_keep(self) -> dict[str, Any]:
         """Return all states with what only this rank holds, for a rerun in this process."""
@@ -231,6 +245,9 @@ class SharedState:
 
         Raises RuntimeError: as :meth:`install`.
         """
+        if self._position_in_unit is not None:
+            names = {_of_position(key, self._position_in_unit): key for key in self._states}
+            trees = {names.get(key, key): tree for key, tree in trees.items() if key in names or key in _OF_EVERY_RUN}
         self.install(trees)
         self.complete, self.loaded = True, loaded
 

@@ -114,7 +114,7 @@ def pack(tree: Any) -> tuple[Any, list[torch.Tensor]]:
     tensors: list[torch.Tensor] = []
 
     def add(tensor: torch.Tensor) -> TensorIndex:
-        tensors.append(tensor)
+        tensors.append(getattr(tensor, "_local_tensor", tensor))  # of what a unit has divided, this worker's part
         return TensorIndex(len(tensors) - 1)
 
     def visit(node: Any, path: tuple[Any, ...]) -> Any:
@@ -310,7 +310,7 @@ class ModuleState:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def restore(self, tree: Any) -> None:
-        mine = self.capture()
+        mine = {name: getattr(tensor, "_local_tensor", tensor) for name, tensor in self.capture().items()}
         if mine.keys() != tree.keys():
             raise RuntimeError(
                 "train_loop_per_worker must build the same model on every worker, but these parameters or buffers "
@@ -358,9 +358,26 @@ class OptimizerState:
             )
         self._optimizer.state.clear()
         for index, values in tree["state"].items():
-            self._optimizer.state[parameters[index]] = values
+            self._optimizer.state[parameters[index]] = _as_divided(values, parameters[index])
         for group, values in zip(self._optimizer.param_groups, tree["groups"], strict=True):
             group.update(values)
+
+
+def _as_divided(values: Any, parameter: Any) -> Any:
+    """What an optimizer keeps of a parameter: of one that a unit has divided, divided as it is."""
+    part = getattr(parameter, "_local_tensor", None)
+    if part is None:
+        return values
+    from torch.distributed.tensor import DTensor
+
+    def divided(value: Any) -> Any:
+        if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or value.shape != part.shape:
+            return value
+        if not value.dim():  # a count of steps
+            return value
+        return DTensor(value.to(part.device), parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    return {key: divided(value) for key, value in values.items()}
 
 
 class DictState:

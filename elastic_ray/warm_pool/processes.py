@@ -53,7 +53,7 @@ def setup_of(spec: JobSpec, *, controller: Any = None, token: str = "") -> Worke
     """Return the setup of the job's processes; ``controller`` and ``token`` are for one of the job's own."""
     return WorkerSetup(
         use_gpu=spec.use_gpu,
-        cpus=spec.bundle.get("CPU", 1.0),
+        cpus=spec.bundle.get("CPU", 1.0) / spec.scheduling.unit_size,
         storage_filesystem=spec.storage_filesystem,
         elastic=spec.elastic,
         log_level=spec.log_level,
@@ -152,6 +152,11 @@ class Processes:
     def _pool(self) -> PoolClient:
         return pool_client(self._spec, self._owner)
 
+    @property
+    def _wanted(self) -> int:
+        """Idle processes beside those in use, by node; those of a unit start together."""
+        return self._spec.elastic.warm_workers_per_node * self._spec.scheduling.unit_size
+
     async def take(self, node: str) -> tuple[Any, ProcessInfo]:
         """Return a process on the node that is ready.
 
@@ -243,7 +248,7 @@ class Processes:
         warm = self._warm.setdefault(node, [])
         if actor in self._lent:
             self._give_back(actor, fit=True)
-        elif len(warm) < self._spec.elastic.warm_workers_per_node and not self._closed:
+        elif len(warm) < self._wanted and not self._closed:
             warm.append(actor)
         else:
             self._kill(actor)
@@ -281,12 +286,12 @@ class Processes:
         for node in set(self._warm) - set(nodes):
             for actor in self._warm.pop(node):
                 self._kill(actor)
-        wanted = self._spec.elastic.warm_workers_per_node
+        wanted, unit = self._wanted, self._spec.scheduling.unit_size
         if not wanted or not nodes:
             return
         if self._pool.on:
             # As many as its next start would take, and beside them those with which it then grows and replaces at once.
-            self._order({node: wanted + workers for node, workers in nodes.items()})
+            self._order({node: wanted + workers * unit for node, workers in nodes.items()})
         elif not self._warming:
             self._warm_one(nodes, wanted)
 

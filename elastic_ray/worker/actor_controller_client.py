@@ -65,6 +65,7 @@ class ActorControllerClient:
     def __init__(self, assignment: Assignment, setup: WorkerSetup) -> None:
         self._controller = assignment.controller
         self._worker = assignment.worker
+        self._position = assignment.unit.position if assignment.unit is not None else 0
         self.storage = RunStorage(
             assignment.storage_path, setup.storage_filesystem, private=setup.elastic.private_files
         )
@@ -89,6 +90,11 @@ class ActorControllerClient:
         self.starts_over = False
         self.gone = ""
         self.stored: str | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process speaks for this one's unit."""
+        return bool(self._position)
 
     def leave_controller(self, why: str) -> None:
         """Wait for the controller no more: it will never answer again, for this reason."""
@@ -115,6 +121,10 @@ class ActorControllerClient:
         """Send a message. One that is lost with the controller's process is part of the worker's introduction."""
         return self._controller.push.remote(message)
 
+    def _is_mute(self, message: WorkerMessage) -> bool:
+        """Whether another process of the worker's unit says it for all."""
+        return bool(self._position) and not isinstance(message, WorkerHeartbeat | StepFailed | PrepareFailed)
+
     def out_of_memory(self, atomic_bsz: int, cause: str, *, whole: bool, more_than_equal: bool) -> None:
         """Report that this worker starts over with less, and with its state if that is ``whole``."""
         self.starts_over, self.last_switched = whole, 0
@@ -134,7 +144,7 @@ class ActorControllerClient:
 
         Returns at once while few are under way; a loop that reports faster than the controller hears waits for it.
         """
-        if self.gone:
+        if self.gone or self._is_mute(message):
             return
         deadline_s = time.monotonic() + self._patience_s
         while len(self._unheard) >= _MOST_UNHEARD and time.monotonic() < deadline_s:
@@ -197,7 +207,8 @@ class ActorControllerClient:
         self.last_ready = WorkerReady(
             worker=self._worker, loader=loader, has_state=has_state, loaded=loaded, resumed=self._resumed
         )
-        self.push(self.last_ready)
+        if not self._is_mute(self.last_ready):
+            self.push(self.last_ready)
 
     def failed(self, generation: int, cause: str) -> None:
         self.last_failed = StepFailed(worker=self._worker, generation=generation, cause=cause)
@@ -205,7 +216,9 @@ class ActorControllerClient:
 
     def switched(self, generation: int, pause: Pause, proof: Link) -> None:
         self.last_failed, self.last_switched, self.pause, self.starts_over = None, generation, pause, False
-        self.push(Switched(worker=self._worker, generation=generation, pause=pause, proof=proof.detail))
+        told = Switched(worker=self._worker, generation=generation, pause=pause, proof=proof.detail)
+        if not self._is_mute(told):
+            self.push(told)
 
     def could_not_form(self, generation: int, cause: str) -> None:
         """Report that the group of an announced generation could not be formed."""
@@ -215,7 +228,13 @@ class ActorControllerClient:
         """Send a sign of life."""
         waits = "" if ending else self.calls.waiting()
         beat = WorkerHeartbeat(
-            worker=self._worker, report=report, at=at, ending=ending, waits=waits, gpu_memory=gpu_memory()
+            worker=self._worker,
+            report=report,
+            at=at,
+            ending=ending,
+            waits=waits,
+            gpu_memory=gpu_memory(),
+            position=self._position,
         )
         self.push(beat)
 
@@ -303,7 +322,7 @@ class HeartbeatThread:
     def _report(self) -> StepReport | None:
         """Rank 0's measurements; None of other ranks, and where measuring fails."""
         session = self._session
-        if session.rank != 0 or not session.synced:
+        if session.rank != 0 or self._link.follows or not session.synced:
             return None
         try:
             return session.step_report()

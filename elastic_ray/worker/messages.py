@@ -103,6 +103,7 @@ class WorkerHeartbeat(Signal):
         ending: the last one, for the run is over.
         waits: what it waits for storage for, as a sentence; empty where storage answers.
         gpu_memory: bytes of its GPU that it has used at most, and reserved; None without one.
+        position: of the process in the worker's unit.
     """
 
     report: StepReport | None = None
@@ -110,6 +111,7 @@ class WorkerHeartbeat(Signal):
     ending: bool = False
     waits: str = ""
     gpu_memory: tuple[int, int] | None = None
+    position: int = 0
 
 
 class ControllerAnswer(enum.Enum):

@@ -9,6 +9,7 @@ from elastic_ray.checkpoints.automatic import StateFile
 from elastic_ray.config import ElasticConfig
 from elastic_ray.membership.messages import RankInfo
 from elastic_ray.state.resume_point import ResumePoint
+from elastic_ray.unit import UnitPlace
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,7 @@ class Assignment:
         sizes: fewest and most workers that the job may have.
         expected: where it will stand in the group that it is to join.
         others_at: epoch that the others are in, by their latest account; None where it starts with them.
+        unit: where the process stands among those of the worker, which are several where units are; else None.
     """
 
     worker: str
@@ -93,6 +95,7 @@ class Assignment:
     sizes: tuple[int, int] | None = None
     expected: RankInfo = dataclasses.field(default_factory=RankInfo)
     others_at: int | None = None
+    unit: UnitPlace | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ class StateSaver:
         )
         if saving is not None:
             saving.serve(self._parts)
+        session.registry.save_when(lambda: self._is_due() and not self._busy())
         self._refused = False
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
@@ -90,13 +91,13 @@ class StateSaver:
 
     def between_steps(self) -> None:
         """Begin a checkpoint if one is due. Costs nothing otherwise."""
-        order = self._saving.take_order()
+        order = self._saving.take_order() if self._session.run.wishes is None else self._unit_order()
         if order is not None:
             self._session.moment("save")
             self._begin(order)
             return
         self._tell_of_refusals()
-        due = self._asked or time.monotonic() - self._since_s >= self._interval_s
+        due = self._session.run.wishes is None and self._is_due()
         if self._off or not due or self._session.rank != 0:
             return
         if self._busy() or not self._session.may_save() or self._parts.makes_memory:
@@ -105,6 +106,24 @@ class StateSaver:
             self._give_up(self._parts.no_memory)
             return
         self._begin(None)
+
+    def _unit_order(self, *, ends: bool = False) -> SaveOrder | None:
+        """What the workers of the first rank's unit write together, each its position's; None where nothing is due.
+
+        Args:
+            ends: no step follows.
+        """
+        run = self._session.run
+        if run.wishes is None or run.unit is None or self._off or self._session.rank != 0:
+            return None
+        if ends:
+            run.agree_in_unit(None, saves=True)
+        token = run.wishes.take_save()
+        place = run.unit.place
+        return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
+
+    def _is_due(self) -> bool:
+        return self._asked or time.monotonic() - self._since_s >= self._interval_s
 
     def _begin(self, order: SaveOrder | None) -> None:
         """Write this rank's part, as all ranks have agreed; or, without an order, all of the state."""
@@ -157,7 +176,8 @@ class StateSaver:
         Returns why it could not be saved; empty if it was.
         """
         begin_s = time.monotonic()
-        order = self._saving.take_order()
+        units = self._session.run.wishes is not None
+        order = self._unit_order(ends=True) if units else self._saving.take_order()
         if order is None and self._session.rank != 0:
             return ""
         if order is not None:

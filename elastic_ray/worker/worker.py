@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import resource
@@ -18,6 +19,7 @@ from elastic_ray.checkpoints.sharded.reading import open_checkpoint
 from elastic_ray.communication.bootstrap_store import BootstrapStore
 from elastic_ray.communication.communicator import CommunicationFailedError, Communicator
 from elastic_ray.communication.retired_communicators import RetiredCommunicators
+from elastic_ray.communication.unit_group import UnitCommunicator, UnitGroup, UnitLostError
 from elastic_ray.events import EventKind, JobEvent
 from elastic_ray.faults import FaultInjector
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec, StopJob
@@ -28,11 +30,13 @@ from elastic_ray.run.optimizers import watch_optimizers
 from elastic_ray.run.registry import HookPoint
 from elastic_ray.sealed import seal, seal_error
 from elastic_ray.session.default_group import install as install_default_group
+from elastic_ray.session.default_group import install_unit, uninstall_unit
 from elastic_ray.session.session import Session
 from elastic_ray.state.progress import RunProgress, in_no_generation
 from elastic_ray.state.starting_point import SavedState, StartingPoint
 from elastic_ray.steps.out_of_memory import is_out_of_memory, let_go
 from elastic_ray.steps.random_numbers import seed_alike
+from elastic_ray.stragglers.slow_workers import StragglerConfig
 from elastic_ray.worker import train_loop
 from elastic_ray.worker.actor_controller_client import ActorControllerClient, HeartbeatThread
 from elastic_ray.worker.bootstrap_caller import ControllerCaller
@@ -89,6 +93,7 @@ class Worker:
         self._ended = threading.Condition()
         self._result: tuple[str, str, RunResult] | None = None
         self._runs = 0
+        self._unit: UnitGroup | None = None
         self._retired = RetiredCommunicators()
         self.saves_alone = False
         self._host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -159,8 +164,8 @@ class Worker:
     def _introduce(self) -> WorkerReregistration | None:
         """Return this worker's registration for a restarted controller; None while no run is in progress."""
         assignment, link, process_info, membership = self._assignment, self._link, self._process_info, self._membership
-        if assignment is None or link is None or process_info is None:
-            return None
+        if assignment is None or link is None or process_info is None or assignment.unit is not None:
+            return None  # a job of units starts again from what it has saved
         return WorkerReregistration(
             worker=assignment.worker,
             token=assignment.token,
@@ -212,8 +217,12 @@ class Worker:
         link = self._link = ActorControllerClient(assignment, self._setup)
         progress = _start_of(assignment)
         kept, source = self._saved_state(assignment, link)
+        try:
+            self._unit = self._unit_of(assignment)
+        except UnitLostError as error:
+            return _end(GroupLost, cause=str(error))
         with fetched_checkpoint(assignment.checkpoint_ref) as checkpoint:
-            for _ in range(_RERUNS):
+            for _ in range(_RERUNS if self._unit is None else 1):
                 saved = SavedState(states=kept, path=source) if kept is not None else None
                 session = self._session(assignment, link, progress, saved, checkpoint)
                 kept = saved = None  # the session's alone, which lets go of it once it is taken over
@@ -222,6 +231,17 @@ class Worker:
                     return outcome
                 (kept, progress), source = outcome, ""
         return _end(RunFailed, error=RuntimeError(f"the train function ran out of memory {_RERUNS} times in a row"))
+
+    def _unit_of(self, assignment: Assignment) -> UnitGroup | None:
+        """The workers of this one's unit, once all are there; None where a worker is one by itself."""
+        if assignment.unit is None:
+            return None
+        elastic = self._setup.elastic
+        return UnitGroup(
+            assignment.unit,
+            cuda=bool(assignment.gpu_ids),
+            timeout_s=elastic.join_timeout_s + elastic.collective_timeout_s,
+        )
 
     def _saved_state(self, assignment: Assignment, link: ActorControllerClient) -> tuple[dict[str, Any] | None, str]:
         """Return the first good automatic checkpoint to continue from, and its path."""
@@ -247,7 +267,10 @@ class Worker:
         interval_s = elastic.heartbeat_timeout_s / _BEATS_PER_TIMEOUT
         heartbeats = HeartbeatThread(link, session, interval_s=interval_s, report_s=elastic.report_interval_s)
         set_worker_session(session)
-        install_default_group()
+        if self._unit is None:
+            install_default_group()
+        else:
+            install_unit(self._unit)
         watch_optimizers()
         saver = self._new_saver(assignment, session, link)
         seed_alike(assignment.job)
@@ -263,12 +286,12 @@ class Worker:
             if dismissed.stopped and session.preempted:
                 return _preempted(session, link, saver)
             return _end(RunStopped) if dismissed.stopped else _end(RunLeft)
-        except (LostGroupError, CommunicationFailedError) as error:
+        except (LostGroupError, CommunicationFailedError, UnitLostError) as error:
             broken = True
             return _end(GroupLost, cause=str(error))
         except BaseException as error:
             broken = True
-            starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced
+            starts_over = is_out_of_memory(error) and session.atomic_bsz > 0 and session.synced and self._unit is None
             whole, atomic_bsz, more = not session.ledger.half_updated, session.atomic_bsz, session.takes_more
             if starts_over and not more:
                 session.progress.bound_memory(atomic_bsz)
@@ -295,6 +318,8 @@ class Worker:
                 saver.close()
             session.membership.close(broken=broken)
             heartbeats.stop()
+            if self._unit is not None:
+                uninstall_unit(self._unit)
             link.tracker_files.close(_TRACKER_S)
 
     def _new_saver(self, assignment: Assignment, session: Session, link: ActorControllerClient) -> StateSaver | None:
@@ -334,11 +359,13 @@ class Worker:
             def called_off() -> bool:
                 return membership.is_void(spec.generation)
 
-            return Communicator(
+            unit = self._unit
+            make = Communicator if unit is None else functools.partial(UnitCommunicator, unit)
+            return make(
                 BootstrapStore(
                     caller, elastic.switch_timeout_s, rank=rank, world_size=spec.world_size, called_off=called_off
                 ),
-                f"generation/{spec.generation}",
+                f"generation/{spec.generation}" + (f"/{unit.place.position}" if unit is not None else ""),
                 rank=rank,
                 world_size=spec.world_size,
                 timeout_s=elastic.collective_timeout_s,
@@ -365,7 +392,8 @@ class Worker:
             faults=FaultInjector(elastic.faults, link.claim_fault) if elastic.faults else None,
             job=assignment.job,
             expected=assignment.expected,
-            stragglers=elastic.straggler_config,
+            unit=self._unit,
+            stragglers=elastic.straggler_config if self._unit is None else StragglerConfig(),
             start=StartingPoint(
                 checkpoint or _stored_checkpoint(assignment, link),
                 epoch=assignment.resume_point.epoch if assignment.resume_point is not None else 0,
@@ -398,7 +426,7 @@ def _end(kind: type[_End], **values: Any) -> _End:
 
 def _preempted(session: Session, link: ActorControllerClient, saver: StateSaver | None) -> RunResult:
     """Save a preempted run: rank 0 saves what all ranks hold, or each its part."""
-    if session.rank != 0:
+    if session.rank != 0 or not session.run.speaks:
         problem = saver.save() if saver is not None else ""
         if problem:  # rank 0 waits for this rank's part in vain, and tells of it
             logger.warning("job %s rank %d: %s", session.job, session.rank, problem)

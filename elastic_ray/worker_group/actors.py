@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import logging
 import secrets
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -18,8 +19,9 @@ from elastic_ray.background import Background
 from elastic_ray.job_spec import JobSpec
 from elastic_ray.membership.messages import ControllerMessage, GenerationSpec
 from elastic_ray.membership.signals import Lost, Reserved, Stimulus
+from elastic_ray.unit import place_in, process_names, worker_of
 from elastic_ray.warm_pool.processes import Processes
-from elastic_ray.worker.messages import RunFailed, RunResult, WorkerReregistration
+from elastic_ray.worker.messages import GroupLost, RunFailed, RunResult, WorkerReregistration
 from elastic_ray.worker.setup import Assignment, ProcessInfo
 from placement.ray_cluster import groups
 from placement.ray_cluster.snapshot import group_name
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 _VACATE_S = 0.5
 _ASK_OUTCOME_S = 10.0
 _LOOK_S = 0.1
+_SIBLING_S = 1.0  # after an error in one process of a unit, in which another's death is heard of
 _WITHDRAWN_S = 2.0  # at the end of a job; Ray tries a group again after a second
 
 
@@ -64,7 +67,8 @@ class WorkerActors:
         self._groups: dict[str, Any] = {}
         self._room = groups.Room()
         self._fulfilled: set[str] = set()
-        self._actors: dict[str, Any] = {}
+        self._unit = spec.scheduling.unit_size
+        self._actors: dict[str, Any] = {}  # by process, see process_names
         self._nodes: dict[str, str] = {}
         self._results: dict[str, RunResult] = {}
         self._background = Background()
@@ -118,7 +122,7 @@ class WorkerActors:
 
     def homes(self) -> dict[str, str]:
         """Return nodes of the workers' processes, by worker."""
-        return {worker: self._nodes[worker] for worker in self._actors if worker in self._nodes}
+        return {name: self._nodes[worker_of(name)] for name in self._actors if worker_of(name) in self._nodes}
 
     def gpu_type(self, spec: GenerationSpec) -> str | None:
         """Return the GPU type of a generation's nodes, empty where they do not say; None if they differ."""
@@ -140,17 +144,22 @@ class WorkerActors:
 
     async def _run(self, assignment: Assignment) -> None:
         """Find a process, run the train function in it, and wait for its end."""
-        worker = assignment.worker
+        worker, node = assignment.worker, assignment.node
         try:
-            actor, process_info = await self._processes.take(assignment.node)
+            taken = await asyncio.gather(*(self._processes.take(node) for _ in range(self._unit)))
             group = self._groups.get(worker)
             if group is None:  # given back meanwhile
-                self._processes.rest(assignment.node, actor)
+                for actor, _ in taken:
+                    self._processes.rest(node, actor)
                 return
-            self._actors[worker], self.process_infos[worker] = actor, process_info
-            if process_info.cuda:
+            for name, (actor, process_info) in zip(process_names(worker, self._unit), taken, strict=True):
+                self._actors[name], self.process_infos[name] = actor, process_info
+            if taken[0][1].cuda:
                 assignment = await self._with_gpus(assignment)
-            running = actor.run.remote(dataclasses.replace(assignment, group=group.id.hex()))
+            assignment = dataclasses.replace(assignment, group=group.id.hex())
+            running = [
+                actor.run.remote(each) for (actor, _), each in zip(taken, self._in_unit(assignment), strict=True)
+            ]
         except (RayError, asyncio.TimeoutError) as error:
             if isinstance(error, RuntimeEnvSetupError):
                 self._on_refusal(worker, error, False)
@@ -161,21 +170,78 @@ class WorkerActors:
             logger.exception("job %s: worker %s has no process", self._spec.job, worker)
             self._on_refusal(worker, error, True)
             return
-        await self._watch(worker, actor, self._token, running)
+        if self._unit > 1:
+            await self._watch_unit(worker, [actor for actor, _ in taken], running)
+        else:
+            await self._watch(worker, taken[0][0], self._token, running[0])
 
     async def _watch(self, worker: str, actor: Any, token: str, running: Any = None) -> None:
         """Wait for the end of a run, or of its process."""
+        self._tell_end(worker, await self._outcome(actor, token, worker, running))
+
+    async def _outcome(self, actor: Any, token: str, worker: str, running: Any) -> RunResult | str:
+        """How a run has ended; or why its process is gone."""
         try:
             while (result := await actor.outcome.remote(token, worker, _ASK_OUTCOME_S)) is None:
                 if running is not None and ray.wait([running], timeout=0, fetch_local=False)[0]:
                     await running  # it could not even begin
         except RayTaskError as error:  # it has ended, and how cannot be told, now or later
-            result = RunFailed(error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}"))
+            return RunFailed(error=RuntimeError(f"worker {worker}: {_first_line(error.cause or error)}"))
         except (RayError, asyncio.TimeoutError) as error:
-            self._tell(Lost(worker=worker, cause=_first_line(error)))
+            return _first_line(error)
+        found: RunResult = result
+        return found
+
+    def _in_unit(self, assignment: Assignment) -> list[Assignment]:
+        """What each process of the worker is told."""
+        if self._unit == 1:
+            return [assignment]
+        store = f"{tempfile.gettempdir()}/elastic-ray-{secrets.token_hex(8)}/unit"
+        gpus = len(assignment.gpu_ids) // self._unit
+        return [
+            dataclasses.replace(
+                assignment,
+                unit=place_in(self._spec.scheduling.unit, position, store),
+                gpu_ids=assignment.gpu_ids[position * gpus : (position + 1) * gpus],
+            )
+            for position in range(self._unit)
+        ]
+
+    async def _watch_unit(self, worker: str, actors: Sequence[Any], running: Sequence[Any]) -> None:
+        """Wait for the end of a run in all processes of a unit, or for the first that is lost or raises."""
+        outcomes = [
+            asyncio.ensure_future(self._outcome(actor, self._token, worker, each))
+            for actor, each in zip(actors, running, strict=True)
+        ]
+        try:
+            waiting: set[asyncio.Future[RunResult | str]] = set(outcomes)
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                ends = [each.result() for each in done]
+                failed = [each for each in ends if isinstance(each, str | RunFailed | GroupLost)]
+                if failed and not isinstance(failed[0], str):  # is it because another one is gone?
+                    more, _ = await asyncio.wait(waiting, timeout=_SIBLING_S) if waiting else (set(), None)
+                    ends = [each.result() for each in (*done, *more)]
+                    failed = [each for each in ends if isinstance(each, str)] or failed
+                if failed:
+                    self._tell_end(worker, failed[0])
+                    return
+            for name, each in zip(process_names(worker, self._unit), outcomes, strict=True):
+                end = each.result()
+                assert not isinstance(end, str), "it would have failed"
+                self._results[name] = end
+            self._on_result(worker, self._results[worker])
+        finally:
+            for each in outcomes:
+                each.cancel()
+
+    def _tell_end(self, worker: str, end: RunResult | str) -> None:
+        """A run has ended, or its process is gone, for the reason that stands there."""
+        if isinstance(end, str):
+            self._tell(Lost(worker=worker, cause=end))
             return
-        self._results[worker] = result
-        self._on_result(worker, result)
+        self._results[worker] = end
+        self._on_result(worker, end)
 
     def adopt(self, told: WorkerReregistration) -> None:
         """Take over a worker of a controller before this one."""
@@ -204,9 +270,7 @@ class WorkerActors:
 
     def release(self, worker: str, *, kill: bool) -> None:
         """Give a worker's resources back; its process rests in the warm pool, or ends."""
-        actor, node = self._actors.pop(worker, None), self._nodes.pop(worker, "")
-        result = self._results.pop(worker, None)
-        self.process_infos.pop(worker, None)
+        node = self._nodes.pop(worker, "")
         self._tokens.pop(worker, None)
         group = self._groups.pop(worker, None)
         if group is not None and worker in self._fulfilled:
@@ -214,7 +278,11 @@ class WorkerActors:
         elif group is not None:
             self._withdrawals.start(groups.withdraw(group))
         self._fulfilled.discard(worker)
-        if actor is not None:
+        for name in process_names(worker, self._unit):
+            actor, result = self._actors.pop(name, None), self._results.pop(name, None)
+            self.process_infos.pop(name, None)
+            if actor is None:
+                continue
             fit = (
                 not kill
                 and result is not None
@@ -231,8 +299,12 @@ class WorkerActors:
 
         A process that is stopped, a zombie or gone is not running; one that is starved or holds its own lock is.
         """
-        node, process_info = self._nodes.get(worker, ""), self.process_infos.get(worker)
-        others = [actor for other, actor in self._actors.items() if other != worker and self._nodes[other] == node]
+        node, process_info = self._nodes.get(worker_of(worker), ""), self.process_infos.get(worker)
+        others = [
+            actor
+            for other, actor in self._actors.items()
+            if other != worker and self._nodes.get(worker_of(other)) == node
+        ]
         witness = self._processes.witness(node) or next(iter(others), None)
         if witness is None or process_info is None:
             return None
@@ -244,9 +316,10 @@ class WorkerActors:
     def post(self, workers: Iterable[str], message: ControllerMessage) -> None:
         """Tell workers something; one that is gone misses nothing."""
         for worker in workers:
-            actor = self._actors.get(worker)
-            if actor is not None:
-                actor.post.remote(self._tokens.get(worker, self._token), worker, message)
+            for name in process_names(worker, self._unit):
+                actor = self._actors.get(name)
+                if actor is not None:
+                    actor.post.remote(self._tokens.get(worker, self._token), worker, message)
 
     def keep_warm(self, nodes: Mapping[str, int]) -> None:
         """Keep processes at hand on these nodes, where the job has so many workers, and on no other."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from elastic_ray.membership.messages import GenerationSpec, RankInfo
+from elastic_ray.unit import worker_of
 
 # The controller's own hiccups are no silence of the workers: a gap between two looks counts at most this much.
 _LONGEST_GAP_S = 0.3
@@ -33,11 +34,12 @@ class FailureDetector:
         self._questioned.difference_update(workers)
         self._excused.difference_update(workers)
 
-    def forget(self, worker: str) -> None:
+    def forget(self, *workers: str) -> None:
         """Forget a worker, of which nothing is expected any more."""
-        self._heard_s.pop(worker, None)
-        self._questioned.discard(worker)
-        self._excused.discard(worker)
+        for worker in workers:
+            self._heard_s.pop(worker, None)
+        self._questioned.difference_update(workers)
+        self._excused.difference_update(workers)
 
     def excuse(self, worker: str) -> None:
         """Grant a longer wait to a worker whose process was seen alive: it may be busy or starved."""
@@ -66,7 +68,7 @@ class FailureDetector:
             self._clock_s += min(max(0.0, now_s - self._looked_s), _LONGEST_GAP_S)
         self._looked_s = now_s
         watched = list(members)
-        patient = set(watched) if len(watched) == 1 else self._excused
+        patient = set(watched) if len(set(map(worker_of, watched))) == 1 else self._excused  # no other waits for it
         quiet = [(w, self._clock_s - self._heard_s[w]) for w in watched if w in self._heard_s]
         limit_s = {w: self._alone_s if w in patient else self._timeout_s for w in watched}
         return [(worker, silence_s) for worker, silence_s in quiet if silence_s > limit_s[worker]]

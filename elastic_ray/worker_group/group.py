@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from elastic_ray.background import Background
@@ -32,6 +32,7 @@ from elastic_ray.membership.signals import Allocated, Lost, Stimulus, TimePassed
 from elastic_ray.record.controller_state import ControllerState
 from elastic_ray.record.losses import SizeHistory
 from elastic_ray.record.record import JobRecord
+from elastic_ray.unit import process_names, worker_of
 from elastic_ray.worker.messages import RunResult, WorkerHeartbeat, WorkerReregistration
 from elastic_ray.worker.setup import Assignment
 from elastic_ray.worker_group.actors import WorkerActors
@@ -213,31 +214,37 @@ class WorkerGroup:
         """Wait until the cluster's pool has what the next job takes."""
         await self.actors.refilled()
 
-    def heard(self, worker: str) -> bool:
+    def heard(self, worker: str, position: int = 0) -> bool:
         """Note a message of a worker; True if it matters.
 
         It does not of one that was declared lost, or served the trial before: the job continues without it.
         """
         if worker in self._given_up or number(worker) <= self._before:
             return False
-        self._detector.heard(worker)
+        self._detector.heard(process_names(worker, position + 1)[position])
         return True
 
     def beat(self, beat: WorkerHeartbeat) -> None:
         """Handle a heartbeat."""
         if beat.ending:
-            self._detector.forget(beat.worker)
+            self._detector.forget(process_names(beat.worker, beat.position + 1)[beat.position])
         elif beat.at is not None and beat.at > self._furthest:
             # No step is committed without every member, however long one of them cannot beat.
             self._furthest = beat.at
-            members = {member.worker for member in self.machine.members()}
-            self._detector.heard(*(members - self.returned))
+            members = {member.worker for member in self.machine.members()} - self.returned
+            self._detector.heard(*self._processes_of(members))
+
+    def _processes_of(self, workers: Iterable[str]) -> set[str]:
+        unit = self._spec.scheduling.unit_size
+        return {name for worker in workers for name in process_names(worker, unit)}
 
     def tick(self, now_s: float) -> None:
         """Advance the group; called about ten times a second [s, monotonic]."""
-        members = self.machine.watched()
-        for worker, silence_s in self._detector.silent(now_s, members):
-            self.take(Lost(worker=worker, cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)"))
+        members = self._processes_of(self.machine.watched())
+        for process, silence_s in self._detector.silent(now_s, members):
+            self.take(
+                Lost(worker=worker_of(process), cause=f"it has been silent for {silence_s:.1f} s (hung or cut off)")
+            )
         for worker in set(self._detector.questionable()) & members:
             self._background.start(self._look_at(worker))
         self.take(TimePassed())
@@ -251,12 +258,12 @@ class WorkerGroup:
         if running:
             self._detector.excuse(worker)
         elif running is False and self._detector.questioned(worker):
-            self.take(Lost(worker=worker, cause="its process is stopped or gone"))
+            self.take(Lost(worker=worker_of(worker), cause="its process is stopped or gone"))
 
     def _on_result(self, worker: str, result: RunResult) -> None:
         if worker not in self._given_up:
             self.returned.add(worker)
-            self._detector.forget(worker)
+            self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
             self._observer.came_back(worker, result)
 
     def _on_refusal(self, worker: str, error: Exception, certain: bool) -> None:
@@ -277,7 +284,7 @@ class WorkerGroup:
                 self.actors.launch(self._assignment(instruction))
             case Release(worker=worker, kill=kill, reason=reason):
                 logger.info("job %s: worker %s gives its resources back: %s", self._spec.job, worker, reason)
-                self._detector.forget(worker)
+                self._detector.forget(*process_names(worker, self._spec.scheduling.unit_size))
                 if kill:
                     self._given_up.add(worker)
                 self.actors.release(worker, kill=kill)
@@ -304,7 +311,7 @@ class WorkerGroup:
         forming = self.machine.current is None
         if forming:
             self.history.launched(time.monotonic(), time.time())
-        self._detector.forget(launch.worker)
+        self._detector.forget(*process_names(launch.worker, self._spec.scheduling.unit_size))
         path, point = self._record.restart_point
         trial = self._spec.trial
         return Assignment(

@@ -228,6 +228,8 @@ class Held:
 class Run:
     """The parts that changes go through, and the changes themselves."""
 
+    wishes = None
+
     def __init__(self, *, elastic: bool = True, failing: int = 0) -> None:
         self.states, self.registry, self.agreed = States(failing), Registered(), Agreed()
         self.ledger = self.clock = self.consensus = Steps()
@@ -242,6 +244,10 @@ class Run:
             explain=lambda cause: f"explained: {cause}",
             regroup_timeout_s=1.0,
         )
+
+    @property
+    def voided(self) -> bool:
+        return bool(self.membership.voided)
 
     def moment(self, name: str) -> None:
         self.done.append(name)

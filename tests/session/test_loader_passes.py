@@ -160,7 +160,7 @@ class Stragglers:
 class Run:
     """The parts that the passes go through; a step may be begun in them."""
 
-    faults = True
+    faults, wishes = True, None
 
     def __init__(self, failing: int = 0) -> None:
         self.states, self.sums, self.clock, self.meter = State(), StepSums(), Clock(), StepMeter()

@@ -350,7 +350,7 @@ def write_part(
 
 def plain_values(skeleton: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a skeleton that are no tensors, with their paths; a list without tensors is one."""
-    if isinstance(skeleton, Mapping):
+    if isinstance(skeleton, Mapping) and skeleton:
         for key, value in skeleton.items():
             yield from plain_values(value, (*path, key))
     elif type(skeleton) in (list, tuple) and _has_tensors(skeleton):

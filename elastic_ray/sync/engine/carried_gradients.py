@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_ray.sync.engine.local_parameters import local_groups
 from elastic_ray.sync.operations.gradient_checks import refuse_own
 from elastic_ray.sync.sliced_gradients.sliced_gradient import SlicedGradient, plain_or_sliced
 
@@ -191,11 +192,12 @@ class CarriedGradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _gradients(self) -> dict[int, torch.Tensor]:
-        found = {i: plain_or_sliced(p.grad) for i, p in enumerate(self._params()) if p.grad is not None}
+        params = local_groups([self._params()])[0]
+        found = {i: plain_or_sliced(p.grad) for i, p in enumerate(params) if p.grad is not None}
         return {i: grad.detach() for i, grad in found.items()}
 
     def _take(self, steps: int, gradients: dict[int, torch.Tensor]) -> None:
         self._steps, self._step, self._local = steps, None, False
         self._beneath = False
-        for i, p in enumerate(self._params()):
+        for i, p in enumerate(local_groups([self._params()])[0]):
             p.grad = gradients[i].to(p.device) if i in gradients else None

@@ -17,9 +17,10 @@ from elastic_ray.sync.builders import StrategyBuilder
 from elastic_ray.sync.checks import StrategyError
 from elastic_ray.sync.choosing.explanation import StrategyTable
 from elastic_ray.sync.engine.carried_gradients import CarriedGradients
-from elastic_ray.sync.engine.factory import make_operation
+from elastic_ray.sync.engine.factory import is_plain, make_operation
 from elastic_ray.sync.engine.joint_optimizer import JointTiles, optimizers_of
 from elastic_ray.sync.engine.layout import BucketLayout
+from elastic_ray.sync.engine.local_parameters import local_groups
 from elastic_ray.sync.engine.model_profile import layers_by_parameter, profile_of
 from elastic_ray.sync.engine.owed_gradients import OwedGradients
 from elastic_ray.sync.engine.reducer import GradientReducer
@@ -90,6 +91,7 @@ class GradientEngine(Participant):
         self._in_force = StrategyInForce(context, self, builder, number)
         self._check_tables(self.plan.strategy)
         self._check_tiles(self.plan)
+        self._check_unit(self.plan)
         self._carried = CarriedGradients(context, optimizer)
         self._tables: Sequence[TableGradient] = ()
         self._owed = OwedGradients(context)
@@ -147,6 +149,7 @@ class GradientEngine(Participant):
         self._check_statistics(plan.strategy)
         self._check_tables(plan.strategy)
         self._check_tiles(plan)
+        self._check_unit(plan)
         for bucket in plan.buckets:
             make_operation(bucket)
 
@@ -201,8 +204,25 @@ class GradientEngine(Participant):
             self._statistics_for.pop()
             raise
 
+    def _check_unit(self, plan: SyncPlan) -> None:
+        """Raise StrategyError where a unit's workers would be divided among the ranks once more."""
+        if self._context.unit is None:
+            return
+        if self._sharded or not all(is_plain(each) for each in plan.buckets):
+            what = "a ShardedEmbedding" if self._sharded else f"strategy {plan.strategy.label!r}"
+            raise StrategyError(
+                f"{what} is not served in a job of units (SchedulingConfig(unit=)), whose gradients are averaged over "
+                "units as they are: leave strategy= out, and divide the model within the unit, over "
+                "elastic_ray.unit_mesh()"
+            )
+
     def _check_statistics(self, strategy: Strategy) -> None:
         """Raise StrategyError where statistics are needed that models which are averaged do not give."""
+        if self._statistics_for and self._context.unit is not None:
+            raise StrategyError(
+                f"{self._statistics_for[0]} needs the gradient noise scale, which is not measured in a job of units "
+                '(SchedulingConfig(unit=)): use scaling_rule="none", "linear", "sqrt" or "legw", and a fixed batch'
+            )
         if self._statistics_for and strategy.average is not None:
             raise StrategyError(
                 f"{self._statistics_for[0]} needs the gradient noise scale, but strategy "
@@ -262,6 +282,8 @@ class GradientEngine(Participant):
         Raises:
             RuntimeError: gradients of parameters in tiles are this rank's own.
         """
+        if self._context.wishes is not None:
+            self._settle_in_unit()
         self._reducer.close(
             refuses_own=self._in_force.plan.tiles is not None
         )  # nothing else would tell: tiles are not compared
@@ -271,6 +293,14 @@ class GradientEngine(Participant):
                 each.stand_inside()
         if self._sharded.tables:
             self._sharded.close()
+
+    def _settle_in_unit(self) -> None:
+        """Apply a step on all workers of the unit, or on none."""
+        ledger = self._context.ledger
+        if ledger.step is not None and ledger.step.is_last_micro:
+            failure = self._context.agree_in_unit(ledger.failure)
+            if failure is not None:
+                ledger.fail(failure)
 
     def applied(self) -> None:
         """Record that the update was applied: a step lost after this has no accumulated gradients to restore."""
@@ -286,7 +316,7 @@ class GradientEngine(Participant):
     @property
     def gives_statistics(self) -> bool:
         """True if the gradient noise scale is measured."""
-        return self._in_force.plan.strategy.average is None
+        return self._in_force.plan.strategy.average is None and self._context.unit is None
 
     @property
     def drifts(self) -> bool:
@@ -426,9 +456,8 @@ class GradientEngine(Participant):
         plan = self._in_force.take(switch=self._may_switch)
         self._control_size = self._context.consensus.control_size
         self._statistics.rebuilt(len(trainable.groups))
-        layout = BucketLayout(
-            trainable.groups, plan, self._control_size, self._in_force, self._statistics, self._divided
-        )
+        groups = trainable.groups if self._context.unit is None else local_groups(trainable.groups)
+        layout = BucketLayout(groups, plan, self._control_size, self._in_force, self._statistics, self._divided)
         self._drift.follow(plan.strategy.average)
         self._divided.follow(plan, self.profile)
         self._owed.follow(layout, [bucket.params for bucket in plan.buckets], self.profile.params)

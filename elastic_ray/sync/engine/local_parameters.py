@@ -1,0 +1,77 @@
+"""Parameters of a model that its unit has divided (DTensors), as this worker's part of them (torch).
+
+Gradients of the same position are averaged over units, so that nothing but the local part matters here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def local(tensor: Any) -> Any:
+    """This worker's part of a tensor; the tensor itself where it is whole."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+class LocalParameter:
+    """Stands for a parameter where buckets take gradients and put them back.
+
+    Args:
+        param: a DTensor.
+    """
+
+    def __init__(self, param: Any) -> None:
+        self._param = param
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._param, name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Functions of torch take the local part."""
+        return function(*(each.part if isinstance(each, cls) else each for each in args), **(kwargs or {}))
+
+    @property
+    def part(self) -> torch.Tensor:
+        """This worker's part."""
+        found: torch.Tensor = local(self._param)
+        return found
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the local part."""
+        return self.part.shape
+
+    def numel(self) -> int:
+        """Elements of the local part."""
+        return self.part.numel()
+
+    def is_contiguous(self) -> bool:
+        """True if the local part is."""
+        return self.part.is_contiguous()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The local part of the gradient, which lies in the unit as its parameter does from here on."""
+        grad: Any = self._param.grad
+        if grad is None:
+            return None
+        if grad.placements != self._param.placements:  # partial sums, of what follows a parallel sequence
+            self._param.grad = grad = grad.redistribute(placements=self._param.placements)
+        found: torch.Tensor = local(grad)
+        return found
+
+    @grad.setter
+    def grad(self, part: torch.Tensor | None) -> None:
+        from torch.distributed.tensor import DTensor
+
+        held = None if part is None else DTensor(part, self._param._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        self._param.grad = held
+
+
+def local_groups(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[Any]]:
+    """Parameters by group, with stand-ins for those that the unit has divided."""
+    return [[LocalParameter(p) if hasattr(p, "_local_tensor") else p for p in group] for group in groups]

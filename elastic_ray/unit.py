@@ -1,0 +1,115 @@
+"""Units: workers that live and die together, and what their ranks are called in a mesh (pure)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+_SAME_SAMPLES = ("tp", "pp", "cp", "ep")
+_OWN_SAMPLES = ("shard",)
+UNNAMED = "unit"
+"""Name of the only dimension of a unit that is given by its size."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
+class Unit:
+    """A unit by the dimensions of its mesh, the first of which changes slowest: ``Unit(pp=2, tp=4)`` has 8 workers.
+
+    Workers that differ in ``tp`` (tensor), ``pp`` (pipeline), ``cp`` (context) or ``ep`` (experts) read the same
+    samples; those that differ in ``shard`` (torch's ``fully_shard``) each read their own part of the unit's.
+
+    Args:
+        **sizes: workers along each dimension.
+
+    Raises:
+        TypeError: a size is no whole number. ValueError: it is under 1, a dimension has another name, or there is none.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __init__(self, **sizes: int) -> None:
+        known = (*_SAME_SAMPLES, *_OWN_SAMPLES)
+        if not sizes:
+            raise ValueError(f"Unit must have a dimension, one of {', '.join(known)}: for example Unit(tp=2)")
+        for name, size in sizes.items():
+            if name not in known:
+                raise ValueError(f"dimensions of a Unit must be of {', '.join(known)}, but got {name!r}")
+            check_size(f"Unit({name}=)", size)
+        object.__setattr__(self, "names", tuple(sizes))
+        object.__setattr__(self, "sizes", tuple(sizes.values()))
+
+    @property
+    def size(self) -> int:
+        """Its workers."""
+        return math.prod(self.sizes)
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts its samples are cut."""
+        return math.prod(size for name, size in zip(self.names, self.sizes, strict=True) if name in _OWN_SAMPLES)
+
+    def shard_of(self, position: int) -> int:
+        """Which of these the worker at a position of the unit reads."""
+        found, stride = 0, 1
+        for name, size in reversed(list(zip(self.names, self.sizes, strict=True))):
+            position, place = divmod(position, size)
+            if name in _OWN_SAMPLES:
+                found, stride = found + place * stride, stride * size
+        return found
+
+
+def check_size(name: str, size: object) -> None:
+    """Raise TypeError or ValueError unless ``size`` is a number of workers."""
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{name} must be a whole number of workers, but got {size!r}")
+    if size < 1:
+        raise ValueError(f"{name} must be 1 or more, but got {size}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPlace:
+    """Where a worker process stands in its unit.
+
+    Attributes:
+        position: its rank there.
+        names, sizes: dimensions of the unit's mesh.
+        shard, shards: which part of the unit's samples it reads, and of how many.
+        store: file in which the unit's workers find each other; all of them are on one node.
+    """
+
+    position: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shard: int
+    shards: int
+    store: str
+
+    @property
+    def size(self) -> int:
+        """Workers of the unit."""
+        return math.prod(self.sizes)
+
+
+def place_in(unit: Unit | int, position: int, store: str) -> UnitPlace:
+    """Where the worker at a position of such a unit stands."""
+    if isinstance(unit, int):
+        return UnitPlace(position=position, names=(UNNAMED,), sizes=(unit,), shard=0, shards=1, store=store)
+    return UnitPlace(
+        position=position,
+        names=unit.names,
+        sizes=unit.sizes,
+        shard=unit.shard_of(position),
+        shards=unit.shards,
+        store=store,
+    )
+
+
+def process_names(worker: str, unit: int) -> tuple[str, ...]:
+    """What the processes of a worker are called by the one who watches them: of a unit, several."""
+    return (worker, *(f"{worker}.{position}" for position in range(1, unit)))
+
+
+def worker_of(process: str) -> str:
+    """Whose process it is."""
+    return process.partition(".")[0]

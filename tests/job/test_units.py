@@ -1,0 +1,97 @@
+"""Jobs of units: workers that live and die together, in which torch's own parallelism runs unchanged."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.train
+
+import elastic_ray as er
+from elastic_ray.events import EventKind
+from elastic_ray.faults import Faults
+from tests.job import united
+from tests.job.jobs import kinds, wait_until
+
+pytestmark = [pytest.mark.ray_cluster(num_cpus=8), pytest.mark.timeout(1000), pytest.mark.slow]
+
+
+def submit(folder: Path, kind: str, workers: Any, unit: Any, **config: Any) -> er.JobHandle:
+    elastic = config.pop("elastic", {})
+    return er.ElasticTrainer(
+        united.train,
+        train_loop_config={"kind": kind, "epochs": 6, **config},
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(name=folder.name, storage_path=str(folder)),
+        elastic_config=er.ElasticConfig(**elastic),
+        scheduling_config=er.SchedulingConfig(unit=unit),
+    ).submit()
+
+
+def parameters(handle: er.JobHandle) -> dict[str, list[float]]:
+    result = handle.result(timeout=300)
+    assert result.metrics is not None
+    return dict(result.metrics["parameters"])
+
+
+def check_close(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name] == pytest.approx(values, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "whole"),
+    [
+        pytest.param("tp", 2, "plain", marks=pytest.mark.thorough),
+        ("shard", er.Unit(shard=2), "plain"),
+        ("pp", er.Unit(pp=2), "blocks"),
+    ],
+)
+def test_two_units_train_as_one_whole_worker(
+    ray_cluster: Any, tmp_path: Path, kind: str, unit: Any, whole: str
+) -> None:
+    wanted = parameters(submit(tmp_path / "whole", whole, 1, 1))
+    check_close(parameters(submit(tmp_path / "units", kind, 4, unit)), wanted)
+
+
+def test_units_come_and_go_and_one_dies_undisturbed(ray_cluster: Any, tmp_path: Path) -> None:
+    """Of the unit whose worker is killed the other process ends as well; no checkpoint is read."""
+    wanted = parameters(submit(tmp_path / "whole", "plain", 1, 1, epochs=60))
+    until = tmp_path / "done"
+    handle = submit(tmp_path / "units", "tp", (2, 6), 2, epochs=60, until=str(until))
+    for size in (2, 3, 2):
+        handle.resize(size)
+        wait_until(lambda size=size: handle.status().workers == size, handle)
+    os.kill(handle.workers()[-1].pid, signal.SIGKILL)
+    wait_until(lambda: EventKind.FAILURE in kinds(handle), handle)
+    until.touch()
+    check_close(parameters(handle), wanted)
+    assert EventKind.RESIZE in kinds(handle) and EventKind.RESTART not in kinds(handle)
+
+
+@pytest.mark.parametrize("moment", ["backward", "optimizer_step", "after_step", "edge"])
+def test_steps_are_applied_by_whole_units(ray_cluster: Any, tmp_path: Path, moment: str) -> None:
+    """One worker of three units dies, at moments at which some have what others lack."""
+    wanted = parameters(submit(tmp_path / "whole", "plain", 1, 1))
+    faults = Faults().kill(rank=1, step=9, moment=moment)
+    handle = submit(tmp_path / "units", "tp", 6, 2, elastic={"faults": faults})
+    check_close(parameters(handle), wanted)
+    assert EventKind.FAILURE in kinds(handle) and EventKind.RESTART not in kinds(handle)
+
+
+def test_a_job_goes_on_from_the_parts_of_all_positions(ray_cluster: Any, tmp_path: Path) -> None:
+    wanted = parameters(submit(tmp_path / "whole", "plain", 1, 1, epochs=12))
+    until = tmp_path / "done"
+    options: dict[str, Any] = {"epochs": 12, "until": str(until), "elastic": {"checkpoint_interval_s": 0.5}}
+    handle = submit(tmp_path / "units", "tp", 4, 2, **options)
+    wait_until(lambda: handle.status().step > 20, handle)
+    for worker in handle.workers():
+        os.kill(worker.pid, signal.SIGKILL)
+    until.touch()
+    check_close(parameters(handle), wanted)
+    resumed = [event.reason for event in handle.events() if event.kind is EventKind.RESUMED]
+    assert resumed and "from the automatic checkpoint at step" in resumed[0]
