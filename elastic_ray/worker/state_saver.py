@@ -81,7 +81,7 @@ class StateSaver:
         )
         if saving is not None:
             saving.serve(self._parts)
-        session.registry.save_when(lambda: self._is_due() and not self._busy())
+        session.registry.save_when(self._is_due)
         self._refused = False
         self._unseen = 0  # checkpoints one after the other of which a rank's part has not appeared
 
@@ -97,8 +97,9 @@ class StateSaver:
             self._begin(order)
             return
         self._tell_of_refusals()
-        due = self._session.run.wishes is None and self._is_due()
-        if self._off or not due or self._session.rank != 0:
+        due = self._asked or time.monotonic() - self._since_s >= self._interval_s
+        units = self._session.run.wishes is not None
+        if units or self._off or not due or self._session.rank != 0:
             return
         if self._busy() or not self._session.may_save() or self._parts.makes_memory:
             return
@@ -123,7 +124,9 @@ class StateSaver:
         return SaveOrder(token=f"{token:09x}", rank=place.position, world_size=place.size) if token else None
 
     def _is_due(self) -> bool:
-        return self._asked or time.monotonic() - self._since_s >= self._interval_s
+        """As this worker sees it, for its unit."""
+        due = self._asked or time.monotonic() - self._since_s >= self._interval_s
+        return due and not self._busy()
 
     def _begin(self, order: SaveOrder | None) -> None:
         """Write this rank's part, as all ranks have agreed; or, without an order, all of the state."""

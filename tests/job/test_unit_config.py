@@ -70,7 +70,7 @@ def test_workers_along_shard_read_their_own_part() -> None:
     assert place_in(4, 3, "/tmp/x/unit").shards == 1
 
 
-def test_a_unit_alone_is_waited_for_as_long_as_one_worker() -> None:
+def test_a_unit_alone_has_as_long_as_one_worker() -> None:
     names = process_names("w3", 2)
     assert names == ("w3", "w3.1") and worker_of("w3.1") == "w3"
     detector = FailureDetector(1.0, alone_s=15.0)

@@ -83,7 +83,7 @@ def test_steps_are_applied_by_whole_units(ray_cluster: Any, tmp_path: Path, mome
     assert EventKind.FAILURE in kinds(handle) and EventKind.RESTART not in kinds(handle)
 
 
-def test_a_job_goes_on_from_the_parts_of_all_positions(ray_cluster: Any, tmp_path: Path) -> None:
+def test_a_job_resumes_from_parts_of_all_positions(ray_cluster: Any, tmp_path: Path) -> None:
     wanted = parameters(submit(tmp_path / "whole", "plain", 1, 1, epochs=12))
     until = tmp_path / "done"
     options: dict[str, Any] = {"epochs": 12, "until": str(until), "elastic": {"checkpoint_interval_s": 0.5}}
