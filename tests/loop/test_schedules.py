@@ -115,5 +115,5 @@ def test_steps_of_a_pass_add_up(samples: int, first: int, batches: list[int]) ->
 @pytest.mark.parametrize("wrong", ["epochs", "", None, 1])
 def test_another_way_to_count_is_refused(wrong: Any) -> None:
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="schedule must be one of 'progress', 'steps', but got"):
+    with pytest.raises(ValueError, match="schedule must be one of 'progress', 'steps', 'seesaw', but got"):
         er.AdaptiveDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), schedule=wrong)
