@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from elastic_ray.data.arrow import ArrowDataset
     from elastic_ray.data.loader import AdaptiveDataLoader
     from elastic_ray.driver.handle import JobHandle
+    from elastic_ray.driver.replay import replay
     from elastic_ray.driver.run_config import RunConfig
     from elastic_ray.driver.sharded_memory import sharded_memory
     from elastic_ray.driver.trainer import ElasticTrainer
@@ -108,6 +109,7 @@ _HOMES = {
     "load_model_state": "elastic_ray.checkpoints.sharded.model_loading",
     "register_state": "elastic_ray.loop.api",
     "remaining_epochs_until": "elastic_ray.loop.epochs",
+    "replay": "elastic_ray.driver.replay",
     "report": "elastic_ray.loop.api",
     "sharded_memory": "elastic_ray.driver.sharded_memory",
 }
@@ -160,6 +162,7 @@ __all__ = [
     "load_model_state",
     "register_state",
     "remaining_epochs_until",
+    "replay",
     "report",
     "sharded_memory",
 ]

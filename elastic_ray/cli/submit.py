@@ -125,7 +125,7 @@ def _send_with_free_id(job: JobFile, again: tuple[str, ...]) -> tuple[str, str]:
                 ) from error
 
 
-def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str) -> str:
+def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str, replay: int = 0) -> str:
     """Submit a job; returns the shell command that Ray runs.
 
     Args:
@@ -133,6 +133,7 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str) ->
         again: arguments that submit it again.
         submission: id for it.
         user: owner of the jobs.
+        replay: steps after which a replay pauses; 0 for none.
 
     Raises:
         TakenError: there is such an id. ClickException: Ray refuses it.
@@ -147,7 +148,8 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str) ->
         name=job.name,
         submission=submission,
         user=user,
-        command=again,
+        command=() if replay else again,
+        replay=replay,
     )
     entrypoint = command(job.script.resolve().relative_to(job.working_dir), job.arguments, said, job.python)
     ray_jobs.submit(
@@ -160,8 +162,17 @@ def send(job: JobFile, again: tuple[str, ...], *, submission: str, user: str) ->
     return entrypoint
 
 
-def send_again(again: tuple[str, ...], *, submission: str, user: str) -> None:
+def send_again(
+    again: tuple[str, ...], *, submission: str, user: str, workers: tuple[int, int] | None = None, replay: int = 0
+) -> None:
     """Submit what an earlier submission has kept of itself.
+
+    Args:
+        again: its arguments.
+        submission: id for it.
+        user: owner of the jobs.
+        workers: limits in place of its own.
+        replay: steps after which a replay pauses; 0 for none.
 
     Raises:
         TakenError: there is such an id. ClickException: it cannot be submitted, the file is gone say.
@@ -169,10 +180,10 @@ def send_again(again: tuple[str, ...], *, submission: str, user: str) -> None:
     with submit.make_context("submit", list(again)) as context:
         told = {name: value for name, value in context.params.items() if name not in ("wait", "as_json")}
     env_json = told.pop("env_json")
-    job = _job(**told)
+    job = _job(**{**told, "workers": workers or told["workers"]})
     if env_json is not None:
         job = dataclasses.replace(job, runtime_env=read_env(env_json))
-    send(job, again, submission=submission, user=user)
+    send(job, again, submission=submission, user=user, replay=replay)
 
 
 def _from_file(path: Path) -> JobFile:

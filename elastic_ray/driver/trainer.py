@@ -18,6 +18,7 @@ from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.result import Result
 
 from elastic_ray.access import join, session_warning
+from elastic_ray.adaptation.policies.pause_at import PauseAt
 from elastic_ray.adaptation.policy import Policy, check_policies
 from elastic_ray.checkpoints.run_directory import RunStorage, resolve
 from elastic_ray.config import ElasticConfig, SchedulingConfig
@@ -186,8 +187,9 @@ class ElasticTrainer:
         _check_config("elastic_config", elastic_config, ElasticConfig)
         _check_config("scheduling_config", scheduling_config, SchedulingConfig)
         self._datasets = check_datasets(datasets)
-        self._train_loop = pack(train_loop_per_worker, train_loop_config, check_policies(adaptation))
         told = read_overrides(os.environ)
+        policies = (*check_policies(adaptation), *([PauseAt(told.replay)] if told.replay else []))
+        self._train_loop = pack(train_loop_per_worker, train_loop_config, policies)
         self._scaling = read_scaling(told.scaling(scaling_config, ScalingConfig))
         self._run = read_run(run_config)
         self._callbacks = pack_callbacks(
@@ -196,7 +198,7 @@ class ElasticTrainer:
             train_loop_config=train_loop_config,
             scaling_config=scaling_config,
         )
-        self._name = self._run.name or job_name(take_name(os.environ))
+        self._name = told.named(self._run.name or job_name(take_name(os.environ)))
         self._submission, self._command, self._user = told.submission, told.command, told.user or login_name()
         self._elastic = elastic_config or ElasticConfig()
         self._scheduling = told.scheduled(scheduling_config or SchedulingConfig())

@@ -30,6 +30,7 @@ def resume_jobs(storage: str, cluster: str) -> None:
 
 
 def _run(storage: str, cluster: str) -> None:
+    """Run the command to its end."""
     try:
         done = subprocess.run(
             [sys.executable, *_COMMAND, storage],
